@@ -10,6 +10,20 @@ Each kind of mistake says what it changes, which rules have to see it, and in wh
 up to `--per-kind` programs are drawn by the hash of their names, at most three of a repository. A mutant counts as
 found if one of the kind's rules reports something in it. No file is written: the mutant is checked in memory, at the
 place of the original, as a part of its project, so that its imports, users and configs are those of the repository.
+
+Some changes are no mistakes, and are left out (the batches up to `wide10` counted them as missed, except where it says
+so there):
+
+- in code that nothing runs: a function or class that no file of the repository mentions elsewhere, a module without a
+  main part that none mentions, a test, and a trial on random tensors below `if __name__ == "__main__":`;
+- a cast in a program that only measures how fast steps are (a file or folder named `bench...`, `profile` or `speed`);
+- a key in a DeepSpeed config of a project that pins a DeepSpeed which still has it, or a misspelt section that is off;
+- positions that BF16 holds exactly (up to a small literal, a small default, the size of a batch or of a window) where
+  no power or logarithm of them follows;
+- torch's clipping after gradients that the program unscales itself, and code that does not import the name `torch`;
+- an average that is copied but never updated: `weight_decay` says nothing about that.
+
+A batch of integers that is cast to FP16 counts as found by MPG110 too, which reports just that.
 """
 
 from __future__ import annotations
@@ -51,7 +65,8 @@ Mutate = Callable[[str], "str | None"]
 class Kind(NamedTuple):
     """One kind of mistake. rules: one of them has to see it; words: what a program contains; never: what it does not.
 
-    alone: words that no file of the repository contains.
+    alone: words that no Python file and no list of requirements of the repository contains. trains: the mistake is none
+    in a program that only measures speed.
     """
 
     name: str
@@ -61,6 +76,7 @@ class Kind(NamedTuple):
     never: str = ""
     alone: str = ""
     suffixes: tuple[str, ...] = (".py",)
+    trains: bool = False
 
     def fits(self, text: str) -> bool:
         return all(re.search(word, text) for word in self.words) and not (self.never and re.search(self.never, text))
@@ -70,13 +86,19 @@ KINDS: list[Kind] = []
 
 
 def kind(
-    codes: str, *words: str, never: str = "", alone: str = "", suffixes: tuple[str, ...] = (".py",)
+    codes: str,
+    *words: str,
+    never: str = "",
+    alone: str = "",
+    suffixes: tuple[str, ...] = (".py",),
+    trains: bool = False,
 ) -> Callable[[Mutate], Mutate]:
     """Register a function `text -> mutated text, or None` as a kind of mistake."""
 
     def register(mutate: Mutate) -> Mutate:
         name = mutate.__name__.replace("_", "-")
-        KINDS.append(Kind(name, tuple(f"MPG{code}" for code in codes.split()), mutate, words, never, alone, suffixes))
+        rules = tuple(f"MPG{code}" for code in codes.split())
+        KINDS.append(Kind(name, rules, mutate, words, never, alone, suffixes, trains))
         return mutate
 
     return register
@@ -473,17 +495,26 @@ def _before_optimizer(*lines: str) -> Callable[[cst.BaseStatement], list[str]]:
 PLAIN = OTHER + r"|bfloat16|float16|\.half\(\)|[sS]caler|autocast|fp16|quantiz"
 
 
-@kind("101", OPTIMIZER, *LOOP, "import torch", never=PLAIN)
+@kind("101", OPTIMIZER, *LOOP, "import torch", never=PLAIN, trains=True)
 def model_half(text: str) -> str | None:
     return changed(text, Insert(_before_optimizer("{0}.half()")))
 
 
-@kind("101", OPTIMIZER, *LOOP, "import torch", never=PLAIN)
+@kind("101", OPTIMIZER, *LOOP, "import torch", never=PLAIN, trains=True)
 def model_to_float16(text: str) -> str | None:
     return changed(text, Insert(_before_optimizer("{0} = {0}.to(torch.float16)")))
 
 
-@kind("101", r"\bfor ", r"\.backward\(\)", r"\.step\(\)", r"= \w+\.(to|cuda)\(", "import torch", never=PLAIN)
+@kind(
+    "101 110",
+    r"\bfor ",
+    r"\.backward\(\)",
+    r"\.step\(\)",
+    r"= \w+\.(to|cuda)\(",
+    "import torch",
+    never=PLAIN,
+    trains=True,
+)
 def batch_half(text: str) -> str | None:
     """Cast an input of the model in the loop that runs backward."""
 
@@ -511,12 +542,12 @@ def batch_half(text: str) -> str | None:
     return changed(text, Cast())
 
 
-@kind("107", OPTIMIZER, *LOOP, "import torch", never=PLAIN)
+@kind("107", OPTIMIZER, *LOOP, "import torch", never=PLAIN, trains=True)
 def model_to_bfloat16(text: str) -> str | None:
     return changed(text, Insert(_before_optimizer("{0} = {0}.to(torch.bfloat16)")))
 
 
-@kind("104", OPTIMIZER, *LOOP, r"(?m)^import torch$", never=PLAIN + "|set_default")
+@kind("104", OPTIMIZER, *LOOP, r"(?m)^import torch$", never=PLAIN + "|set_default", trains=True)
 def default_dtype_half(text: str) -> str | None:
     def new(line: cst.BaseStatement) -> list[str]:
         return ["torch.set_default_dtype(torch.float16)"] if code(line) == "import torch" else []
@@ -524,14 +555,17 @@ def default_dtype_half(text: str) -> str | None:
     return changed(text, Insert(new, after=True))
 
 
-@kind("602", r"optim\.AdamW?\(\s*\w+\.parameters\(\)", *LOOP, "import torch", never=PLAIN)
+@kind("602", r"optim\.AdamW?\(\s*\w+\.parameters\(\)", *LOOP, "import torch", never=PLAIN, trains=True)
 def adam_eps_for_half_weights(text: str) -> str | None:
+    def half(line: cst.BaseStatement) -> list[str]:
+        return _before_optimizer("{0}.half()")(line) if re.search(r"optim\.AdamW?\(", code(line)) else []
+
     def eps(call: cst.Call) -> cst.BaseExpression | None:
         if re.match(r"(torch\.)?optim\.AdamW?$", code(call.func)) and argument(call, "eps") is None:
             return with_argument(call, "eps", "1e-8")
         return None
 
-    return changed(text, Replace(eps), Insert(_before_optimizer("{0}.half()")))
+    return changed(text, Replace(eps), Insert(half))
 
 
 @kind(
@@ -540,7 +574,20 @@ def adam_eps_for_half_weights(text: str) -> str | None:
     never="float16|half",
 )
 def positions_in_bfloat16(text: str) -> str | None:
+    def small(arange: Any) -> bool:
+        plain = [arg.value for arg in arange.args if arg.keyword is None]
+        end = code(plain[1] if len(plain) > 1 else plain[0]) if plain else ""
+        default = re.search(rf"\b{re.escape(end.split('.')[-1])}\b(?:\s*:\s*\w+)?\s*=\s*(\d+)\b", text) if end else None
+        known = int(end) if end.isdigit() else int(default[1]) if default else None
+        after = text[text.find(code(arange)) :][:400]
+        if re.search(r"\*\*|\blog\(", after):
+            return False  # what is computed from them is rounded, however small they are
+        return (known is not None and known <= 256) or bool(re.search(r"(?i)batch_?size|\bbsz?\b|window|\bws\b", end))
+
     def cast(call: cst.Call) -> cst.BaseExpression | None:
+        arange = call.func.value if called(call, "float") else call  # type: ignore[union-attr]
+        if called(arange, "arange") and small(arange):
+            return None
         if called(call, "float") and called(call.func.value, "arange"):  # type: ignore[union-attr]
             return call.with_changes(func=call.func.with_changes(attr=cst.Name("bfloat16")))
         dtype = argument(call, "dtype")
@@ -554,7 +601,7 @@ def positions_in_bfloat16(text: str) -> str | None:
 @kind(
     "109",
     r"(?i)ema\w* *= *(copy\.)?deepcopy\(",
-    r"(?i)mul_\(|lerp|decay|update\w*ema|ema\w*update",
+    r"(?i)mul_\(|lerp|(?<!weight_)(?<!weight)(?<!lr_)decay|update\w*ema|ema\w*update",
     never=r"\.half\(|float16",
 )
 def ema_in_half(text: str) -> str | None:
@@ -713,7 +760,13 @@ def backward_outside_accelerator(text: str) -> str | None:
     return changed(text, Replace(how))
 
 
-@kind("503", r"accelerator\.prepare\(", r"accelerator\.clip_grad_norm_\(")
+@kind(
+    "503",
+    r"accelerator\.prepare\(",
+    r"accelerator\.clip_grad_norm_\(",
+    r"(?m)^import torch *(?:,|#|$)",
+    never=r"unscale_\(",
+)
 def clip_outside_accelerator(text: str) -> str | None:
     return changed(text, Replace(_renamed("clip_grad_norm_", "torch.nn.utils.clip_grad_norm_", "accelerator$")))
 
@@ -723,6 +776,7 @@ def clip_outside_accelerator(text: str) -> str | None:
     r"accelerator\.prepare\(",
     r"accelerator\.backward\(",
     r"= *(unet|model|net|transformer)\(",
+    r"(?m)^import torch *(?:,|#|$)",
     never="autocast|[sS]caler",
 )
 def autocast_under_accelerator(text: str) -> str | None:
@@ -868,12 +922,22 @@ def _section(data: dict[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _older(version: str) -> str:
+    """Return a pattern for a requirement that allows no DeepSpeed as new as a version `0.x.y`."""
+    _, minor, patch = map(int, version.split("."))
+    older = "|".join(
+        [*(rf"{each}(?!\d)" for each in range(minor)), *(rf"{minor}\.{each}(?!\d)" for each in range(patch))]
+    )
+    pinned = rf"""deepspeed[^\n"']{{0,24}}(?:==|~=|<=?)\s*v?0\.(?:{older})"""
+    return rf"""(?i){pinned}|name = "deepspeed"\nversion = "0\.(?:{older})"""
+
+
 @kind("821", *DEEPSPEED, suffixes=JSON)
 def deepspeed_fp16_and_bf16(text: str) -> str | None:
     return _json(text, lambda data: not data.update(fp16={"enabled": True}, bf16={"enabled": True}))
 
 
-@kind("822", *DEEPSPEED, suffixes=JSON)
+@kind("822", *DEEPSPEED, alone=_older("0.17.1"), suffixes=JSON)
 def deepspeed_loss_scale_under_bf16(text: str) -> str | None:
     def change(data: dict[str, Any]) -> bool:
         data.pop("fp16", None)
@@ -887,7 +951,7 @@ def deepspeed_loss_scale_under_bf16(text: str) -> str | None:
 def deepspeed_misspelt_section(text: str) -> str | None:
     def change(data: dict[str, Any]) -> bool:
         old = "bf16" if "bf16" in data else "fp16"
-        if old in data:
+        if _section(data, old).get("enabled") in (True, "auto"):
             data["bfloat_16" if old == "bf16" else "fp_16"] = data.pop(old)
             return True
         return False
@@ -920,7 +984,7 @@ def deepspeed_two_dtypes(text: str) -> str | None:
     return _json(text, change)
 
 
-@kind("826", *DEEPSPEED, suffixes=JSON)
+@kind("826", *DEEPSPEED, alone=_older("0.19.6"), suffixes=JSON)
 def deepspeed_amp_section(text: str) -> str | None:
     return _json(text, lambda data: not data.update(amp={"enabled": True, "opt_level": "O1"}))
 
@@ -1010,23 +1074,74 @@ def programs(folder: Path, which: str) -> dict[str, list[Program]]:
 
 
 def words_of(folder: Path, repository: str, pattern: str, cache: dict[tuple[str, str], bool]) -> bool:
-    """True if a Python file of the repository contains the pattern."""
+    """True if a Python file or a list of requirements of the repository contains the pattern."""
     if (repository, pattern) not in cache:
-        files = (folder / repository.replace("/", "+")).rglob("*.py")
+        where = folder / repository.replace("/", "+")
+        files = (
+            each
+            for name in ("*.py", "*requirements*.txt", "requirements/*.txt", "*.toml", "*.lock")
+            for each in where.rglob(name)
+        )
         cache[repository, pattern] = any(re.search(pattern, each.read_text("utf-8", "replace")) for each in files)
     return cache[repository, pattern]
+
+
+#: Files and folders of programs that only measure.
+_MEASURES = re.compile(r"(?i)(?:^|[/_.])(?:bench\w*|profil\w*|speed\w*)(?:[/_.]|$)")
+_TEXTS = (".py", ".sh", ".yaml", ".yml", ".md", ".ipynb", ".json", ".toml", ".cfg", ".txt", "")
+
+
+class Users:
+    """The words of the files of repositories, to see what nothing mentions."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._words: dict[str, dict[Path, set[str]]] = {}
+
+    def mention(self, program: Program, name: str) -> bool:
+        """True if another file of the repository contains a name as a word."""
+        where = self.folder / program.repository.replace("/", "+")
+        if program.repository not in self._words:
+            texts = (path for path in where.rglob("*") if path.suffix in _TEXTS and path.is_file())
+            self._words[program.repository] = {
+                path: set(re.findall(r"\w+", path.read_text("utf-8", "replace")))
+                for path in texts
+                if path.stat().st_size <= LARGEST and "/.git/" not in path.as_posix()
+            }
+        return any(name in words for path, words in self._words[program.repository].items() if path != program.path)
+
+    def run(self, program: Program, mutant: str) -> bool:
+        """True if something may run the place where a mutant begins to differ."""
+        old, new = program.text.splitlines(), mutant.splitlines()
+        place = next((i for i, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), len(old) - 1)
+        top = max((i for i in range(min(place, len(old) - 1) + 1) if re.match(r"[^\s#)\]}]", old[i])), default=0)
+        end = next((i for i in range(top + 1, len(old)) if re.match(r"[^\s#)\]}]", old[i])), len(old))
+        own, rest = "\n".join(old[top:end]), "\n".join(old[:top] + old[end:])
+        if re.match("if +__name__", own):
+            return not re.search(r"torch\.rand", own) or bool(re.search(r"(?i)loader|dataset|parse_args|open\(", own))
+        if "__main__" not in program.text and not self.mention(program, program.path.stem):
+            return False
+        defined = re.match(r"(?:async +)?(?:def|class) +(\w+)", own)
+        if defined is None or (top and old[top - 1].startswith("@")) or defined[1] in ("main", "_mp_fn"):
+            return True
+        used = re.search(rf"\b{defined[1]}\b", rest) or self.mention(program, defined[1])
+        return not defined[1].startswith("test_") and bool(used)
 
 
 def run(folder: Path, which: str, per_kind: int, kinds: Iterable[Kind]) -> Iterator[Outcome]:
     every = programs(folder, which)
     clean: dict[Path, bool] = {}
     alone: dict[tuple[str, str], bool] = {}
+    users = Users(folder)
     for each in kinds:
         count, of, tried = 0, collections.Counter[str](), collections.Counter[str]()
         for program in (one for suffix in each.suffixes for one in every.get(suffix, ())):
             if count >= per_kind:
                 break
             if of[program.repository] >= PER_REPOSITORY or not each.fits(program.text):
+                continue
+            path = program.path.relative_to(folder / program.repository.replace("/", "+")).as_posix()
+            if each.trains and _MEASURES.search(path):
                 continue
             if each.alone and words_of(folder, program.repository, each.alone, alone):
                 continue
@@ -1039,12 +1154,13 @@ def run(folder: Path, which: str, per_kind: int, kinds: Iterable[Kind]) -> Itera
                 continue
             if mutant is None or mutant == program.text:
                 continue
+            if program.path.suffix == ".py" and not users.run(program, mutant):
+                continue
             if program.path not in clean:
                 clean[program.path] = not reported(program.path, program.text)
             if clean[program.path]:
                 count += 1
                 of[program.repository] += 1
-                path = program.path.relative_to(folder / program.repository.replace("/", "+")).as_posix()
                 yield Outcome(each.name, program.repository, path, reported(program.path, mutant))
         print(f"{each.name}: {count}", file=sys.stderr, flush=True)
 

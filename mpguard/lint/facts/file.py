@@ -580,7 +580,11 @@ class Facts(FormerNames, former=_FORMER):
             if scope.kind != "function":
                 return False
             callers = self.callers(scope)
-            return bool(callers) and not self.escapes(scope) and all(self.of(c).is_inference(c) for c in callers)
+            if not callers or self.escapes(scope):
+                return False
+            if _optimizes(scope):  # as a part of an evaluation, a probe is trained; that of a test is not
+                return all(any(api_names.measures(place.name) for place in call.scope.within()) for call in callers)
+            return all(self.of(call).is_inference(call) for call in callers)
         finally:
             self._active.discard(key)
 
@@ -649,8 +653,15 @@ class Facts(FormerNames, former=_FORMER):
 
 
 def _trains(scope: Scope) -> bool:
-    """True if a function trains whatever its name is: `eval_linear` calls `train(...)`."""
-    return any(call.receiver is None and api_names.is_training(call.name) for call in scope.calls)
+    """True if a function trains whatever its name is: `eval_linear` calls `train(...)`, or steps on parameters."""
+    calls_trainer = any(call.receiver is None and api_names.is_training(call.name) for call in scope.calls)
+    return calls_trainer or (_optimizes(scope) and not api_names.measures(scope.name))
+
+
+def _optimizes(scope: Scope) -> bool:
+    """True if a function takes steps on the parameters of a model in a loop."""
+    looped = {call.name for call in scope.calls if call.loops and call.receiver is not None}
+    return {"backward", "step"} <= looped and any(call.name == "parameters" for call in scope.calls)
 
 
 @contextlib.contextmanager

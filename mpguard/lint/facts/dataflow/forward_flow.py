@@ -184,15 +184,10 @@ class ForwardFlow:
             elif isinstance(parent, cst.For):
                 self.bind(parent.target, at)
                 return
-            elif isinstance(parent, (cst.ListComp, cst.GeneratorExp, cst.SetComp, cst.DictComp)):
-                if node not in (
-                    getattr(parent, "elt", None),
-                    getattr(parent, "key", None),
-                    getattr(parent, "value", None),
-                ):
-                    self.bind(parent.for_in.target, at)
-                    return
-                node = parent
+            elif isinstance(parent, cst.CompFor):
+                if node is parent.iter:
+                    self.bind(parent.target, at)
+                return
             elif isinstance(parent, cst.With):
                 for item in parent.items:
                     if item.item is node and item.asname is not None:

@@ -37,8 +37,13 @@ _RETURNS_ARGUMENT = frozenset({
     "unwrap_model", "compile", "list", "tuple", "filter", "chain", api_names.ADDS_ADAPTERS,
     "DistributedDataParallel", "DDP", "extract_model_from_parallel", "iter", "sorted",
 })  # fmt: skip
-#: Names of flags under which one of several frameworks may run the training loop.
-_FRAMEWORK_FLAG = re.compile(r"(?i)accelerat|distributed_type|deepspeed|use_ds|backend|strategy")
+#: Names of models, as opposed to other objects that are prepared: optimizers, loaders, schedulers.
+_MODEL = re.compile(r"(?i)(?:^|[._])(?:\w*model|\w*net|transformer|policy|generator|encoder|decoder|dit)$")
+#: Names of flags under which one of several frameworks may run the training loop; not `torch.backends`.
+_FRAMEWORK_FLAG = re.compile(
+    r"(?i)accelerat|distributed_type|deepspeed|use_ds"
+    r"|\b(?<!torch\.)(?:(?:train|dist|parallel|use)\w*_)?(?:backend|strategy)"
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,7 +121,11 @@ class WrapperFacts:
         for record in records:
             if not record.path or record in cut or any(r.kind == "no_grad" for r in self.facts.regions(record)):
                 continue
-            for wrap in self.of(record.func, record, kind):
+            wraps = self.of(record.func, record, kind)
+            if record.scope is at.scope and record.name not in _RETURNS_ARGUMENT:  # compute_loss(model, batch)
+                given = (each for each in record.positional if _MODEL.search(dotted(each)))
+                wraps += [wrap for each in given for wrap in self.of(each, record, kind)]
+            for wrap in wraps:
                 if compatible(wrap.guard, self.facts.guard_of(record), self.facts.guard_of(at)):
                     yield record, wrap
 
@@ -187,6 +196,9 @@ class _Search:
             self.expression(node.orelse, at, guard, depth)
         elif isinstance(node, (cst.ListComp, cst.GeneratorExp)):
             self.expression(node.for_in.iter, at, guard, depth)
+        elif isinstance(node, (cst.List, cst.Tuple)):
+            for element in node.elements:
+                self.expression(element.value, at, guard, depth - 1)
 
     def call(self, node: cst.Call, guard: PathCondition, depth: int, index: int | None = None) -> None:
         """Follow a call; index: the position in its result, if that is unpacked."""
@@ -229,7 +241,25 @@ class _Search:
                 if all(rest == "module" for rest in parts[length:]):
                     for binding in bindings[:_MAX_BINDINGS]:
                         self.binding(binding, guard, depth)
+                else:
+                    self.items(key, at, guard, depth)
                 return
+
+    def items(self, key: str, at: Record, guard: PathCondition, depth: int) -> None:
+        """Follow the items of an object of which all are replaced in a loop: `for k in x: x[k] = wrapped(x[k])`."""
+        for scope in at.scope.chain():
+            for binding in scope.bindings.get(key, ()):
+                if binding.kind == "item" and binding.loops and isinstance(binding.value, cst.Call):
+                    self.call(binding.value, guard.joined(binding.guard), depth - 1)
+
+    def added(self, binding: Binding, guard: PathCondition, depth: int) -> None:
+        """Follow what is added to a list: `models.append(model)`, `params.extend(model.parameters())`."""
+        for name in ("append", "extend"):
+            for call in self.facts.calls.get(name, ()):
+                if call.scope is binding.scope and call.positional and call.path == f"{binding.key}.{name}":
+                    both = guard.joined(self.facts.guard_of(call))
+                    if both.possible:
+                        self.expression(call.positional[0], call, both, depth - 1)
 
     def sharded(self, key: str, at: Record, guard: PathCondition) -> bool:
         """True if an object was sharded in place before a record: `fully_shard(model)`."""
@@ -262,12 +292,24 @@ class _Search:
                 self.expression(value, binding, guard, depth)
         elif binding.kind in ("assign", "with"):
             self.expression(value, binding, guard, depth)
+            if isinstance(value, cst.List):
+                self.added(binding, guard, depth)
+        elif binding.kind == "for" and not binding.index and self.is_list(value, binding):
+            self.expression(value, binding, guard, depth - 1)
         elif binding.kind == "param":
             for call in self.facts.callers(binding.scope):
                 given = self.facts.values.given(call, binding.scope, binding.key)
                 both = guard.joined(call.guard)
                 if given is not value and both.possible and call.chunk.source is self.facts.source:
                     self.expression(given, call, both, depth - 1)
+
+    def is_list(self, node: cst.CSTNode | None, at: Record) -> bool:
+        """True for a list or tuple that the code writes down: unlike a loader, it has the parts that a loop gives."""
+        if isinstance(node, (cst.List, cst.Tuple)):
+            return True
+        key = dotted(node)
+        bindings = self.facts.values.reaching(key, at.scope, at.order, at.guard) if key else []
+        return any(isinstance(binding.value, (cst.List, cst.Tuple)) for binding in bindings)
 
 
 def policy_of(wrap: Wrap) -> tuple[Call, str] | None:

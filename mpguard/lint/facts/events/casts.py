@@ -61,6 +61,8 @@ def _is_torch(facts: Facts, call: Call) -> bool:
     It is neither a library nor an object of another known kind, and its class defines no such method itself.
     """
     for each in facts.evaluate(call.receiver, call):
+        if isinstance(each.atom, Constant) and each.atom.value is None:
+            continue  # what a factory returns for an unknown name
         if isinstance(each.atom, (Ref, Class, Constant)):
             return False
         if isinstance(each.atom, Object) and each.atom.kind not in (

@@ -11,9 +11,9 @@ import libcst as cst
 from mpguard.lint.facts.events.event import Event, aliases, called, finds
 from mpguard.lint.facts.syntax.nodes import constant
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, compatible
-from mpguard.lint.facts.syntax.records import Scope, Use
+from mpguard.lint.facts.syntax.records import Call, Scope, Use
 from mpguard.lint.facts.values import project_words
-from mpguard.lint.facts.values.lattice import Function, Ref
+from mpguard.lint.facts.values.lattice import Class, Function, Ref
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -57,13 +57,16 @@ def compiled(facts: Facts, guard: PathCondition = ALWAYS, model: Event | None = 
     """
     if any(compatible(event.guard, guard) and not _differ(event, model, facts) for event in facts.events("compile")):
         return True
-    if "HfArgumentParser" in facts.calls or any(
+    # A Trainer may be told to compile on the command line (`--torch_compile`); a loop of the file's own is not.
+    if ("HfArgumentParser" in facts.calls and not facts.events("backward")) or any(
         call.starred for name, calls in facts.calls.items() if name.endswith("TrainingArguments") for call in calls
     ):
-        return True  # `torch_compile` may be set on the command line
+        return True
     for name, calls in facts.calls.items():
-        if _COMPILES.search(name) and name != "compile" and any(compatible(facts.guard_of(c), guard) for c in calls):
-            return True
+        if _COMPILES.search(name) and name != "compile":
+            may = (call for call in calls if compatible(facts.guard_of(call), guard))
+            if not all(_only_keeps(call, facts) for call in may):
+                return True
     return any(
         use.path.endswith("compile")
         and compatible(use.guard, guard)
@@ -86,13 +89,30 @@ def _may_compile(facts: Facts, use: Use, model: Event | None) -> bool:
         return False
     if isinstance(parent, cst.Arg):
         call = facts.index.call_of.get(facts.index.parents.get(parent))  # type: ignore[arg-type]
-        return call is None or not _ONLY_READS.search(call.name)
+        return call is None or not (_ONLY_READS.search(call.name) or _only_keeps(call, facts))
     if isinstance(parent, cst.Decorator):
         decorated = (scope for scope in facts.index.scopes if use.node in scope.decorators)
         name = model.key.rsplit(".", 1)[-1] if model is not None else ""
         return not any(_without(name, scope) for scope in decorated)
     return any(
         isinstance(each.atom, Ref) and each.atom.path.startswith("torch.") for each in facts.evaluate(use.node, use)
+    )
+
+
+def _only_keeps(call: Call, facts: Facts) -> bool:
+    """True for functions and classes of the tree that compile nothing themselves: `Config(compile=args.compile)`."""
+    atoms = [each.atom for each in facts.evaluate(call.func, call)]
+    scopes = [function.scope for function in facts.functions(call)]
+    if not atoms or not all(isinstance(atom, (Function, Class)) for atom in atoms):
+        return False
+    if any(isinstance(atom, Class) and facts.class_kind(atom.scope) != "own" for atom in atoms):
+        return False
+    return not any(
+        _COMPILES.search(use.path)
+        for scope in scopes
+        for uses in scope.uses.values()
+        for use in uses
+        if isinstance(facts.of(scope).parent(use.node), (cst.Call, cst.Arg))
     )
 
 

@@ -79,12 +79,19 @@ def _initializes(facts: Facts) -> Iterator[Event]:
 @finds("prepare")
 def _prepares(facts: Facts) -> Iterator[Event]:
     """Yield `accelerator.prepare(...)`."""
-    for call in called(facts, "prepare", "prepare_model", "prepare_optimizer"):
-        if call.receiver is None:
+    for call in called(facts, "prepare", "prepare_model", "prepare_optimizer", *aliases(facts, "prepare")):
+        receiver = call.receiver if call.receiver is not None else _method_of(facts, call)
+        if receiver is None:
             continue
-        kinds = facts.kinds(call.receiver, call)
-        if "accelerator" in kinds or (kinds <= {""} and "accelerator" in last_name(call.receiver).lower()):
-            yield Event("prepare", call, facts, call.receiver)
+        kinds = facts.kinds(receiver, call)
+        if "accelerator" in kinds or (kinds <= {""} and "accelerator" in last_name(receiver).lower()):
+            yield Event("prepare", call, facts, receiver)
+
+
+def _method_of(facts: Facts, call: Call) -> cst.BaseExpression | None:
+    """Return `accelerator` for a call of `prepare = accelerator.prepare`."""
+    bound = [each.value for each in facts.bindings(call.name, call, call.guard) if each.kind == "assign"]
+    return bound[0].value if len(bound) == 1 and isinstance(bound[0], cst.Attribute) else None
 
 
 @finds("shard")

@@ -123,7 +123,8 @@ class Indexer:
             elif type(statement) is cst.AnnAssign:
                 if statement.value is not None:
                     self._expr(statement.value, statement)
-                self._target(statement.target, statement.value, statement)
+                if statement.value is not None or dotted(statement.target) not in self.scope.bindings:
+                    self._target(statement.target, statement.value, statement)  # a later annotation alone binds nothing
             elif type(statement) is cst.AugAssign:
                 self._expr(statement.value, statement)
                 self._read(statement.target)

@@ -135,6 +135,8 @@ _INFERS = frozenset({
     "decode", "profile",
     "profiler",
 })  # fmt: skip
+#: Those of them that also run steps, to test or to measure.
+_MEASURES = frozenset({"test", "benchmark", "bench", "profile", "profiler"})
 _TRAINS = frozenset({"train", "training", "trainer", "fit", "finetune", "pretrain", "optimize", "learn"})
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
@@ -152,6 +154,11 @@ def is_inference(name: str) -> bool:
         return True
     words = {word.lower() for word in _WORDS.findall(name)}
     return bool(words & _INFERS) and not words & _TRAINS
+
+
+def measures(name: str) -> bool:
+    """True if a function of this name tests or measures: its steps train nothing that is used."""
+    return bool({word.lower() for word in _WORDS.findall(name)} & _MEASURES)
 
 
 def is_training(name: str) -> bool:

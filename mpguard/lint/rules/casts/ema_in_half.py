@@ -73,7 +73,7 @@ class EmaInHalf(Rule):
             b"deepcopy",
         ),
         any_of(*CASTS_LOW_PRECISION),
-        any_of(b"lerp", b"mul_(", b"update", b"step_ema"),
+        any_of(b"lerp", b"mul_(", b"copy_(", b"update", b"step_ema"),
     )  # fmt: skip
     examples = (
         Bad(
@@ -240,6 +240,54 @@ def step(other_ema, model):
     other_ema.update(model)
 """
         ),
+        Bad(
+            """\
+import copy
+import torch
+
+@torch.no_grad()
+def ema(ema_model, model, decay):
+    theirs = model.state_dict()
+    for name, value in ema_model.state_dict().items():
+        value.copy_(value * decay + (1.0 - decay) * theirs[name])
+
+def main(model, loader, optimizer):
+    ema_model = copy.deepcopy(model).bfloat16()  # !
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+        ema(ema_model, model, 0.999)
+"""
+        ),
+        Bad(
+            """\
+from copy import deepcopy
+
+class Average:
+    def __init__(self, model):
+        self.ema_model = deepcopy(model).eval().bfloat16()  # !
+        self.ema = self.ema_model.module.module if is_parallel(self.ema_model.module) else self.ema_model.module
+
+    def update(self, model):
+        theirs = model.state_dict()
+        for key, value in self.ema.state_dict().items():
+            value *= 0.999
+            value += 0.001 * theirs[key].detach()
+"""
+        ),
+        Good(
+            """\
+from copy import deepcopy
+
+class Stored:
+    def __init__(self, model):
+        self.ema_model = deepcopy(model).eval().bfloat16()
+        self.module = self.ema_model.module
+
+    def load(self, model):
+        self.module.load_state_dict(model.state_dict())
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -251,7 +299,12 @@ def step(other_ema, model):
             if low is None or facts.is_inference(cast.call):
                 continue
             ema, averaging = self._average(cast), self._averaging_call(cast, facts)
-            if averaging is not None or (ema and self._updated(ema, cast, facts)) or self._copy_updated(cast, facts):
+            names = self._names(ema, cast) if ema else ()
+            if (
+                averaging is not None
+                or any(self._updated(each, cast, facts) for each in names)
+                or (self._copy_updated(cast, facts))
+            ):
                 notes = (Note("averaged here", averaging.span),) if averaging is not None else ()
                 yield self.at(cast, ema=ema or facts.short(cast.subject), dtype=low.label, notes=notes)
 
@@ -279,6 +332,18 @@ def step(other_ema, model):
                 return ""
             value = value.func.value
         return key
+
+    def _names(self, ema: str, cast: Event) -> list[str]:
+        """Return the name of the average and those of its parts: `self.ema = self.ema_model.module`."""
+        scope = cast.scope
+        parts = [
+            key
+            for key, bindings in scope.bindings.items()
+            for each in bindings
+            for value in ([each.value.body, each.value.orelse] if isinstance(each.value, cst.IfExp) else [each.value])
+            if each.order > cast.order and dotted(value).startswith((f"{ema}.module", f"{ema}.model"))
+        ]
+        return list(dict.fromkeys([ema, *parts]))
 
     def _averaging_call(self, cast: Event, facts: Facts) -> Call | None:
         """Return the call that creates the average from the model in its low dtype."""

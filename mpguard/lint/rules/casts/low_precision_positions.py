@@ -33,6 +33,11 @@ _BATCH = re.compile(r"(?i)(?:^|[._])(?:batch_?size|bsz|bs|num_?examples)$")
 #: Names of the inverse frequencies of rotary embeddings, and of positions, which they may share a dtype with.
 _FREQUENCIES = re.compile(r"(?:^|[._])inv(?:erse)?_freqs?$")
 _POSITIONS = re.compile(r"(?i)^t$|pos|seq|idx|ids|steps?$|freq")
+#: Functions of each element, and those that only change the shape.
+_ELEMENTWISE = frozenset({
+    "div", "true_divide", "floor_divide", "floor", "trunc", "mul", "repeat", "expand", "view", "reshape", "unsqueeze",
+    "contiguous", "to", "cuda", "flip",
+})  # fmt: skip
 #: Methods that undo a cast: then it only rounds.
 _UPCASTS = frozenset({"float", "double", "to"})
 _TESTS = re.compile(r"(?:^|[/\\])(?:tests?|testing)[/\\]|(?:^|[/\\])(?:test_[^/\\]*|conftest)\.py$|_test\.py$")
@@ -257,6 +262,43 @@ def embed(pos, temperature=10000):
     return pos[..., None] / dim_t
 """,
         ),
+        Bad(
+            """\
+import torch
+from einops import repeat
+
+def frequencies(pos, n=64, temperature=10000):
+    dim = torch.arange(n, dtype=torch.bfloat16)  # !
+    dim = temperature ** (2 * torch.div(dim, 2, rounding_mode="trunc") / n)
+    return pos[..., None] / dim
+
+def rates(d_state=16):
+    a = repeat(torch.arange(1, d_state + 1, dtype=torch.bfloat16), "n -> d n", d=8).contiguous()  # !
+    return torch.nn.Parameter(torch.log(a))
+""",
+            fixed="""\
+import torch
+from einops import repeat
+
+def frequencies(pos, n=64, temperature=10000):
+    dim = torch.arange(n, dtype=torch.float32)
+    dim = temperature ** (2 * torch.div(dim, 2, rounding_mode="trunc") / n)
+    return pos[..., None] / dim
+
+def rates(d_state=16):
+    a = repeat(torch.arange(1, d_state + 1, dtype=torch.float32), "n -> d n", d=8).contiguous()
+    return torch.nn.Parameter(torch.log(a))
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def kernel(x):
+    small = torch.div(torch.arange(64, dtype=torch.bfloat16), 2).repeat(4)
+    return small + x
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -341,10 +383,12 @@ def embed(pos, temperature=10000):
         return abs(number.value) if number is not None else None
 
     def _is_exponent(self, call: Call, facts: Facts) -> bool:
-        """True for `temperature ** (arange(...) / n)`, also through a name."""
+        """True for `temperature ** (arange(...) / n)` and `log(arange(...))`, also through a name."""
         if _in_exponent(call.node, facts):
             return True
-        bound = facts.parent(call.node)
+        node: cst.CSTNode = call.node
+        while not isinstance(bound := facts.parent(node), (cst.Assign, cst.BaseStatement, type(None))):
+            node = bound
         names = [dotted(each.target) for each in bound.targets] if isinstance(bound, cst.Assign) else []
         return any(_in_exponent(use.node, facts) for name in names for use in call.scope.uses.get(name, ()))
 
@@ -390,9 +434,22 @@ def embed(pos, temperature=10000):
 
 
 def _in_exponent(node: cst.CSTNode, facts: Facts) -> bool:
-    while isinstance(parent := facts.parent(node), cst.BinaryOperation):
-        if isinstance(parent.operator, cst.Power) and parent.right is node:
-            return True
+    """True if a value, or what elementwise functions make of it, is an exponent, or its logarithm is taken."""
+    while (parent := facts.parent(node)) is not None:
+        if isinstance(parent, cst.BinaryOperation):
+            if isinstance(parent.operator, cst.Power) and parent.right is node:
+                return True
+        elif isinstance(parent, cst.Arg) and isinstance(call := facts.parent(parent), cst.Call):
+            name = dotted(call.func).rpartition(".")[2]
+            if name == "log" or name not in _ELEMENTWISE:
+                return name == "log"
+            parent = call
+        elif isinstance(parent, cst.Attribute) and isinstance(call := facts.parent(parent), cst.Call):
+            if parent.attr.value == "log" or parent.attr.value not in _ELEMENTWISE:
+                return parent.attr.value == "log"
+            parent = call
+        else:
+            return False
         node = parent
     return False
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from mpguard.lint import (
     Bad,
+    Call,
     Diagnostic,
     Dtype,
     EventKind,
@@ -14,8 +15,10 @@ from mpguard.lint import (
     Rule,
     accelerate_precision,
     any_of,
+    compatible,
     python_edits,
     speed_measurement,
+    text_of,
 )
 
 #: Events that show a policy which chooses the dtype, so that the cast need only be removed.
@@ -50,7 +53,8 @@ class ManualHalfCast(Rule):
     masters of it. A dtype that follows `accelerator.mixed_precision` follows the policy. An optimizer alone, or a
     `backward`, does not count as training if the file takes no step. Where something may keep FP32 masters
     (`FP16_Optimizer`, `optimizer.backward(loss)`, a framework's own FP16 module, an optimizer of the tree whose code
-    has FP32 copies), no cast of the file is reported: such code has FP16 parameters by design. Nothing is trained in a
+    has FP32 copies), no cast of the file is reported: such code has FP16 parameters by design. So has a function that
+    casts the norms of its model back to FP32. Nothing is trained in a
     file that only measures the speed of steps on one synthetic batch. A library's module that is trained elsewhere is
     not checked.
     """
@@ -925,14 +929,149 @@ def train(student, teacher, loader):
         optimizer.step()
 """
         ),
+        Bad(
+            """\
+import torch
+
+def build(name):
+    if name == "linear":
+        net = torch.nn.Linear(8, 8)
+    else:
+        net = None
+    return net
+
+def train(args, loader):
+    model = build(args.model)
+    model.half()  # !
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def build(name):
+    if name == "linear":
+        net = torch.nn.Linear(8, 8)
+    else:
+        net = None
+    return net
+
+def train(args, loader):
+    model = build(args.model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def do_train(model, loader, optimizer):
+    for images, targets in loader:
+        images = images.half()  # !
+        found = []
+        found.append(model(images, targets))
+        losses = sum(loss for losses in found for loss in losses.values())
+        losses.backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def do_train(model, loader, optimizer):
+    for images, targets in loader:
+        found = []
+        found.append(model(images, targets))
+        losses = sum(loss for losses in found for loss in losses.values())
+        losses.backward()
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def linear_probe_evaluate(features, labels):
+    probe = torch.nn.Linear(8, 8)
+    probe.half()  # !
+    optimizer = torch.optim.Adam(probe.parameters())
+    for x, y in zip(features, labels):
+        torch.nn.functional.cross_entropy(probe(x), y).backward()
+        optimizer.step()
+    return probe
+
+def evaluate(features, labels):
+    return linear_probe_evaluate(features, labels)
+""",
+            fixed="""\
+import torch
+
+def linear_probe_evaluate(features, labels):
+    probe = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(probe.parameters())
+    for x, y in zip(features, labels):
+        torch.nn.functional.cross_entropy(probe(x), y).backward()
+        optimizer.step()
+    return probe
+
+def evaluate(features, labels):
+    return linear_probe_evaluate(features, labels)
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def train(net, loader):
+    net = net.half().cuda()
+    for mod in net.modules():
+        if isinstance(mod, torch.nn.BatchNorm2d):
+            mod.float()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for x in loader:
+        net(x.half()).sum().backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def step_all(model, loader):
+    model.half()
+    optimizer = torch.optim.Adam(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+
+def benchmark_half(model, loader):
+    step_all(model, loader)
+
+def sample(model, latent, loader):
+    model.half()
+    optimizer = torch.optim.Adam([latent])
+    for x in loader:
+        model(latent + x).sum().backward()
+        optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if facts.declared == "inference" or facts.may_keep_masters or facts.is_test:
             return
         found = []
+        norms = list(_norms_in_float32(facts))
         for cast in (*facts.events("cast"), *facts.events("construct")):
             guards = [guard for guard in cast.may_be(Dtype.FP16) if not accelerate_precision.follows_policy(guard)]
+            if any(
+                cast.scope in call.scope.within() and compatible(facts.guard_of(call), cast.guard) for call in norms
+            ):
+                continue
             training = facts.training_use.cast(cast, Dtype.FP16, guards)
             if training is not None and not training.reach.meets("initialize"):
                 fix = None if cast.kind == "construct" else python_edits.without_cast(facts, cast)
@@ -948,3 +1087,19 @@ def train(student, teacher, loader):
                 fix=fix if all_fixable else None,
                 help=None if policy else "remove the cast, and compute in FP16 under autocast with a GradScaler",
             )
+
+
+def _norms_in_float32(facts: Facts) -> Iterator[Call]:
+    """Yield the calls that cast the norms of a model to FP32: the function is written for FP16 weights around them."""
+    scopes = {
+        check.scope
+        for check in facts.calls.get("isinstance", ())
+        if len(check.positional) == 2 and "Norm" in text_of(check.positional[1])
+    }
+    for name in ("float", "to") if scopes else ():
+        for call in facts.calls.get(name, ()):
+            if call.scope in scopes and any("isinstance" in flag for flag in facts.guard_of(call).flags()):
+                given = call.argument(0, "dtype")
+                dtypes = facts.dtypes(given, call) if name == "to" and given is not None else ()
+                if name == "float" or any(dtype is Dtype.FP32 for _, dtype in dtypes):
+                    yield call

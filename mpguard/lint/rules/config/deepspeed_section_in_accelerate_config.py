@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, accelerate_config, accelerate_keys, any_of, deepspeed_keys
 
 if TYPE_CHECKING:
-    from mpguard.lint import Document
+    from mpguard.lint import Document, Entry
 
 #: DeepSpeed's key -> accelerate's own key for it.
 _INSTEAD = {
@@ -26,7 +26,8 @@ class DeepspeedSectionInAccelerateConfig(ConfigRule):
     `mixed_precision` sets. The same holds for `zero_optimization`: the stage is accelerate's default, 2.
 
     ## Known limits
-    The keys are those of DeepSpeed 0.19.8.
+    The keys are those of DeepSpeed 0.19.8. A value of `auto` is not reported, nor a section that is switched off: both
+    are in force anyway.
     """
 
     code, name = "MPG815", "deepspeed-section-in-accelerate-config"
@@ -60,6 +61,18 @@ deepspeed_config:
         ),
         Good(
             """\
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+deepspeed_config:
+  train_micro_batch_size_per_gpu: auto
+  fp16: {enabled: false}
+  bf16: {enabled: auto}
+  zero_stage: 2
+""",
+            name="ds.yaml",
+        ),
+        Good(
+            """\
 encoder: {depth: 12, width: 768}
 weights: pretrained/model.bin
 data: {batch_size: 16}
@@ -83,6 +96,12 @@ deepspeed_config:
         for entry in document.entries():
             if len(entry.path) != 2 or entry.path[0] != "deepspeed_config":
                 continue
-            if entry.key in misplaced:
+            if entry.key in misplaced and not _asks_for_what_is(entry):
                 instead = _INSTEAD.get(deepspeed_keys.RENAMED.get(entry.key, entry.key))
                 yield self.at(entry, key=entry.key, help=f"write {instead}" if instead else None)
+
+
+def _asks_for_what_is(entry: Entry) -> bool:
+    """True if a value is in force anyway: `auto`, as accelerate writes itself, or a section that is switched off."""
+    value = entry.value.get("enabled", True) if isinstance(entry.value, dict) else entry.value
+    return value == "auto" or value is False

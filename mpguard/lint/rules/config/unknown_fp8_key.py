@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,12 @@ from mpguard.lint import (
 
 if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
+
+
+#: Values that are in force without the key.
+_DEFAULTS = {"backward_prefetch": ("NO_PREFETCH", None)}
+#: Names of keys about precision or offloading.
+_PRECISION = re.compile(r"precision|dtype|float|amp(?:_|$)|(?:fp|bf|int)\d|half|offload")
 
 
 class UnknownFp8Key(ConfigRule):
@@ -41,6 +48,9 @@ class UnknownFp8Key(ConfigRule):
     present. The value is kept, and takes effect from then on.
 
     ## Known limits
+    In `fsdp_config` and `deepspeed_config` a key is reported if its name is about precision or offloading, or if it is
+    clear which one is meant. A value that is in force without the key is not reported (`NO_PREFETCH` for
+    `fsdp_backward_prefetch_policy`).
     The keys are those of accelerate 1.15.0. A key that a newer accelerate reads is reported until mpguard supports it.
     Not reported, except mpguard's own keys, if the project requires an accelerate older than 1.0: it reads other names.
     SageMaker configs, which accelerate reads in another way, are not checked.
@@ -216,6 +226,32 @@ model:
 distributed_type: FSDP
 mixed_precision: bf16
 fsdp_config:
+  fsdp_backward_prefetch_policy: NO_PREFETCH
+deepspeed_config:
+  gradient_checkpointing: true
+""",
+            name="mp.yaml",
+        ),
+        Bad(
+            """\
+distributed_type: FSDP
+mixed_precision: bf16
+fsdp_config:
+  fsdp_backward_prefetch_policy: BACKWARD_PRE  # !
+""",
+            name="mp.yaml",
+            fixed="""\
+distributed_type: FSDP
+mixed_precision: bf16
+fsdp_config:
+  fsdp_backward_prefetch: BACKWARD_PRE
+""",
+        ),
+        Good(
+            """\
+distributed_type: FSDP
+mixed_precision: bf16
+fsdp_config:
   fsdp_backward_prefetch_policy: BACKWARD_PRE
 """,
             name="mp.yaml",
@@ -272,6 +308,8 @@ fsdp_config:
                 yield self.at(entry, section=name, key=entry.key, hint=hint, help=help, versions={})
             return
         meant = section.renamed.get(bare) or config_edits.likely_key(bare, section.keys, cutoff=0.9)
+        if entry.value in _DEFAULTS.get(meant or "", ()) or (meant is None and not _is_about_precision(entry)):
+            return
         prefix = entry.key.removesuffix(bare)  # as the file writes it: `fsdp_backward_prefetch`
         if meant is None:
             hint = ""  # any name would be a guess
@@ -280,6 +318,11 @@ fsdp_config:
         else:
             hint = f"; the key that is read is `{prefix}{meant}`"
         yield self.at(entry, section=name, key=entry.key, hint=hint, fix=_rename(document, entry, meant, present))
+
+
+def _is_about_precision(entry: Entry) -> bool:
+    """True in a section about precision or compilation, and for a key whose name is about precision or offloading."""
+    return entry.path[0] in ("fp8_config", "dynamo_config") or _PRECISION.search(entry.key.lower()) is not None
 
 
 def _unread_dynamo(document: Document) -> Entry | None:

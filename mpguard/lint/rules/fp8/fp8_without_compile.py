@@ -390,6 +390,116 @@ def main(loader):
                 "    parts = [p for _, p in model.named_parameters()]\n    return torch.optim.AdamW(parts)\n",
             },
         ),
+        Bad(
+            """\
+import argparse
+import dataclasses
+
+import torch
+from torchao.float8 import convert_to_float8_training
+
+@dataclasses.dataclass
+class Config:
+    lr: float = 0.1
+    compile: bool = False
+
+def set_compile_mode(mode):
+    print(mode)
+
+def main(config, loader):
+    model = torch.nn.Linear(16, 16)
+    convert_to_float8_training(model)  # !
+    set_compile_mode(config.compile)
+    optimizer = torch.optim.AdamW(model.parameters(), config.lr)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--compile", action="store_true")
+args = parser.parse_args()
+main(Config(compile=args.compile), load())
+""",
+            fixed="""\
+import argparse
+import dataclasses
+
+import torch
+from torchao.float8 import convert_to_float8_training
+
+@dataclasses.dataclass
+class Config:
+    lr: float = 0.1
+    compile: bool = False
+
+def set_compile_mode(mode):
+    print(mode)
+
+def main(config, loader):
+    model = torch.nn.Linear(16, 16)
+    convert_to_float8_training(model)
+    model = torch.compile(model)
+    set_compile_mode(config.compile)
+    optimizer = torch.optim.AdamW(model.parameters(), config.lr)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--compile", action="store_true")
+args = parser.parse_args()
+main(Config(compile=args.compile), load())
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+from transformers import HfArgumentParser, TrainingArguments
+
+def main(loader):
+    args = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+    model = torch.nn.Linear(16, 16)
+    convert_to_float8_training(model)  # !
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+from torchao.float8 import convert_to_float8_training
+from transformers import HfArgumentParser, TrainingArguments
+
+def main(loader):
+    args = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+    model = torch.nn.Linear(16, 16)
+    convert_to_float8_training(model)
+    model = torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def prepare_compile(model, use_compile):
+    return torch.compile(model) if use_compile else model
+
+def main(args, loader):
+    model = torch.nn.Linear(16, 16)
+    convert_to_float8_training(model)
+    run = prepare_compile(model, args.compile)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        run(x).sum().backward()
+        optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -2,15 +2,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import libcst as cst
+
 from mpguard.lint import (
     FP8_OPTION_UNUSED,
     Bad,
+    Call,
+    Constant,
     Diagnostic,
     Facts,
     Fix,
     Good,
     Rule,
     any_of,
+    constant,
     is_never_switched_on,
     library_names,
     python_edits,
@@ -46,7 +51,8 @@ class RemovedRecipeArgument(Rule):
     Safe: the argument has no effect, so it is removed. Its purpose has to be achieved in another way.
 
     ## Known limits
-    Not reported if the project requires a Transformer Engine older than 2.0, or the code can only run with one: it
+    Not reported with the value that is in force anyway (`interval=1`, or a setting whose value is not in the code), nor
+    if the project requires a Transformer Engine older than 2.0, or the code can only run with one: it
     calls a function, or passes an argument to a layer, that was removed before. Arguments that no known recipe ever had
     are not checked (a newer version may have them), nor arguments from `**kwargs`, nor a recipe under a condition if no
     script, config or text of the project mentions FP8: nothing switches it on.
@@ -66,7 +72,7 @@ class RemovedRecipeArgument(Rule):
             """\
 from transformer_engine.common.recipe import DelayedScaling, Format
 
-recipe = DelayedScaling(margin=0, interval=1, fp8_format=Format.HYBRID)  # !
+recipe = DelayedScaling(margin=0, interval=4, fp8_format=Format.HYBRID)  # !
 last = DelayedScaling(
     margin=0,  # keep
     override_linear_precision=(False, False, True),  # !
@@ -102,7 +108,7 @@ handler = Recipe()
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 
-recipe = DelayedScaling(interval=1)  # !
+recipe = DelayedScaling(interval=4)  # !
 layer = te.TransformerLayer(1024, 4096, 16, config=Config(apply_query_key_layer_scaling=False))
 with te.autocast(recipe=recipe):
     layer(x)
@@ -122,7 +128,7 @@ with te.autocast(recipe=recipe):
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 
-recipe = DelayedScaling(interval=1)  # !
+recipe = DelayedScaling(interval=4)  # !
 layer = te.TransformerLayer(1024, 4096, 16, attention_softmax_in_fp32=True)
 """,
             files={"requirements.txt": "transformer-engine[pytorch]>=2.4\n", "pyproject.toml": ""},
@@ -145,6 +151,8 @@ b = MXFP8BlockScaling(margin=0)
 c = DelayedScaling(**options)
 d = DelayedScaling(new_in_3_0=True)
 e = Gaudi(interval=16)
+g = DelayedScaling(interval=1, override_linear_precision=(False, False, False))
+h = DelayedScaling(interval=config.fp8_interval)
 f = TEDelayedScaling(config=config, override_linear_precision=(False, False, not config.fp8_wgrad))
 """
         ),
@@ -152,7 +160,7 @@ f = TEDelayedScaling(config=config, override_linear_precision=(False, False, not
             """\
 from transformer_engine.common.recipe import DelayedScaling
 
-recipe = DelayedScaling(interval=1)
+recipe = DelayedScaling(interval=4)
 """,
             files={"requirements.txt": "torch\ntransformer-engine[pytorch]==1.13.0\n", "pyproject.toml": ""},
         ),
@@ -161,7 +169,7 @@ recipe = DelayedScaling(interval=1)
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 
-recipe = DelayedScaling(interval=1)
+recipe = DelayedScaling(interval=4)
 layer = te.TransformerLayer(1024, 4096, 16, apply_query_key_layer_scaling=False)
 with te.fp8_autocast(fp8_recipe=recipe):
     layer(x)
@@ -202,9 +210,19 @@ class Attention(torch.nn.Module):
                 (event.call, recipe, name, value) for name, value in event.call.keywords.items() if name in dropped
             ]
         for call, recipe, name, value in found:
-            if is_never_switched_on(call, facts):
+            if is_never_switched_on(call, facts) or _is_default(name, value, call, facts):
                 continue
             keyword = next(arg.keyword for arg in call.node.args if arg.value is value)
             first = facts.span(keyword, call)[0] if keyword is not None else call.span[0]
             fix = Fix("Remove the argument", "safe", (python_edits.without_argument(call, value),))
             yield self.at((first, facts.span(value, call)[1]), argument=name, recipe=recipe, fix=fix)
+
+
+def _is_default(name: str, value: cst.BaseExpression, call: Call, facts: Facts) -> bool:
+    """True if an argument asks for what happens anyway: `interval=1`, an update in each step."""
+    if name == "interval":  # a setting of a program is 1 as a rule
+        given = facts.evaluate(value, call)
+        return not any(isinstance(each.atom, Constant) and each.atom.value != 1 for each in given)
+    if name == "override_linear_precision" and isinstance(value, cst.Tuple):
+        return all(constant(element.value) == (False,) for element in value.elements)
+    return False

@@ -26,7 +26,8 @@ class BackwardOutsideAccelerator(Rule):
 
     ## What it does
     Reports a plain `backward()` whose loss comes from a model that `accelerator.prepare` returned, or whose gradients
-    are applied by an optimizer that it returned.
+    are applied by an optimizer that it returned, and one in the `training_step` of a subclass of transformers' Trainer,
+    which prepares the model itself.
 
     ## Why is this bad
     `accelerator.backward(loss)` scales the loss under FP16, divides it by `gradient_accumulation_steps`, and passes it
@@ -50,7 +51,7 @@ class BackwardOutsideAccelerator(Rule):
     severity = "error"
     message = "`{expr}` bypasses the Accelerator that prepared {what}"
     help = "call `accelerator.backward(loss)`: it scales, divides for accumulation, and supports DeepSpeed"
-    triggers = (any_of(b"ccelerator"), any_of(b".backward("), any_of(b".prepare"))
+    triggers = (any_of(b"ccelerator"), any_of(b".backward("), any_of(b".prepare", b"def training_step("))
     examples = (
         Bad(
             """\
@@ -257,14 +258,102 @@ class Mul(torch.autograd.Function):
         return grad
 """
         ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+def main(args, models, loader):
+    if torch.backends.mps.is_available() and args.mixed_precision == "bf16":
+        raise ValueError("no BF16")
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(args.model, args.optimizer)
+    for key in models:
+        models[key] = accelerator.prepare(models[key])
+    for x in loader:
+        if len(args.mask_strategy) == len(x):
+            model(x).sum().backward()  # !
+        compute_loss(model, x).backward()  # !
+        models.decoder(x).sum().backward()  # !
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+
+def main(args, models, loader):
+    if torch.backends.mps.is_available() and args.mixed_precision == "bf16":
+        raise ValueError("no BF16")
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(args.model, args.optimizer)
+    for key in models:
+        models[key] = accelerator.prepare(models[key])
+    for x in loader:
+        if len(args.mask_strategy) == len(x):
+            accelerator.backward(model(x).sum())
+        accelerator.backward(compute_loss(model, x))
+        accelerator.backward(models.decoder(x).sum())
+""",
+        ),
+        Bad(
+            """\
+from transformers import Trainer
+
+class OwnTrainer(Trainer):
+    def get_train_dataloader(self):
+        return self.accelerator.prepare(make_loader())
+
+    def training_step(self, model, inputs):
+        loss = self.compute_loss(model, inputs)
+        loss.backward()  # !
+        return loss.detach()
+""",
+            fixed="""\
+from transformers import Trainer
+
+class OwnTrainer(Trainer):
+    def get_train_dataloader(self):
+        return self.accelerator.prepare(make_loader())
+
+    def training_step(self, model, inputs):
+        loss = self.compute_loss(model, inputs)
+        self.accelerator.backward(loss)
+        return loss.detach()
+""",
+        ),
+        Good(
+            """\
+from accelerate import Accelerator
+from transformers import Trainer
+
+class OwnTrainer(Trainer):
+    def training_step(self, model, inputs):
+        loss = self.compute_loss(model, inputs)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+def other(args, loader, critic, critic_optimizer):
+    accelerator = Accelerator()
+    loader, model = accelerator.prepare(loader, args.model)
+    for x in loader:
+        if args.train_backend == "plain":
+            model(x).sum().backward()
+        compute_loss(critic, loader).backward()
+        critic_optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        yield from self._in_trainers(facts)
         if not facts.events("prepare"):
             return
         scales = {event.call for event in facts.events("scale")}
         for backward in facts.events("backward"):
-            if wrappers.other_way(backward.guard, "accelerat") or facts.is_inference(backward.call):
+            if (
+                _is_in_trainer(backward, facts)
+                or wrappers.other_way(backward.guard, "accelerat")
+                or facts.is_inference(backward.call)
+            ):
                 continue
             if self._scaled_by_apex(backward, facts):
                 continue
@@ -277,6 +366,17 @@ class Mul(torch.autograd.Function):
                 notes = (Note("prepared here", wrap.call.span),)
                 expr = facts.short(backward.call.node)
                 yield self.at(backward, expr=expr, what=what, notes=notes, fix=self._fix(backward, wrap, facts))
+
+    def _in_trainers(self, facts: Facts) -> Iterator[Diagnostic]:
+        """Yield the plain backward passes in the `training_step` of a subclass of transformers' Trainer."""
+        for backward in facts.events("backward"):
+            if not _is_in_trainer(backward, facts):
+                continue
+            if self._scaled_by_apex(backward, facts) or wrappers.other_way(backward.guard, "accelerat"):
+                continue
+            edit = python_edits.through(facts, backward, "self.accelerator")
+            fix = Fix("Run it through the Accelerator", "unsafe", (edit,)) if edit is not None else None
+            yield self.at(backward, expr=facts.short(backward.call.node), what="the Trainer's model", fix=fix)
 
     def _scaled_by_apex(self, backward: Event, facts: Facts) -> bool:
         """True for `scaled_loss` of `with amp.scale_loss(loss, optimizer) as scaled_loss`."""
@@ -313,3 +413,17 @@ class Mul(torch.autograd.Function):
         made = facts.events("accelerator")
         accumulates = not made or any("gradient_accumulation_steps" in each.call.keywords for each in made)
         return Fix("Run it through the Accelerator", "unsafe" if by_hand and accumulates else "safe", (edit,))
+
+
+def _is_in_trainer(backward: Event, facts: Facts) -> bool:
+    """True in the `training_step` of a subclass of transformers' or trl's Trainer that uses its Accelerator itself."""
+    cls = backward.scope.owner
+    if backward.scope.name != "training_step" or cls is None:
+        return False
+    bases = facts.ancestry(cls)
+    return any(base.startswith(("transformers.", "trl.")) and base.endswith("Trainer") for base in bases) and any(
+        use.path.startswith("self.accelerator")
+        for scope in facts.scopes
+        if scope.owner is cls
+        for use in scope.uses.get("self", ())
+    )

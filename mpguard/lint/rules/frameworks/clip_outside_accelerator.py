@@ -12,16 +12,20 @@ from mpguard.lint import (
     Fix,
     Good,
     Note,
+    PathCondition,
     Rule,
     Wrap,
     any_of,
     compatible,
     dotted,
+    negated,
     python_edits,
     wrappers,
 )
 
 _PARAMETERS = ("parameters", "named_parameters")
+#: Names of methods of models that give parameters: `get_trainable_params`.
+_GIVES_PARAMETERS = re.compile("param")
 #: The arguments that the Accelerator's functions take as well.
 _ARGUMENTS = {
     "clip_grad_norm_": {"parameters", "max_norm", "norm_type"},
@@ -52,7 +56,7 @@ class ClipOutsideAccelerator(Rule):
     ## Known limits
     Only parameters of a model that is known to be prepared are checked. Files that call
     `accelerator.unscale_gradients()` themselves are not reported, nor are functions that unscale with their own scaler
-    (MPG502), nor an infinite norm, which clips nothing.
+    (MPG502), nor an infinite norm, which clips nothing, nor what runs if the Accelerator's own clipping raised.
     """
 
     code, name = "MPG503", "clip-outside-accelerator"
@@ -266,6 +270,85 @@ def by_hand(model, optimizer, loader, scaler):
         scaler.step(optimizer)
 """
         ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+def main(first, second, optimizer, loader):
+    accelerator = Accelerator()
+    first, second, optimizer = accelerator.prepare(first, second, optimizer)
+    training_models = []
+    training_models.append(first)
+    training_models.append(second)
+    second: torch.nn.Module
+    for x in loader:
+        accelerator.backward(second(first(x)))
+        params_to_clip = []
+        for m in training_models:
+            params_to_clip.extend(m.parameters())
+        torch.nn.utils.clip_grad_norm_(params_to_clip, 1.0)  # !
+        torch.nn.utils.clip_grad_norm_(second.get_trainable_params(), 1.0)  # !
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+
+def main(first, second, optimizer, loader):
+    accelerator = Accelerator()
+    first, second, optimizer = accelerator.prepare(first, second, optimizer)
+    training_models = []
+    training_models.append(first)
+    training_models.append(second)
+    second: torch.nn.Module
+    for x in loader:
+        accelerator.backward(second(first(x)))
+        params_to_clip = []
+        for m in training_models:
+            params_to_clip.extend(m.parameters())
+        accelerator.clip_grad_norm_(params_to_clip, 1.0)
+        accelerator.clip_grad_norm_(second.get_trainable_params(), 1.0)
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+class Run:
+    def __init__(self, model):
+        self.accelerator = Accelerator()
+        prepare = self.accelerator.prepare
+        self.model = prepare(model)
+
+    def step(self, x):
+        self.accelerator.backward(self.model(x))
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)  # !
+"""
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+def main(model, optimizer, loader, others):
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    params = []
+    for m in others:
+        params.extend(m.parameters())
+    for x in loader:
+        accelerator.backward(model(x))
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        try:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        except ValueError:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -283,6 +366,7 @@ def by_hand(model, optimizer, loader, scaler):
                 self._only_measures(clip, facts)
                 or facts.is_inference(clip.call)
                 or wrappers.other_way(clip.guard, "accelerat")
+                or self._is_fallback(clip, facts)
             ):
                 continue
             found = self._prepared_model(clip, facts)
@@ -303,6 +387,19 @@ def by_hand(model, optimizer, loader, scaler):
         near = unscale.scope is clip.scope or unscale.scope in facts.reachable(clip.scope)
         return near and compatible(facts.guard_of(unscale), clip.guard)
 
+    def _is_fallback(self, clip: Event, facts: Facts) -> bool:
+        """True in the `except` of a `try` that clips through the Accelerator."""
+        others = [
+            call for call in facts.calls.get(clip.call.name, ()) if "accelerator" in dotted(call.receiver).lower()
+        ]
+        return any(
+            negated(condition) in facts.guard_of(other)
+            for condition in clip.guard
+            if any(flag.startswith("try#") for flag in PathCondition([condition]).flags())
+            for other in others
+            if other.scope is clip.scope
+        )
+
     def _only_measures(self, clip: Event, facts: Facts) -> bool:
         given = clip.call.keywords.get("max_norm") or next(iter(clip.call.positional[1:]), None)
         return given is not None and _INFINITE.fullmatch(facts.short(given)) is not None
@@ -317,7 +414,7 @@ def by_hand(model, optimizer, loader, scaler):
         calls = [call for call in parameter_calls if first <= call.span[0] and call.span[1] <= last]
         if not calls:  # a name: follow it to the expression that it was assigned
             records = facts.flow.backward(clip.subject, clip.call, depth=2)
-            calls = [record for record in records if isinstance(record, Call) and record.name in _PARAMETERS]
+            calls = [record for record in records if isinstance(record, Call) and _GIVES_PARAMETERS.search(record.name)]
         for call in calls:
             if call.receiver is None:
                 continue
@@ -326,6 +423,9 @@ def by_hand(model, optimizer, loader, scaler):
             for wrap in wraps:
                 if compatible(wrap.guard, clip.guard):
                     return dotted(call.receiver) or facts.short(call.receiver), wrap
+        for wrap in facts.wrappers.of(clip.subject, clip.call, "accelerate"):  # a list of several models' parameters
+            if compatible(wrap.guard, clip.guard):
+                return facts.short(clip.subject), wrap
         return None
 
     def _fix(self, clip: Event, name: str, wrap: Wrap, facts: Facts) -> Fix | None:

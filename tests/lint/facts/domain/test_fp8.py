@@ -109,7 +109,7 @@ def test_findings_about_versions_that_are_excluded_are_dropped(
     """With an accelerate older than 1.0 only what mpguard itself reads is reported."""
     (tmp_path / "setup.py").write_text(f"setup(install_requires=['accelerate{specifier}'])\n")
     path = tmp_path / "mp.yaml"
-    path.write_text("distributed_type: FSDP\nfsdp_config:\n  unknown_thing: 1\nfp8_config:\n  mpguard_recipes: x\n")
+    path.write_text("distributed_type: FSDP\nfsdp_config:\n  unknown_dtype: 1\nfp8_config:\n  mpguard_recipes: x\n")
     engine = Engine(rules(own_only=True), Options(Selectors(select=("MPG801",))))
     report = engine.run([Target(str(path), "config", named=True)])[0]
     assert [finding.line for finding in report.findings] == lines
