@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
-from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Call, Record, Scope, With
 from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.dtypes import AnyDtype, PossibleDtypes, guards_of
@@ -235,6 +235,17 @@ class Regions:
             return ALWAYS.given(self.facts.condition(cst.Name("False"), call.scope))
         return ALWAYS.given(self.facts.condition(given, call.scope))
 
+    def _default_dtypes(self, guard: PathCondition, device: str | None, call: Call) -> PossibleDtypes:
+        """Return the dtype of an autocast that names none: of a device that is unknown, that of a GPU if it is one."""
+        if device is not None:
+            return ((guard, _DEFAULTS.get(device)),)
+        given = call.argument(0, "device_type")
+        if given is None or call.starred:
+            return ((guard, None),)
+        # The same flag as that of `device.type == "cuda"`.
+        on_gpu = Flag(dotted(given).rsplit(".", 1)[-1] or text_of(given), "cuda")
+        return ((guard.given(on_gpu), Dtype.FP16), (guard.given(negated(on_gpu)), None))
+
     def off_by_default(self, region: Region) -> bool:
         """True if `enabled` of the region is a parameter whose default is False."""
         call = region.call
@@ -299,7 +310,7 @@ class Regions:
         ):
             dtypes = ((ALWAYS, None),)
         else:
-            dtypes = tuple((guard, _DEFAULTS.get(name or "")) for guard, name in devices)
+            dtypes = tuple(each for guard, name in devices for each in self._default_dtypes(guard, name, call))
         return Region("autocast", ALWAYS, call, self.facts, dtypes, device)
 
 

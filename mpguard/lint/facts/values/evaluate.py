@@ -175,6 +175,8 @@ class Values:
         if type(node) is cst.Tuple or type(node) is cst.List:
             parts = tuple(functools.partial(self.evaluate, element.value, scope, order) for element in node.elements)
             return (Alternative(ALWAYS, TupleValue(parts)),)
+        if type(node) is cst.Lambda:
+            return self._anonymous(node, scope, order)
         if type(node) is cst.Await:
             return self.evaluate(node.expression, scope, order)
         if type(node) is cst.NamedExpr:
@@ -184,6 +186,25 @@ class Values:
             if index is not None and isinstance(index[0], int):
                 return element_at(self.evaluate(node.value, scope, order), (index[0],))
         return NOTHING_KNOWN
+
+    def _anonymous(self, node: cst.Lambda, scope: Scope, order: int) -> Alternatives:
+        """Return what a `lambda` without parameters gives that only creates an autocast; other ones are unknown."""
+        params = node.params
+        if (
+            params.params
+            or params.kwonly_params
+            or params.star_kwarg
+            or not isinstance(params.star_arg, cst.MaybeSentinel)
+        ):
+            return NOTHING_KNOWN
+        made = self.evaluate(node.body, scope, order)
+        if not all(isinstance(each.atom, Object) and each.atom.kind == "autocast" for each in made):
+            return NOTHING_KNOWN
+        return tuple(
+            Alternative(each.guard, dataclasses.replace(each.atom, kind="partial"))
+            for each in made
+            if isinstance(each.atom, Object)
+        )
 
     def _truth(self, test: cst.CSTNode, scope: Scope, order: int) -> bool | None:
         """Return the truth of a tested name if all of its alternatives are constants that agree, else None."""

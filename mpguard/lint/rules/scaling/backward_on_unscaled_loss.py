@@ -307,6 +307,69 @@ def thrown_away(model, loader, optimizer):
             ),
         ),
         RIGHT_SCALER_CLASS,
+        Bad(
+            """\
+import torch
+from diagnostics import step_and_measure
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        loss = model(x)
+        loss.backward()  # !
+        if i % 200 == 0:
+            step_and_measure(model, optimizer, scaler)
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+""",
+            fixed="""\
+import torch
+from diagnostics import step_and_measure
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        loss = model(x)
+        scaler.scale(loss).backward()
+        if i % 200 == 0:
+            step_and_measure(model, optimizer, scaler)
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+from diagnostics import step_and_measure
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        loss = model(x)
+        scaler.scale(loss).backward()
+        if i % 200 == 0:
+            step_and_measure(model, optimizer, scaler)
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+from losses import scaled_loss
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        loss = scaled_loss(model(x), scaler)
+        loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -358,7 +421,7 @@ def thrown_away(model, loader, optimizer):
             or self._scaled_in_another_branch(trace, place)
         ):
             return None
-        if any(each.kind == "passed" and compatible(each.guard, backward.guard) for each in trace):
+        if any(each.kind == "passed" and compatible(each.guard, backward.guard) for each in trace[:place]):
             return None  # other code may scale it
         if self._reads_scale(backward, facts) or self._discarded(trace, place, facts):
             return None

@@ -541,6 +541,161 @@ def train(model, optimizer, scaler, parts):
     scaler.update()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, args, model):
+        self.model, self.args = model, args
+        self.optim, self.scheduler = self.build(args)
+        if args.fp16:
+            if args.native:
+                self.scaler = torch.amp.GradScaler("cuda")
+            else:
+                from apex import amp
+
+                self.model, self.optim = amp.initialize(self.model, self.optim)
+
+    def train(self, loader):
+        for x in loader:
+            loss = self.model(x)
+            if self.args.fp16 and self.args.native:
+                self.scaler.scale(loss).backward()
+                self.optim.step()  # !
+                self.scaler.update()
+            else:
+                loss.backward()
+                self.optim.step()
+""",
+            fixed="""\
+import torch
+
+class Trainer:
+    def __init__(self, args, model):
+        self.model, self.args = model, args
+        self.optim, self.scheduler = self.build(args)
+        if args.fp16:
+            if args.native:
+                self.scaler = torch.amp.GradScaler("cuda")
+            else:
+                from apex import amp
+
+                self.model, self.optim = amp.initialize(self.model, self.optim)
+
+    def train(self, loader):
+        for x in loader:
+            loss = self.model(x)
+            if self.args.fp16 and self.args.native:
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optim)
+                self.scaler.update()
+            else:
+                loss.backward()
+                self.optim.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, args, model):
+        self.model, self.args = model, args
+        self.optim, self.scheduler = self.build(args)
+        if args.fp16:
+            if args.native:
+                self.scaler = torch.amp.GradScaler("cuda")
+            else:
+                from apex import amp
+
+                self.model, self.optim = amp.initialize(self.model, self.optim)
+
+    def train(self, loader):
+        for x in loader:
+            loss = self.model(x)
+            if self.args.fp16 and self.args.native:
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optim)
+                self.scaler.update()
+            else:
+                loss.backward()
+                self.optim.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+class Noam:
+    def __init__(self, params):
+        self.optimizer = torch.optim.Adam(params)
+
+    def step(self):
+        self.optimizer.step()
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+def train(model, loader):
+    optimizer = Noam(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        scaler.scale(model(x)).backward()
+        storage.put_scalar("scale", scaler.get_scale())
+        optimizer.step()  # !
+        scaler.update()
+        optimizer.zero_grad()
+""",
+            fixed="""\
+import torch
+
+class Noam:
+    def __init__(self, params):
+        self.optimizer = torch.optim.Adam(params)
+
+    def step(self):
+        self.optimizer.step()
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+def train(model, loader):
+    optimizer = Noam(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        scaler.scale(model(x)).backward()
+        storage.put_scalar("scale", scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Noam:
+    def __init__(self, params):
+        self.optimizer = torch.optim.Adam(params)
+
+    def step(self):
+        self.optimizer.step()
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+def train(model, loader):
+    optimizer = Noam(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        scaler.scale(model(x)).backward()
+        storage.put_scalar("scale", scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -647,7 +802,7 @@ def train(model, optimizer, scaler, parts):
                 if call.name in ("get_scale", "_unscale_grads_") and facts.traces.computes_with_scale(call):
                     return True
                 if call.name == "step" and call in {event.call for event in facts.events("scaler_step")}:
-                    given = call.positional[0]
+                    given = call.argument(0, "optimizer")
                     if facts.short(given) == facts.short(step.subject):
                         return True
         return False
