@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible
+from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible
 from mpguard.lint.facts.values.lattice import Object
 from mpguard.policy.dtype import Dtype
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.events.event import Event
     from mpguard.lint.facts.file import Facts
 
+_BF16 = re.compile(r"(?i)bf16|bfloat16")
 #: Code that may run the methods of a class under autocast, or scale with its scaler.
 _SCALES = re.compile(rb"(?i)autocast|scaler\b")
 
@@ -25,7 +26,12 @@ def bfloat16_region(scaler: Event, enabled: PathCondition, facts: Facts) -> Regi
 
 
 def scales_without_need(scaler: Event, enabled: PathCondition, facts: Facts) -> bool:
-    """True if all regions of all losses that the scaler scales definitely have a dtype with the exponents of FP32."""
+    """True if all regions of all losses that the scaler scales definitely have a dtype with the exponents of FP32.
+
+    Or if the scaler is enabled for BF16 only.
+    """
+    if any(isinstance(each, Flag) and _BF16.search(str(each.equals or each.name)) for each in enabled):
+        return True
     return _common_region(scaler, enabled, facts, (Dtype.BF16, Dtype.FP32)) is not None
 
 

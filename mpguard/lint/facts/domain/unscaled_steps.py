@@ -118,7 +118,7 @@ def may_be_scaled(
     """
     if loss is not None:
         owner = loss.scope.owner if step is None or step.scope is not loss.scope else None
-        if _arm_scales(loss, facts) or (owner is not None and facts.class_kind(owner) in _RUNS):
+        if arm_scales(loss, facts) or (owner is not None and facts.class_kind(owner) in _RUNS):
             return True
         program = _called_by(loss.scope, facts)
     others = {
@@ -161,7 +161,7 @@ def may_be_scaled(
     )
 
 
-def _arm_scales(loss: Event, facts: Facts) -> bool:
+def arm_scales(loss: Event, facts: Facts) -> bool:
     """True if the loss is multiplied by a scale, or another branch in its function scales one: it is meant so."""
     if _SCALED_BY_HAND.search(facts.short(loss.subject)):
         return True

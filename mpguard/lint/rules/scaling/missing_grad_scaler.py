@@ -40,6 +40,17 @@ _SWITCHED_NET = {
 }
 
 
+_AUTOCASTING_NET = {
+    "pyproject.toml": "",
+    "net.py": "import torch\n"
+    "\n"
+    "class Net(torch.nn.Module):\n"
+    "    def forward(self, x):\n"
+    "        with torch.cuda.amp.autocast():\n"
+    "            return x.sum()\n",
+}
+
+
 class MissingGradScaler(Rule):
     """FP16 autocast, or FP16 weights, and the gradients are never scaled.
 
@@ -1181,6 +1192,53 @@ def train(args, model, loader):
         scaler.update()
 """,
         ),
+        Good(
+            """\
+import torch
+from net import Net
+
+def train(model, loader, optimizer, scaler=None):
+    use_amp = scaler is not None
+    for x in loader:
+        loss = loss_of(model, x, use_amp)
+        if scaler:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+
+def loss_of(model, x, use_amp):
+    if use_amp:
+        with torch.cuda.amp.autocast():
+            return model(x)
+    return model(x)
+
+def main(args, loader):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, loader, optimizer, torch.amp.GradScaler("cuda") if args.amp else None)
+""",
+            files=_AUTOCASTING_NET,
+        ),
+        Bad(
+            """\
+import torch
+from net import Net
+
+def train(model, loader, optimizer):
+    for x in loader:
+        loss = model(x)
+        loss.backward()  # !
+        optimizer.step()
+
+def main(args, loader):
+    model = Net()
+    train(model, loader, torch.optim.AdamW(model.parameters()))
+""",
+            files=_AUTOCASTING_NET,
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -1199,6 +1257,8 @@ def train(args, model, loader):
                 if not can_be_chosen(guard, program):
                     continue
                 if step is None or (direct is None and facts.base_unknown(backward.scope.owner)):
+                    continue
+                if unscaled_steps.arm_scales(backward, facts):
                     continue
                 if unscaled_steps.may_be_scaled(
                     guard.joined(step.guard), self._scaling(backward, step, facts), facts, direct, step

@@ -20,6 +20,7 @@ from mpguard.lint import (
     any_of,
     constant,
     dotted,
+    scales_without_need,
 )
 
 #: Methods that a framework, or a loop in another file, calls once for each batch.
@@ -274,6 +275,44 @@ def made_once(model, loader):
                 "pyproject.toml": "",
             },
         ),
+        Bad(
+            """\
+import torch
+
+def train_one_epoch(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")  # !
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def main(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for epoch in range(10):
+        train_one_epoch(model, loader, optimizer)
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def train_one_epoch(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def main(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for epoch in range(10):
+        train_one_epoch(model, loader, optimizer)
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -284,9 +323,16 @@ def made_once(model, loader):
                     continue
                 for built in self._creations(step, facts):
                     often = self._frequency(built, step, facts) if built not in reported else ""
-                    if often:
+                    if often and not self._is_needless(built, facts):
                         reported.add(built)
                         yield self.at(built, often=often, notes=(Note("its optimizer outlives it", step.span),))
+
+    def _is_needless(self, built: Call, facts: Facts) -> bool:
+        """True if the losses that it scales need no scaler: its scale does not matter, and MPG207 reports it."""
+        return any(
+            event.call is built and scales_without_need(event, facts.enabled(built, facts.called_path(built)), facts)
+            for event in facts.events("scaler")
+        )
 
     def _creations(self, step: TraceStep, facts: Facts) -> Iterator[Call]:
         """Yield the calls in the file that create the scaler of a step: of its class, and in loops of helpers."""
