@@ -187,8 +187,8 @@ class Traces:
             steps = [scope for scope in each if kinds[scope] & {"step", "scaler_step", "other_step"}]
             if len(backward) == len(steps) == 1 and backward != steps and self._keeps_its_scaler(owner):
                 rest = [scope for scope in each if scope not in (*backward, *steps)]
-                # A method that only scales a loss, or reads the scale, stands next to the one for backward.
-                others = set(_OPERATIONS) - ({"scale", "get_scale"} if "scale" in kinds[backward[0]] else set())
+                # A method that reads the scale, or only scales a loss, stands next to the one for backward.
+                others = set(_OPERATIONS) - {"get_scale"} - ({"scale"} if "scale" in kinds[backward[0]] else set())
                 if not any(kinds[scope] & others for scope in rest):
                     yield (*roots[backward[0]], *roots[steps[0]])
 
@@ -444,11 +444,15 @@ class Traces:
 
     def enabled(self, node: cst.CSTNode | None, at: Record) -> PathCondition:
         """Return the path condition under which a scaler is enabled."""
-        guard = PathCondition()
+        guard, off = PathCondition(), []
         for each in self.facts.evaluate(node, at):
             if isinstance(each.atom, Object) and each.atom.call is not None and each.atom.kind == "scaler":
-                guard = guard.joined(self.facts.of(each.atom.call).enabled(each.atom.call, each.atom.path))
-        return guard
+                enabled = self.facts.of(each.atom.call).enabled(each.atom.call, each.atom.path)
+                if enabled.possible or not each.guard:
+                    guard = guard.joined(enabled)
+                else:  # another scaler, which does nothing, of a branch without AMP
+                    off.append(negated(All(tuple(each.guard))))
+        return guard.given(*off)
 
     def same(self, one: cst.CSTNode | None, at: Record, other: cst.CSTNode | None, there: Record) -> bool:
         """True if two expressions are definitely the same object: created by one call, or one name in one function."""

@@ -370,6 +370,58 @@ def train(model, optimizer, loader):
         scaler.update()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def step(self, parts):
+        self.optimizer.zero_grad()
+        for part in parts:
+            loss = self.model(part) / len(parts)
+            loss.backward()  # !
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
+            fixed="""\
+import torch
+
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def step(self, parts):
+        self.optimizer.zero_grad()
+        for part in parts:
+            loss = self.model(part) / len(parts)
+            self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def step(self, parts):
+        self.optimizer.zero_grad()
+        for part in parts:
+            loss = self.model(part) / len(parts)
+            self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -434,7 +486,8 @@ def train(model, optimizer, loader):
                 continue
             if not guard.possible or any(trace_facts.between(trace, place, index, *_APPLIED, guard=guard)):
                 continue
-            if traces.like_torch(step.scaler, step.record) and set(backward.loops[:1]) <= set(step.loops):
+            together = set(backward.loops[:1]) <= set(step.loops) or set(step.loops) <= set(backward.loops)
+            if together and traces.like_torch(step.scaler, step.record):
                 return None if self._may_be_replaced(backward, step, facts) else step
         return None
 

@@ -69,7 +69,7 @@ class MissingScalerUpdate(Rule):
     severity = "error"
     message = "`{expr}` is never followed by `{scaler}.update()`"
     help = "call `update()` once per step, after the last `step`"
-    triggers = (any_of(b"GradScaler", b".update("), any_of(b".scale("), any_of(b".step("))
+    triggers = (any_of(b"GradScaler", b".update("), any_of(b".scale(", b".unscale_("), any_of(b".step("))
     examples = (
         Bad(
             """\
@@ -764,6 +764,40 @@ class Amp:
 """,
             files=_AMP_USER,
             name="amp.py",
+        ),
+        Bad(
+            """\
+import torch
+
+def apply(model, optimizer, scaler, norm):
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+    scaler.update()  # !
+    scaler.step(optimizer)
+    return scaler.get_scale()
+""",
+            fixed="""\
+import torch
+
+def apply(model, optimizer, scaler, norm):
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def apply(model, optimizer, scaler, norm):
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale()
+""",
         ),
     )
 

@@ -313,6 +313,48 @@ def main(model, loader):
         train_one_epoch(model, loader, optimizer)
 """,
         ),
+        Bad(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model):
+        self.model, self.optimizer = model, None
+        self.build()
+
+    def build(self):
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def train(self, loader):
+        for x in loader:
+            scaler = torch.amp.GradScaler("cuda")  # !
+            loss = self.model(x)
+            scaler.scale(loss).backward()
+            scaler.step(self.optimizer)
+            scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model):
+        self.model, self.optimizer = model, None
+        self.build()
+
+    def build(self):
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def train(self, loader):
+        scaler = torch.amp.GradScaler("cuda")
+        for x in loader:
+            loss = self.model(x)
+            scaler.scale(loss).backward()
+            scaler.step(self.optimizer)
+            scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -388,6 +430,15 @@ def main(model, loader):
         kinds = {each.kind for each in at.scope.bindings.get(key, ())}
         return at.scope.owner is not None and (kinds == {"param"} or (key.startswith("self.") and not kinds))
 
+    def _initializes(self, scope: Scope, facts: Facts) -> bool:
+        """True for `__init__`, and for a method that only `__init__` calls."""
+        if scope.name == "__init__":
+            return True
+        callers = facts.callers(scope)
+        return bool(callers) and all(
+            call.scope.name == "__init__" and call.scope.owner is scope.owner for call in callers
+        )
+
     def _outlives(
         self, node: cst.BaseExpression | None, at: Record, loop: cst.CSTNode, facts: Facts, call: Call | None = None
     ) -> bool:
@@ -398,7 +449,7 @@ def main(model, loader):
         ]
         for each in bindings:
             if key.startswith("self."):
-                outside = each.scope.name == "__init__" or (
+                outside = self._initializes(each.scope, facts) or (
                     each.scope is at.scope and call is None and loop not in each.loops
                 )
             elif each.kind == "param":

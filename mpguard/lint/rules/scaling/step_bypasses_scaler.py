@@ -39,6 +39,18 @@ _CHECKS = re.compile(r"(?i)finite|inf|nan|overflow")
 _NO_BACKWARD = frozenset({"step", "scale", "zero_grad", "update"})
 
 
+_AMP_USER = {
+    "pyproject.toml": "",
+    "train.py": "from amp import Amp\n"
+    "\n"
+    "def train(model, optimizer, loader):\n"
+    "    amp = Amp(True)\n"
+    "    for x in loader:\n"
+    "        amp.backward(model(x))\n"
+    "        amp.step(optimizer)\n",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class _Bypass:
     """A step on scaled gradients. before: the backward passes that it may follow, one per branch."""
@@ -695,6 +707,95 @@ def train(model, loader):
         scaler.update()
         optimizer.zero_grad()
 """,
+        ),
+        Bad(
+            """\
+import torch
+
+class Amp:
+    def __init__(self, use_amp):
+        self.use_amp = use_amp
+        if self.use_amp:
+            self.scaler = torch.amp.GradScaler("cuda", enabled=True)
+        else:
+            self.scaler = torch.amp.GradScaler("cuda", enabled=False)
+
+    def backward(self, loss):
+        if self.use_amp:
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()
+
+    def step(self, optimizer):
+        if self.use_amp:
+            optimizer.step()  # !
+            self.scaler.update()
+        else:
+            optimizer.step()
+
+    def scale(self):
+        return self.scaler.get_scale()
+""",
+            files=_AMP_USER,
+            name="amp.py",
+            fixed="""\
+import torch
+
+class Amp:
+    def __init__(self, use_amp):
+        self.use_amp = use_amp
+        if self.use_amp:
+            self.scaler = torch.amp.GradScaler("cuda", enabled=True)
+        else:
+            self.scaler = torch.amp.GradScaler("cuda", enabled=False)
+
+    def backward(self, loss):
+        if self.use_amp:
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()
+
+    def step(self, optimizer):
+        if self.use_amp:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizer.step()
+
+    def scale(self):
+        return self.scaler.get_scale()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Amp:
+    def __init__(self, use_amp):
+        self.use_amp = use_amp
+        if self.use_amp:
+            self.scaler = torch.amp.GradScaler("cuda", enabled=True)
+        else:
+            self.scaler = torch.amp.GradScaler("cuda", enabled=False)
+
+    def backward(self, loss):
+        if self.use_amp:
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()
+
+    def step(self, optimizer):
+        if self.use_amp:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizer.step()
+
+    def scale(self):
+        return self.scaler.get_scale()
+""",
+            files=_AMP_USER,
+            name="amp.py",
         ),
     )
 
