@@ -14,6 +14,7 @@ from mpguard.lint import (
     Fix,
     Good,
     Note,
+    PathCondition,
     Rule,
     StepKind,
     Trace,
@@ -422,6 +423,52 @@ class Trainer:
         self.scaler.update()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+def train(args, attack, model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        loss = model(x)
+        loss.backward()  # !
+        if args.adversarial:
+            model.zero_grad()
+            scaler.scale(attack(model, x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            fixed="""\
+import torch
+
+def train(args, attack, model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        loss = model(x)
+        scaler.scale(loss).backward()
+        if args.adversarial:
+            model.zero_grad()
+            scaler.scale(attack(model, x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def train(args, attack, model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        loss = model(x)
+        scaler.scale(loss).backward()
+        if args.adversarial:
+            model.zero_grad()
+            scaler.scale(attack(model, x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -484,12 +531,20 @@ class Trainer:
             guard = backward.guard.joined(step.guard, traces.enabled(step.scaler, step.record))
             if backward.guard - step.guard and not trace_facts.unrelated(step.guard, backward.guard):
                 continue
-            if not guard.possible or any(trace_facts.between(trace, place, index, *_APPLIED, guard=guard)):
+            applied = trace_facts.between(trace, place, index, *_APPLIED, guard=guard)
+            if not guard.possible or any(not self._is_optional(each, guard) for each in applied):
                 continue
             together = set(backward.loops[:1]) <= set(step.loops) or set(step.loops) <= set(backward.loops)
             if together and traces.like_torch(step.scaler, step.record):
                 return None if self._may_be_replaced(backward, step, facts) else step
         return None
+
+    def _is_optional(self, clearing: TraceStep, guard: PathCondition) -> bool:
+        """True if an option that has nothing to do with precision clears the gradients: without it they are applied."""
+        further = PathCondition(clearing.guard - guard)
+        if clearing.kind != "zero_grad" or not further:
+            return False
+        return trace_facts.unrelated(clearing.guard, guard) and not trace_facts.rhythm(further)
 
     def _may_be_replaced(self, backward: TraceStep, step: TraceStep, facts: Facts) -> bool:
         """True if a subclass in another file may scale the loss: it comes from, or goes to, another method."""

@@ -799,6 +799,81 @@ def apply(model, optimizer, scaler, norm):
     return scaler.get_scale()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+def fp16(args):
+    if args.fp16:
+        return torch.cuda.amp.GradScaler(), torch.cuda.amp.autocast
+    return None, None
+
+def train(args, model, loader):
+    args.scaler, args.autocast = fp16(args)
+    for x in loader:
+        step(args, model, x)
+
+def step(args, model, x):
+    if args.fp16:
+        with args.autocast():
+            loss = model(x)
+        args.scaler.scale(loss).backward()
+        args.scaler.step(args.optimizer)  # !
+    else:
+        model(x).backward()
+        args.optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def fp16(args):
+    if args.fp16:
+        return torch.cuda.amp.GradScaler(), torch.cuda.amp.autocast
+    return None, None
+
+def train(args, model, loader):
+    args.scaler, args.autocast = fp16(args)
+    for x in loader:
+        step(args, model, x)
+
+def step(args, model, x):
+    if args.fp16:
+        with args.autocast():
+            loss = model(x)
+        args.scaler.scale(loss).backward()
+        args.scaler.step(args.optimizer)
+        args.scaler.update()
+    else:
+        model(x).backward()
+        args.optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def fp16(args):
+    if args.fp16:
+        return torch.cuda.amp.GradScaler(), torch.cuda.amp.autocast
+    return None, None
+
+def train(args, model, loader):
+    args.scaler, args.autocast = fp16(args)
+    for x in loader:
+        step(args, model, x)
+
+def step(args, model, x):
+    if args.fp16:
+        with args.autocast():
+            loss = model(x)
+        args.scaler.scale(loss).backward()
+        args.scaler.step(args.optimizer)
+        args.scaler.update()
+    else:
+        model(x).backward()
+        args.optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -797,6 +797,57 @@ class Amp:
             files=_AMP_USER,
             name="amp.py",
         ),
+        Bad(
+            """\
+import torch
+
+def train(args, attack, model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        with torch.autocast("cuda"):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        if args.adversarial:
+            attack(model, x).backward()
+        if (i + 1) % args.accumulation_steps == 0:
+            optimizer.step()  # !
+            optimizer.zero_grad()
+""",
+            fixed="""\
+import torch
+
+def train(args, attack, model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        with torch.autocast("cuda"):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        if args.adversarial:
+            attack(model, x).backward()
+        if (i + 1) % args.accumulation_steps == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def train(args, attack, model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        with torch.autocast("cuda"):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        if args.adversarial:
+            attack(model, x).backward()
+        if (i + 1) % args.accumulation_steps == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -859,19 +910,18 @@ class Amp:
             if isinstance(each.atom, Function):
                 found += [call for call in each.atom.scope.calls if call in backwards][-1:]
                 return found
-        branches: list[PathCondition] = []
+        without = step.guard  # that none of those found so far runs
         for call in reversed(step.scope.calls):
-            if call.order >= step.order or call.name in _NO_BACKWARD or not compatible(call.guard, step.guard):
+            if call.order >= step.order or call.name in _NO_BACKWARD or not compatible(call.guard, without):
                 continue
             inner = call if call in backwards else self._inside(call, backwards, facts)
-            if (inner is None and call.name != "backward") or any(
-                compatible(call.guard, branch) for branch in branches
-            ):
+            if inner is None and call.name != "backward":
                 continue
             found.append(inner)
-            branches.append(call.guard)
-            if not (call.guard - step.call.guard):
+            further = PathCondition(call.guard - step.call.guard)
+            if not further:
                 break
+            without = without.given(negated(All(tuple(further))))
         return found or self._in_trace(step, facts)
 
     def _in_trace(self, step: Event, facts: Facts) -> list[Call | None]:
