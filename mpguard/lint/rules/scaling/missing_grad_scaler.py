@@ -1239,6 +1239,40 @@ def main(args, loader):
 """,
             files=_AUTOCASTING_NET,
         ),
+        Bad(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, optimizer, precision: torch.dtype = torch.float16):
+        assert not isinstance(model, torch.nn.DataParallel)
+        self.model, self.optimizer = model, optimizer
+        self.precision = precision
+
+    def run_step(self, x):
+        with torch.autocast("cuda", dtype=self.precision):
+            loss = self.model(x).sum()
+        loss.backward()  # !
+        self.optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, optimizer, precision: torch.dtype = torch.bfloat16):
+        assert not isinstance(model, torch.nn.DataParallel)
+        self.model, self.optimizer = model, optimizer
+        self.precision = precision
+
+    def run_step(self, x):
+        with torch.autocast("cuda", dtype=self.precision):
+            loss = self.model(x).sum()
+        loss.backward()
+        self.optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
