@@ -537,7 +537,7 @@ def before(trace: Trace, place: int) -> Iterator[tuple[int, TraceStep]]:
             continue
         yield index, each
         further = PathCondition(each.guard - step.guard)
-        if not further:
+        if not further or len(without) >= MOST_CONDITIONS:
             return
         without = without.given(negated(All(tuple(further))))
 

@@ -59,6 +59,7 @@ class BackwardInAutocast(Rule):
     files takes a `step`: others measure memory or speed, and so does a function whose gradients no optimizer applies.
     Tests (`test_...`) are not reported, since they may do this on purpose, nor is the context of the forward pass if it
     is entered again for the backward pass alone: a `torch.autograd.Function` without `custom_bwd` needs it.
+    Accelerate's autocast around nothing but a sum of losses is not reported: the prepared model enters its own.
     """
 
     code, name = "MPG301", "backward-in-autocast"

@@ -82,7 +82,9 @@ class MissingGradScaler(Rule):
     where another branch of the function scales the loss and this one has another flag. BF16 needs no scaler. A model
     that is cast to FP16 by hand is reported by MPG101. Files under `test` or `tests`, and scripts called `benchmark`
     or that only measure the speed of steps on one synthetic batch, are skipped: their loops measure or test something.
-    A region whose `enabled` is a parameter that all calls in the files of the program set to False is off.
+    A region whose `enabled` is a parameter that all calls in the files of the program set to False is off. An autocast
+    without a dtype whose device is a variable is taken for that of a GPU, and a dtype that a parameter gives for its
+    default.
     """
 
     code, name = "MPG201", "missing-grad-scaler"

@@ -41,7 +41,8 @@ class ScalerCreatedInLoop(Rule):
 
     ## Known limits
     A loop that creates the optimizer as well (folds, configurations, seeds) is right and not reported. Silent for an
-    optimizer from outside the file, and for a scaler that is only created if there is none yet.
+    optimizer from outside the file, and for a scaler that is only created if there is none yet. A scaler of BF16
+    losses is reported by MPG207.
     """
 
     code, name = "MPG209", "scaler-created-in-loop"
