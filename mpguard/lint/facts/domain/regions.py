@@ -165,7 +165,8 @@ class Regions:
                     found.append(dataclasses.replace(region, guard=region.guard.joined(item.guard)))
                 elif atom is UNKNOWN or isinstance(atom, (Ref, Method)):
                     found.append(Region("", each.guard.joined(item.guard), None, self.facts))
-            self._regions[item] = tuple(found)
+            possible = [region for region in found if region.guard.possible]  # else the one of `enabled=False`
+            self._regions[item] = tuple(possible or found)
             self._active -= 1
         return self._regions[item]
 

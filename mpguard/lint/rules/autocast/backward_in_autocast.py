@@ -417,6 +417,56 @@ def train(model, criterion, optimizer, loader):
         optimizer.step()
 """,
         ),
+        Bad(
+            """\
+from contextlib import suppress
+
+import torch
+
+def get_autocast(precision):
+    if precision == "amp":
+        return torch.cuda.amp.autocast
+    if precision == "amp_bfloat16":
+        return lambda: torch.cuda.amp.autocast(dtype=torch.bfloat16)
+    if precision == "fp32":
+        return lambda: torch.cuda.amp.autocast(enabled=False)
+    return suppress
+
+def train(args, model, loader, optimizer, scaler):
+    autocast = get_autocast(args.precision)
+    for x in loader:
+        with autocast():
+            loss = model(x)
+            scaler.scale(loss).backward()  # !
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+from contextlib import suppress
+
+import torch
+
+def get_autocast(precision):
+    if precision == "amp":
+        return torch.cuda.amp.autocast
+    if precision == "amp_bfloat16":
+        return lambda: torch.cuda.amp.autocast(dtype=torch.bfloat16)
+    if precision == "fp32":
+        return lambda: torch.cuda.amp.autocast(enabled=False)
+    return suppress
+
+def train(args, model, loader, optimizer, scaler):
+    autocast = get_autocast(args.precision)
+    for x in loader:
+        with autocast():
+            loss = model(x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
