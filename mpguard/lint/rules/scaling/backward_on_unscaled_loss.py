@@ -311,7 +311,7 @@ def thrown_away(model, loader, optimizer):
         Bad(
             """\
 import torch
-from diagnostics import step_and_measure
+from elsewhere import step_and_measure
 
 def train(model, optimizer, loader):
     scaler = torch.amp.GradScaler("cuda")
@@ -326,7 +326,7 @@ def train(model, optimizer, loader):
 """,
             fixed="""\
 import torch
-from diagnostics import step_and_measure
+from elsewhere import step_and_measure
 
 def train(model, optimizer, loader):
     scaler = torch.amp.GradScaler("cuda")
@@ -343,7 +343,7 @@ def train(model, optimizer, loader):
         Good(
             """\
 import torch
-from diagnostics import step_and_measure
+from elsewhere import step_and_measure
 
 def train(model, optimizer, loader):
     scaler = torch.amp.GradScaler("cuda")
@@ -360,7 +360,7 @@ def train(model, optimizer, loader):
         Good(
             """\
 import torch
-from losses import scaled_loss
+from elsewhere import scaled_loss
 
 def train(model, optimizer, loader):
     scaler = torch.amp.GradScaler("cuda")

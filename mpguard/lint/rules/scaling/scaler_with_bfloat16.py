@@ -34,13 +34,13 @@ _FP16 = re.compile(r"(?i)fp16|float16|half|dtype|precision|\b16")
 
 _SHARED_CRITERION = {
     "pyproject.toml": "",
-    "net.py": "import torch\n"
+    "elsewhere.py": "import torch\n"
     "\n"
     "class Criterion(torch.nn.Module):\n"
     "    def forward(self, outputs, targets):\n"
     "        return (outputs - targets).pow(2).mean()\n",
     "with_fp16.py": "import torch\n"
-    "from net import Criterion\n"
+    "from elsewhere import Criterion\n"
     "\n"
     "def train(model, optimizer, loader):\n"
     "    criterion = Criterion()\n"
@@ -350,7 +350,7 @@ def from_outside(loss):
         Bad(
             """\
 import torch
-from net import Criterion
+from elsewhere import Criterion
 
 def train(model, optimizer, loader):
     criterion = Criterion()
@@ -365,7 +365,7 @@ def train(model, optimizer, loader):
             files=_SHARED_CRITERION,
             fixed="""\
 import torch
-from net import Criterion
+from elsewhere import Criterion
 
 def train(model, optimizer, loader):
     criterion = Criterion()
@@ -381,7 +381,7 @@ def train(model, optimizer, loader):
         Good(
             """\
 import torch
-from net import Criterion
+from elsewhere import Criterion
 
 def train(model, optimizer, loader):
     criterion = Criterion()
