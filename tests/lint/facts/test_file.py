@@ -34,7 +34,6 @@ def region(code: str) -> list[tuple[str, AnyDtype | None, bool]]:
     [
         ("with torch.autocast('cuda'):\n    use()", [("autocast", Dtype.FP16, True)]),
         ("with torch.autocast('cpu'):\n    use()", [("autocast", Dtype.BF16, True)]),
-        ("with torch.autocast(device):\n    use()", [("autocast", None, True)]),
         ("with torch.autocast(torch.device('cuda').type):\n    use()", [("autocast", Dtype.FP16, True)]),
         ("with torch.cuda.amp.autocast(True, torch.bfloat16):\n    use()", [("autocast", Dtype.BF16, True)]),
         ("with torch.cuda.amp.autocast(False):\n    use()", [("autocast", Dtype.FP16, False)]),
@@ -50,6 +49,18 @@ def region(code: str) -> list[tuple[str, AnyDtype | None, bool]]:
 )  # fmt: skip
 def test_regions(code: str, expected: list[tuple[str, AnyDtype | None, bool]]) -> None:
     assert region(code) == expected
+
+
+def test_without_a_dtype_an_unknown_device_gives_float16_if_it_is_a_gpu() -> None:
+    facts = facts_of(
+        "import torch\n\ndef f(device, kind):\n"
+        "    if kind == 'cpu':\n        with torch.autocast(kind):\n            use()\n"
+        "    with torch.autocast(device_type=device.type):\n        use()\n"
+    )
+    on_cpu, unknown = (facts.regions(call)[0] for call in facts.calls["use"])
+    assert on_cpu.may_be(Dtype.FP16) == []
+    assert unknown.may_be(Dtype.FP16) == [PathCondition({Flag("type", "cuda")})]
+    assert [dtype for _, dtype in unknown.dtypes] == [Dtype.FP16, None]
 
 
 def test_enabled_is_a_path_condition() -> None:

@@ -25,6 +25,7 @@ _HARMLESS = (
     "enum.",
     "dataclasses.",
     "collections.",
+    "sklearn.",
     "torch.autograd.",
     "object",
     "builtins.",
@@ -126,6 +127,8 @@ class CallGraph:
             self._active.discard(cls)
         for base in bases:
             last = base.rsplit(".", 1)[-1]
+            if base.startswith(_HARMLESS):
+                continue
             if base.split(".", 1)[0] in project_words.FRAMEWORK_PACKAGES or last in project_words.FRAMEWORK_CLASSES:
                 return "framework"
             if base.startswith("torch.nn.") or last in ("PreTrainedModel", "ModelMixin", "Module"):
@@ -138,8 +141,6 @@ class CallGraph:
                 return "scaler"
             if last.endswith(("Trainer", "Callback", "Mixin")):
                 return "trainer"
-            if "." in base and base.startswith(("torch.utils", "abc", "typing", "enum", "dataclasses")):
-                continue
         if "" in bases or any("." in base and not base.startswith(_HARMLESS) for base in bases):
             return ""
         return "own"

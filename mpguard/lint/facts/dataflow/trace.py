@@ -10,18 +10,26 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
 import libcst as cst
 
 from mpguard.lint.facts.events.event import Event, is_scaler, last_name
-from mpguard.lint.facts.syntax.nodes import dotted
-from mpguard.lint.facts.syntax.path_condition import ALWAYS, MOST_CONDITIONS, Flag, PathCondition, compatible
+from mpguard.lint.facts.syntax.nodes import dotted, is_super
+from mpguard.lint.facts.syntax.path_condition import (
+    ALWAYS,
+    MOST_CONDITIONS,
+    All,
+    Flag,
+    PathCondition,
+    compatible,
+    negated,
+)
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope, Use
 from mpguard.lint.facts.values.api_names import SCALER_NAMES
-from mpguard.lint.facts.values.lattice import Atom, Constant, Function, Object
+from mpguard.lint.facts.values.lattice import UNKNOWN, Atom, Constant, Function, Object
 from mpguard.lint.source.strip_comments import stripped
 
 if TYPE_CHECKING:
@@ -59,7 +67,7 @@ _MAY_USE_OWN_SCALER = re.compile(
 )
 #: Functions that take a value and do not compute with it, and those that return it.
 _ONLY_READS = re.compile(
-    r"(?i)print|log|info|debug|warn|write|add_scalar|format|postfix|description|^(?:append|update|str|repr|isinstance)$"
+    r"(?i)print|log|info|debug|warn|write|format|postfix|description|scalar|metric|^(?:append|update|str|repr|isinstance)$"
 )
 _CONVERTS = frozenset({"float", "int", "round", "item", "min", "max", "abs", "log2"})
 #: Expressions whose value does not depend on the size of a number in them, or is text.
@@ -139,7 +147,30 @@ class Traces:
             for helper in self._helpers(item)
         }
         roots = {scope: self._trace(scope) for scope in scopes if scope not in called}
+        roots |= {scope: self._trace(scope) for scope in self._first_of_cycles(scopes, roots)}
         return (*roots.values(), *self._of_classes(roots))
+
+    def _first_of_cycles(self, scopes: list[Scope], roots: Iterable[Scope]) -> list[Scope]:
+        """Return the functions that call each other in a cycle that no root leads to: of each cycle the first one."""
+        found: list[Scope] = []
+        seen: set[Scope] = set()
+
+        def see(scope: Scope) -> None:
+            pending = [scope]
+            while pending:
+                current = pending.pop()
+                if current not in seen:
+                    seen.add(current)
+                    calls = (item for item in self._items_of(current) if isinstance(item, Call))
+                    pending += [helper.scope for call in calls for helper in self._helpers(call)]
+
+        for root in roots:
+            see(root)
+        for scope in scopes:
+            if scope not in seen:
+                found.append(scope)
+                see(scope)
+        return found
 
     def _of_classes(self, roots: dict[Scope, Trace]) -> Iterator[Trace]:
         """Yield what code of other files runs of a class with one method for backward and another one for the step.
@@ -156,7 +187,9 @@ class Traces:
             steps = [scope for scope in each if kinds[scope] & {"step", "scaler_step", "other_step"}]
             if len(backward) == len(steps) == 1 and backward != steps and self._keeps_its_scaler(owner):
                 rest = [scope for scope in each if scope not in (*backward, *steps)]
-                if not any(kinds[scope] & set(_OPERATIONS) for scope in rest):
+                # A method that reads the scale, or only scales a loss, stands next to the one for backward.
+                others = set(_OPERATIONS) - {"get_scale"} - ({"scale"} if "scale" in kinds[backward[0]] else set())
+                if not any(kinds[scope] & others for scope in rest):
                     yield (*roots[backward[0]], *roots[steps[0]])
 
     def _keeps_its_scaler(self, owner: Scope) -> bool:
@@ -375,14 +408,14 @@ class Traces:
     # -- identity of objects ----------------------------------------------------------------------------
 
     def own(self, node: cst.CSTNode | None, at: Record) -> bool:
-        """True if a scaler is definitely created in the file from one of torch's classes.
+        """True if a scaler is created in the file from one of torch's classes.
 
-        It may be None on another path.
+        It may be None on another path, and unknown, as one that a helper returns.
         """
         atoms = [each.atom for each in self.facts.evaluate(node, at)]
         made = [atom for atom in atoms if not (isinstance(atom, Constant) and atom.value in (None, False))]
         torchs = [atom for atom in made if _is_torch_scaler(atom)]
-        return bool(torchs) and all(_is_torch_scaler(atom) or _stands_in(atom) for atom in made)
+        return bool(torchs) and all(_is_torch_scaler(atom) or _stands_in(atom) or atom is UNKNOWN for atom in made)
 
     def like_torch(self, node: cst.CSTNode | None, at: Record) -> bool:
         """True if a scaler is torch's, or may be: not a wrapper's, nor a class of another library or of the tree."""
@@ -411,11 +444,15 @@ class Traces:
 
     def enabled(self, node: cst.CSTNode | None, at: Record) -> PathCondition:
         """Return the path condition under which a scaler is enabled."""
-        guard = PathCondition()
+        guard, off = PathCondition(), []
         for each in self.facts.evaluate(node, at):
             if isinstance(each.atom, Object) and each.atom.call is not None and each.atom.kind == "scaler":
-                guard = guard.joined(self.facts.of(each.atom.call).enabled(each.atom.call, each.atom.path))
-        return guard
+                enabled = self.facts.of(each.atom.call).enabled(each.atom.call, each.atom.path)
+                if enabled.possible or not each.guard:
+                    guard = guard.joined(enabled)
+                else:  # another scaler, which does nothing, of a branch without AMP
+                    off.append(negated(All(tuple(each.guard))))
+        return guard.given(*off)
 
     def same(self, one: cst.CSTNode | None, at: Record, other: cst.CSTNode | None, there: Record) -> bool:
         """True if two expressions are definitely the same object: created by one call, or one name in one function."""
@@ -444,17 +481,27 @@ class Traces:
 
 
 def _is_torch_scaler(atom: Atom) -> bool:
-    return (
-        isinstance(atom, Object)
-        and atom.kind == "scaler"
-        and atom.path.startswith("torch.")
-        and atom.path.rsplit(".", 1)[-1] in SCALER_NAMES
-    )
+    """True for one of torch's scalers, or of a class derived from it whose methods call those of torch."""
+    if not isinstance(atom, Object) or atom.kind != "scaler":
+        return False
+    if atom.cls is not None and atom.facts is not None:
+        return any(_is_torch_path(base) for base in atom.facts.ancestry(atom.cls)) and all(
+            any(call.name == name and is_super(call.receiver) for call in method.calls)
+            for name in ("scale", "unscale_", "step", "update")
+            if (method := atom.cls.method(name)) is not None
+        )
+    return _is_torch_path(atom.path)
+
+
+def _is_torch_path(path: str) -> bool:
+    return path.startswith("torch.") and path.rsplit(".", 1)[-1] in SCALER_NAMES
 
 
 def _stands_in(atom: Atom) -> bool:
-    """True for a class of the tree with the name of torch's, for a torch without it: `except: class GradScaler`."""
-    return isinstance(atom, Object) and atom.cls is not None and atom.cls.name in SCALER_NAMES
+    """True for what has the name of torch's class, for a torch without it: `except: from ... import nullcontext as`."""
+    return (
+        isinstance(atom, Object) and atom.cls is not None and (atom.cls.name in SCALER_NAMES or atom.kind == "context")
+    )
 
 
 def between(trace: Trace, first: int, last: int, *kinds: StepKind, guard: PathCondition) -> Iterator[TraceStep]:
@@ -480,20 +527,19 @@ def _leaves_between(trace: Trace, place: int, last: int) -> bool:
 def before(trace: Trace, place: int) -> Iterator[tuple[int, TraceStep]]:
     """Yield the backward passes whose gradients a step uses.
 
-    These are the last one before it, and those on mutually exclusive paths.
+    These are the last one before it, and those that are the last one where it does not run.
     """
     step = trace[place]
-    arms: list[PathCondition] = []
+    without = step.guard  # that none of those found so far runs
     for index in range(place - 1, -1, -1):
         each = trace[index]
-        if each.kind not in ("backward", "framework") or not compatible(each.guard, step.guard):
-            continue
-        if any(compatible(each.guard, arm) for arm in arms):
+        if each.kind not in ("backward", "framework") or not compatible(each.guard, without):
             continue
         yield index, each
-        arms.append(each.guard)
-        if not (each.guard - step.guard):
+        further = PathCondition(each.guard - step.guard)
+        if not further or len(without) >= MOST_CONDITIONS:
             return
+        without = without.given(negated(All(tuple(further))))
 
 
 def iteration(trace: Trace, step: TraceStep) -> list[tuple[int, TraceStep]]:

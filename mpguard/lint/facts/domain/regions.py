@@ -10,11 +10,20 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
-from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Call, Record, Scope, With
 from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.dtypes import AnyDtype, PossibleDtypes, guards_of
-from mpguard.lint.facts.values.lattice import UNKNOWN, Alternative, Alternatives, Constant, Method, Object, Ref
+from mpguard.lint.facts.values.lattice import (
+    UNKNOWN,
+    Alternative,
+    Alternatives,
+    Constant,
+    DtypeValue,
+    Method,
+    Object,
+    Ref,
+)
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
@@ -156,7 +165,8 @@ class Regions:
                     found.append(dataclasses.replace(region, guard=region.guard.joined(item.guard)))
                 elif atom is UNKNOWN or isinstance(atom, (Ref, Method)):
                     found.append(Region("", each.guard.joined(item.guard), None, self.facts))
-            self._regions[item] = tuple(found)
+            possible = [region for region in found if region.guard.possible]  # else the one of `enabled=False`
+            self._regions[item] = tuple(possible or found)
             self._active -= 1
         return self._regions[item]
 
@@ -235,6 +245,42 @@ class Regions:
             return ALWAYS.given(self.facts.condition(cst.Name("False"), call.scope))
         return ALWAYS.given(self.facts.condition(given, call.scope))
 
+    def _dtypes_by_default(self, given: cst.BaseExpression, call: Call) -> PossibleDtypes:
+        """Return FP16, if it is the default of the parameter that gives the dtype, and else an unknown one.
+
+        That is a parameter of the function, or one that `__init__` stores in an attribute. Nothing in other cases.
+        """
+        scope, name = self._parameter(dotted(given), call)
+        default = next((param.default for param in scope.params if param.name == name), None) if scope else None
+        if scope is None or default is None or scope.parent is None:
+            return ()
+        made = [each.atom for each in self.facts.values.evaluate(default, scope.parent, scope.order)]
+        if not all(isinstance(atom, DtypeValue) and atom.dtype is Dtype.FP16 for atom in made):
+            return ()
+        kept = Flag(name, "float16")
+        return ((ALWAYS.given(kept), Dtype.FP16), (ALWAYS.given(negated(kept)), None))
+
+    def _parameter(self, name: str, call: Call) -> tuple[Scope | None, str]:
+        """Return the function and the name of the parameter that gives an argument of a call."""
+        scope = call.scope
+        if name.startswith("self.") and scope.owner is not None:
+            bound = self.facts.attributes(scope.owner).get(name[5:], [])
+            if len(bound) != 1:
+                return None, ""
+            name, scope = dotted(bound[0].value), bound[0].scope
+        return (scope, name) if any(param.name == name for param in scope.params) else (None, "")
+
+    def _default_dtypes(self, guard: PathCondition, device: str | None, call: Call) -> PossibleDtypes:
+        """Return the dtype of an autocast that names none: of a device that is unknown, that of a GPU if it is one."""
+        if device is not None:
+            return ((guard, _DEFAULTS.get(device)),)
+        given = call.argument(0, "device_type")
+        if given is None or call.starred:
+            return ((guard, None),)
+        # The same flag as that of `device.type == "cuda"`.
+        on_gpu = Flag(dotted(given).rsplit(".", 1)[-1] or text_of(given), "cuda")
+        return ((guard.given(on_gpu), Dtype.FP16), (guard.given(negated(on_gpu)), None))
+
     def off_by_default(self, region: Region) -> bool:
         """True if `enabled` of the region is a parameter whose default is False."""
         call = region.call
@@ -265,14 +311,11 @@ class Regions:
         given = enabled_argument(call, region.facts.called_path(call)) if call is not None else None
         if call is None or given is None:
             return None
-        name, scope = dotted(given), call.scope
-        if name.startswith("self.") and scope.owner is not None:
-            bound = region.facts.attributes(scope.owner).get(name[5:], [])
-            if len(bound) != 1 or bound[0].guard:
-                return None
-            name, scope = dotted(bound[0].value), bound[0].scope
-        found = any(param.name == name and constant(param.default) == (False,) for param in scope.params)
-        return (scope, name) if found else None
+        scope, name = region.facts.regions_index._parameter(dotted(given), call)
+        if scope is None:
+            return None
+        off = any(param.name == name and constant(param.default) == (False,) for param in scope.params)
+        return (scope, name) if off else None
 
     def autocast(self, call: Call, path: str, complete: bool = False) -> Region:
         """Return the region that a call of an autocast creates: its device and dtype, with torch's defaults.
@@ -292,6 +335,8 @@ class Regions:
         given = call.argument(1, "dtype")
         if given is not None and constant(given) != (None,):
             dtypes = self.facts.dtypes(given, call)
+            if {dtype for _, dtype in dtypes} == {None}:
+                dtypes = self._dtypes_by_default(given, call) or dtypes
         elif (
             (call.starred and not complete)
             or "set_autocast_gpu_dtype" in self.facts.calls
@@ -299,7 +344,7 @@ class Regions:
         ):
             dtypes = ((ALWAYS, None),)
         else:
-            dtypes = tuple((guard, _DEFAULTS.get(name or "")) for guard, name in devices)
+            dtypes = tuple(each for guard, name in devices for each in self._default_dtypes(guard, name, call))
         return Region("autocast", ALWAYS, call, self.facts, dtypes, device)
 
 

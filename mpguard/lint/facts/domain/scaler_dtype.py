@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible
+from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible
 from mpguard.lint.facts.values.lattice import Object
 from mpguard.policy.dtype import Dtype
 
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.events.event import Event
     from mpguard.lint.facts.file import Facts
 
+_BF16 = re.compile(r"(?i)bf16|bfloat16")
+#: Code that may run the methods of a class under autocast, or scale with its scaler.
+_SCALES = re.compile(rb"(?i)autocast|scaler\b")
+
 
 def bfloat16_region(scaler: Event, enabled: PathCondition, facts: Facts) -> Region | None:
     """Return a BF16 region of a loss that the scaler scales if all regions of all its losses are definitely BF16."""
@@ -21,7 +26,12 @@ def bfloat16_region(scaler: Event, enabled: PathCondition, facts: Facts) -> Regi
 
 
 def scales_without_need(scaler: Event, enabled: PathCondition, facts: Facts) -> bool:
-    """True if all regions of all losses that the scaler scales definitely have a dtype with the exponents of FP32."""
+    """True if all regions of all losses that the scaler scales definitely have a dtype with the exponents of FP32.
+
+    Or if the scaler is enabled for BF16 only.
+    """
+    if any(isinstance(each, Flag) and _BF16.search(str(each.equals or each.name)) for each in enabled):
+        return True
     return _common_region(scaler, enabled, facts, (Dtype.BF16, Dtype.FP32)) is not None
 
 
@@ -37,12 +47,15 @@ def _common_region(scaler: Event, enabled: PathCondition, facts: Facts, dtypes: 
         loss = scale.call.argument(0, "outputs")
         guard = scaler.guard.joined(scale.guard, enabled)
         records = [scale.call, *facts.flow.backward(loss, scale.call)] if loss is not None else []
+        program = facts.programs_of(scale.scope)
         for record in records:
             if facts.is_inference(record):
                 continue
             if any(region.kind == "accelerator_autocast" for region in facts.regions(record)):
                 return None
             for region, inside in facts.autocasts(record):
+                if region.call is not None and region.call.scope not in program:
+                    continue  # another script runs the same model or criterion
                 for dtype_guard, dtype in region.dtypes:
                     if not compatible(guard, inside, dtype_guard):
                         continue
@@ -53,9 +66,12 @@ def _common_region(scaler: Event, enabled: PathCondition, facts: Facts, dtypes: 
 
 
 def _several_files_create(scaler: Event, facts: Facts) -> bool:
-    """True if a scaler belongs to a class that several files may use: one of them may scale FP16 losses with it."""
+    """True if a scaler belongs to a class that several files use: one of them may scale FP16 losses with it.
+
+    A file that mentions neither autocast nor a scaler uses it for something else.
+    """
     owner = scaler.scope.owner
     if owner is None or owner.parent is None or owner.parent.kind != "module":
         return False
     users = facts.of(owner).users(owner.name)
-    return users is None or len(users) > 1
+    return users is None or sum(bool(_SCALES.search(each.source.data)) for each in users) > 1

@@ -24,7 +24,9 @@ _MAY_BE_SCALER = re.compile(r"(?i)scaler|scale_loss|loss_scale|grad_scale|init_s
 #: unless a whole loss is multiplied by one.
 _NUMBER = re.compile(r"(?i)(?:loss|grad|init)_?scale$")
 #: Scalers of data, not of gradients.
-_DATA_SCALER = re.compile(r"(?i)(?:standard|min_?max|robust|max_?abs|data|feature|target|image|score)_?scaler")
+_DATA_SCALER = re.compile(
+    r"(?i)(?:standard|min_?max|robust|max_?abs|data|feature|target|image|score|\b[xy])_?scaler|scaler_(?:mean|std|var)\b"
+)
 #: Methods of a scaler of data.
 _SCALES_DATA = frozenset({"fit", "transform", "fit_transform", "inverse_transform"})
 #: Kinds of objects with a loss scaler of their own.
@@ -85,11 +87,20 @@ def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts
         ):
             return step
         foreign = (isinstance(a, Object) and (a.prepared or a.kind in _BRINGS_SCALER) for a in alternatives)
-        here = step.scope is backward.scope or (
-            owner is not None
-            and step.scope.owner is owner
-            and dotted(step.subject) in {param.name for param in step.scope.params}
-            and facts.class_kind(owner) == "own"
+        here = (
+            step.scope is backward.scope
+            or (
+                owner is not None
+                and step.scope.owner is owner
+                and dotted(step.subject).startswith("self.")
+                and any(call.path == f"self.{step.scope.name}" for call in backward.scope.calls)
+            )
+            or (
+                owner is not None
+                and step.scope.owner is owner
+                and dotted(step.subject) in {param.name for param in step.scope.params}
+                and facts.class_kind(owner) == "own"
+            )
         )
         if unknown is None and here and not any(foreign):
             unknown = step
@@ -107,7 +118,7 @@ def may_be_scaled(
     """
     if loss is not None:
         owner = loss.scope.owner if step is None or step.scope is not loss.scope else None
-        if _arm_scales(loss, facts) or (owner is not None and facts.class_kind(owner) in _RUNS):
+        if arm_scales(loss, facts) or (owner is not None and facts.class_kind(owner) in _RUNS):
             return True
         program = _called_by(loss.scope, facts)
     others = {
@@ -150,7 +161,7 @@ def may_be_scaled(
     )
 
 
-def _arm_scales(loss: Event, facts: Facts) -> bool:
+def arm_scales(loss: Event, facts: Facts) -> bool:
     """True if the loss is multiplied by a scale, or another branch in its function scales one: it is meant so."""
     if _SCALED_BY_HAND.search(facts.short(loss.subject)):
         return True
@@ -182,6 +193,8 @@ def _may_scale(use: Use, program: set[Scope], facts: Facts) -> bool:
     parent = facts.of(use).parent(node)
     if place < len(parts) - 1 and parts[place + 1] != "_scale":
         return parts[place + 1] not in _SCALES_NOTHING
+    if _is_quotient(use, facts):
+        return False
     if place < len(parts) - 1 or _NUMBER.search(use.path):
         return _is_factor(use, program, facts)
     if isinstance(parent, _TESTS) or (isinstance(parent, _RETURNS) and _returned(parent, facts.of(use))):
@@ -197,8 +210,20 @@ def _may_scale(use: Use, program: set[Scope], facts: Facts) -> bool:
             for each in facts.evaluate(call.func, call)
         )
     if isinstance(parent, cst.Arg):
-        return _passed_on(parent, use, program, facts)
+        is_switch = parent.keyword is not None and parent.keyword.value == "enabled"
+        return not is_switch and _passed_on(parent, use, program, facts)
     return True
+
+
+def _is_quotient(use: Use, facts: Facts) -> bool:
+    """True for a name that is bound to quotients only: `loss_scale_factor = 1 / accumulation_steps` is an average."""
+    bound = facts.bindings(use.path, use)
+    return bool(bound) and all(
+        each.kind == "assign"
+        and isinstance(each.value, cst.BinaryOperation)
+        and isinstance(each.value.operator, cst.Divide)
+        for each in bound
+    )
 
 
 def _returned(node: cst.CSTNode, facts: Facts) -> bool:

@@ -15,7 +15,7 @@ from mpguard.lint.facts.syntax.path_condition import PathCondition
 from mpguard.lint.facts.syntax.records import Call, Record, Scope
 from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.dtypes import AnyDtype, PossibleDtypes, guards_of
-from mpguard.lint.facts.values.lattice import Class
+from mpguard.lint.facts.values.lattice import Class, Object
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.domain.regions import Region
@@ -174,7 +174,18 @@ def is_optimizer(facts: Facts, node: cst.CSTNode, at: Record) -> bool:
     kinds = facts.kinds(node, at)
     if kinds & {"optimizer", "own_optimizer"}:
         return "sched" not in last_name(node).lower()  # a scheduler with an optimizer's methods, or named wrongly
-    return kinds <= {"", "parameters"} and bool(_OPTIMIZER.search(last_name(node).lower()))
+    if kinds - {"", "parameters", "apex_optimizer"} and not _wraps_optimizer(facts, node, at):
+        return False
+    return kinds != {"apex_optimizer"} and bool(_OPTIMIZER.search(last_name(node).lower()))
+
+
+def _wraps_optimizer(facts: Facts, node: cst.CSTNode, at: Record) -> bool:
+    """True for an object of a class of the tree that steps and clears the gradients, as `Noam` around an Adam."""
+    made = [each.atom for each in facts.evaluate(node, at) if isinstance(each.atom, Object)]
+    return bool(made) and all(
+        atom.kind == "own" and atom.cls is not None and atom.cls.method("step") and atom.cls.method("zero_grad")
+        for atom in made
+    )
 
 
 def aliases(facts: Facts, name: str) -> list[str]:

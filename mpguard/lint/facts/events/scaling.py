@@ -46,8 +46,9 @@ def _updates(facts: Facts) -> Iterator[Event]:
 def _scaler_steps(facts: Facts) -> Iterator[Event]:
     """Yield `scaler.step(optimizer)`."""
     for call in called(facts, "step"):
-        if call.receiver is not None and call.positional and is_scaler(facts, call.receiver, call):
-            yield Event("scaler_step", call, facts, call.positional[0])
+        optimizer = call.argument(0, "optimizer")
+        if call.receiver is not None and optimizer is not None and is_scaler(facts, call.receiver, call):
+            yield Event("scaler_step", call, facts, optimizer)
 
 
 @finds("get_scale")

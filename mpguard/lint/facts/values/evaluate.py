@@ -72,6 +72,8 @@ class Values:
         self.facts = facts
         self._known: dict[cst.CSTNode, Alternatives] = {}
         self._search = _Search()
+        self._attributes_at = -1
+        self._attributes_set: dict[str, list[Binding]] = {}
         self._bindings: dict[tuple[Scope, str], tuple[int, list[Binding]]] = {}
 
     def share_search(self, other: Values) -> None:
@@ -175,6 +177,8 @@ class Values:
         if type(node) is cst.Tuple or type(node) is cst.List:
             parts = tuple(functools.partial(self.evaluate, element.value, scope, order) for element in node.elements)
             return (Alternative(ALWAYS, TupleValue(parts)),)
+        if type(node) is cst.Lambda:
+            return self._anonymous(node, scope, order)
         if type(node) is cst.Await:
             return self.evaluate(node.expression, scope, order)
         if type(node) is cst.NamedExpr:
@@ -184,6 +188,25 @@ class Values:
             if index is not None and isinstance(index[0], int):
                 return element_at(self.evaluate(node.value, scope, order), (index[0],))
         return NOTHING_KNOWN
+
+    def _anonymous(self, node: cst.Lambda, scope: Scope, order: int) -> Alternatives:
+        """Return what a `lambda` without parameters gives that only creates an autocast; other ones are unknown."""
+        params = node.params
+        if (
+            params.params
+            or params.kwonly_params
+            or params.star_kwarg
+            or not isinstance(params.star_arg, cst.MaybeSentinel)
+        ):
+            return NOTHING_KNOWN
+        made = self.evaluate(node.body, scope, order)
+        if not all(isinstance(each.atom, Object) and each.atom.kind == "autocast" for each in made):
+            return NOTHING_KNOWN
+        return tuple(
+            Alternative(each.guard, dataclasses.replace(each.atom, kind="partial"))
+            for each in made
+            if isinstance(each.atom, Object)
+        )
 
     def _truth(self, test: cst.CSTNode, scope: Scope, order: int) -> bool | None:
         """Return the truth of a tested name if all of its alternatives are constants that agree, else None."""
@@ -225,10 +248,31 @@ class Values:
                         break
                 if len(bindings) > _MAX_ALTERNATIVES:
                     found += NOTHING_KNOWN
+            is_param = length == 1 < len(parts) and all(binding.kind == "param" for binding in bindings)
             for name in parts[length:]:
                 found = self._attribute(found, name)
+            if is_param and all(each.atom is UNKNOWN for each in found):
+                return self._set_elsewhere(path) or found
             return found
         return None
+
+    def _set_elsewhere(self, path: str) -> Alternatives:
+        """Return the scaler or autocast that other functions of the file set an attribute of a parameter to.
+
+        A namespace that they all get keeps it: `args.scaler = GradScaler()`. Nothing if they set it to anything else.
+        """
+        if self._attributes_at != self.facts.parsed_bytes:
+            self._attributes_at, self._attributes_set = self.facts.parsed_bytes, {}
+            for scope in self.facts.index.scopes:
+                for key, bindings in scope.bindings.items():
+                    if "." in key and not key.startswith("self."):
+                        kept = [each for each in bindings if each.kind in ("assign", "element")]
+                        self._attributes_set.setdefault(key, []).extend(kept)
+        found: Alternatives = ()
+        for binding in self._attributes_set.get(path, ())[:_MAX_ALTERNATIVES]:
+            found += self.bound(binding)
+        made = [each.atom for each in found if not (isinstance(each.atom, Constant) and each.atom.value is None)]
+        return found if made and all(map(_is_of_amp, made)) else ()
 
     def _starred(self, path: str) -> Alternatives:
         """Return the alternatives of a name that a module imported with `*` binds.
@@ -571,6 +615,13 @@ class Values:
             else each
             for each in self.evaluate(node, call.scope, call.order)
         )
+
+
+def _is_of_amp(atom: Atom) -> bool:
+    """True for a GradScaler, and for what creates an autocast."""
+    if isinstance(atom, Object):
+        return atom.kind in ("scaler", "partial")
+    return isinstance(atom, Ref) and atom.path in api_names.AUTOCASTS
 
 
 def _starred(facts: Facts) -> list[Facts]:

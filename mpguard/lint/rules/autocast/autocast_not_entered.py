@@ -9,6 +9,8 @@ from mpguard.lint import Bad, Call, Diagnostic, Edit, Facts, Fix, Good, Object, 
 
 #: Contexts in which a call is a probe for an error or a warning.
 _PROBES = re.compile(r"(?i)raises|warns|warnings|subtest|suppress")
+#: Kinds of contexts that are entered.
+_CONTEXTS = frozenset({"autocast", "accelerator_autocast"})
 
 
 class AutocastNotEntered(Rule):
@@ -199,6 +201,48 @@ def mine(autocast):
     autocast("cuda")
 """
         ),
+        Bad(
+            """\
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+def get_autocast(precision):
+    if precision == "fp32":
+        return suppress
+    return partial(torch.amp.autocast, device_type="cuda", dtype=torch.bfloat16)
+
+def train(args, model, loader, optimizer):
+    autocast = get_autocast(args.precision)
+    for x in loader:
+        autocast()  # !
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+""",
+        ),
+        Good(
+            """\
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+def get_autocast(precision):
+    if precision == "fp32":
+        return suppress
+    return partial(torch.amp.autocast, device_type="cuda", dtype=torch.bfloat16)
+
+def train(args, model, loader, optimizer):
+    autocast = get_autocast(args.precision)
+    for x in loader:
+        with autocast():
+            loss = model(x)
+        loss.backward()
+        optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -213,11 +257,12 @@ def mine(autocast):
                 yield self.at(call, call=facts.short(call.node))
 
     def _created(self, facts: Facts) -> Iterator[Call]:
-        yield from (event.call for event in facts.events("autocast"))
+        created = [event.call for event in facts.events("autocast")]
+        yield from created
         for call in facts.calls.get("autocast", ()):
-            atoms = [each.atom for each in facts.evaluate(call.node, call)]
-            if any(isinstance(atom, Object) and atom.kind == "accelerator_autocast" for atom in atoms):
-                yield call
+            atoms = [each.atom for each in facts.evaluate(call.node, call)] if call not in created else []
+            if any(isinstance(atom, Object) and atom.kind in _CONTEXTS for atom in atoms):
+                yield call  # Accelerate's, or one of a `partial` or a `lambda`
 
     def _is_probe(self, call: Call, facts: Facts) -> bool:
         """True if the call only tries whether there is such an autocast: alone in a `try`, or in `pytest.raises`."""

@@ -26,6 +26,8 @@ _AFTER = frozenset({
     "item", "detach", "cpu", "mean", "append", "add_scalar", "log", "info", "debug", "print", "write", "format", "len",
     "int", "float", "str", "range", "set_postfix", "set_description", "get_last_lr", "get_scale", "synchronize", "time",
 })  # fmt: skip
+#: Calls that compute nothing in another dtype.
+_SUMS = frozenset({"sum", "mean", "keys", "values", "items", "get", "item", "len", "zip", "range"})
 #: Names of helpers in other modules that are searched for a backward pass. Limited by name: each costs a file to read.
 _HELPER = re.compile(r"(?i)backward|scaler$")
 #: A function with more callers than these is not checked: the work grows with each caller.
@@ -57,6 +59,7 @@ class BackwardInAutocast(Rule):
     files takes a `step`: others measure memory or speed, and so does a function whose gradients no optimizer applies.
     Tests (`test_...`) are not reported, since they may do this on purpose, nor is the context of the forward pass if it
     is entered again for the backward pass alone: a `torch.autograd.Function` without `custom_bwd` needs it.
+    Accelerate's autocast around nothing but a sum of losses is not reported: the prepared model enters its own.
     """
 
     code, name = "MPG301", "backward-in-autocast"
@@ -384,6 +387,86 @@ class Trainer:
             self.optimizer.step()
 """
         ),
+        Good(
+            """\
+from accelerate import Accelerator
+
+def train(model, criterion, optimizer, loader):
+    accelerator = Accelerator(mixed_precision="bf16")
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x, y in loader:
+        losses = criterion(model(x), y)
+        with accelerator.autocast():
+            loss = sum(losses[key] * criterion.weights[key] for key in losses.keys())
+            accelerator.backward(loss)
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+from accelerate import Accelerator
+
+def train(model, criterion, optimizer, loader):
+    accelerator = Accelerator(mixed_precision="bf16")
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x, y in loader:
+        outputs = model(x)
+        with accelerator.autocast():
+            loss = criterion(outputs, y)
+            accelerator.backward(loss)  # !
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+from contextlib import suppress
+
+import torch
+
+def get_autocast(precision):
+    if precision == "amp":
+        return torch.cuda.amp.autocast
+    if precision == "amp_bfloat16":
+        return lambda: torch.cuda.amp.autocast(dtype=torch.bfloat16)
+    if precision == "fp32":
+        return lambda: torch.cuda.amp.autocast(enabled=False)
+    return suppress
+
+def train(args, model, loader, optimizer, scaler):
+    autocast = get_autocast(args.precision)
+    for x in loader:
+        with autocast():
+            loss = model(x)
+            scaler.scale(loss).backward()  # !
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+from contextlib import suppress
+
+import torch
+
+def get_autocast(precision):
+    if precision == "amp":
+        return torch.cuda.amp.autocast
+    if precision == "amp_bfloat16":
+        return lambda: torch.cuda.amp.autocast(dtype=torch.bfloat16)
+    if precision == "fp32":
+        return lambda: torch.cuda.amp.autocast(enabled=False)
+    return suppress
+
+def train(args, model, loader, optimizer, scaler):
+    autocast = get_autocast(args.precision)
+    for x in loader:
+        with autocast():
+            loss = model(x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -392,7 +475,7 @@ class Trainer:
             if any(scope.name.startswith("test_") for scope in event.scope.within()):
                 continue
             region = self._region(event.call, facts)
-            if region is None or self._is_on_purpose(event.call):
+            if region is None or self._is_on_purpose(event.call) or self._computes_nothing(event, region, facts):
                 continue
             if event.kind == "framework" or facts.has_step(event.scope):
                 made = region.call
@@ -427,6 +510,16 @@ class Trainer:
         ):
             return False
         return any(each.order < item.order and text_of(each.expr) == text_of(item.expr) for each in call.scope.withs)
+
+    def _computes_nothing(self, event: Event, region: Region, facts: Facts) -> bool:
+        """True if Accelerate's autocast is around the sum of losses only: the prepared model enters it by itself."""
+        item = event.call.withs[-1] if event.call.withs else None
+        if region.kind != "accelerator_autocast" or event.kind != "framework" or item is None:
+            return False
+        loss = event.call.argument(0, "loss")
+        records = facts.flow.backward(loss, event.call) if loss is not None else []
+        inside = [each for each in records if isinstance(each, Call) and item in each.withs]
+        return bool(records) and all(each.name in _SUMS for each in inside)
 
     def _runs_backward(self, event: Event, facts: Facts) -> bool:
         return bool(facts.kinds(event.subject, event.call) & library_names.RUNS_BACKWARD)

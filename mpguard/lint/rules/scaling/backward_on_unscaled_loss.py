@@ -14,6 +14,7 @@ from mpguard.lint import (
     Fix,
     Good,
     Note,
+    PathCondition,
     Rule,
     StepKind,
     Trace,
@@ -307,6 +308,167 @@ def thrown_away(model, loader, optimizer):
             ),
         ),
         RIGHT_SCALER_CLASS,
+        Bad(
+            """\
+import torch
+from elsewhere import step_and_measure
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        loss = model(x)
+        loss.backward()  # !
+        if i % 200 == 0:
+            step_and_measure(model, optimizer, scaler)
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+""",
+            fixed="""\
+import torch
+from elsewhere import step_and_measure
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        loss = model(x)
+        scaler.scale(loss).backward()
+        if i % 200 == 0:
+            step_and_measure(model, optimizer, scaler)
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+from elsewhere import step_and_measure
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        loss = model(x)
+        scaler.scale(loss).backward()
+        if i % 200 == 0:
+            step_and_measure(model, optimizer, scaler)
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+from elsewhere import scaled_loss
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        loss = scaled_loss(model(x), scaler)
+        loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def step(self, parts):
+        self.optimizer.zero_grad()
+        for part in parts:
+            loss = self.model(part) / len(parts)
+            loss.backward()  # !
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
+            fixed="""\
+import torch
+
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def step(self, parts):
+        self.optimizer.zero_grad()
+        for part in parts:
+            loss = self.model(part) / len(parts)
+            self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def step(self, parts):
+        self.optimizer.zero_grad()
+        for part in parts:
+            loss = self.model(part) / len(parts)
+            self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def train(args, attack, model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        loss = model(x)
+        loss.backward()  # !
+        if args.adversarial:
+            model.zero_grad()
+            scaler.scale(attack(model, x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            fixed="""\
+import torch
+
+def train(args, attack, model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        loss = model(x)
+        scaler.scale(loss).backward()
+        if args.adversarial:
+            model.zero_grad()
+            scaler.scale(attack(model, x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def train(args, attack, model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        loss = model(x)
+        scaler.scale(loss).backward()
+        if args.adversarial:
+            model.zero_grad()
+            scaler.scale(attack(model, x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -358,7 +520,7 @@ def thrown_away(model, loader, optimizer):
             or self._scaled_in_another_branch(trace, place)
         ):
             return None
-        if any(each.kind == "passed" and compatible(each.guard, backward.guard) for each in trace):
+        if any(each.kind == "passed" and compatible(each.guard, backward.guard) for each in trace[:place]):
             return None  # other code may scale it
         if self._reads_scale(backward, facts) or self._discarded(trace, place, facts):
             return None
@@ -369,11 +531,20 @@ def thrown_away(model, loader, optimizer):
             guard = backward.guard.joined(step.guard, traces.enabled(step.scaler, step.record))
             if backward.guard - step.guard and not trace_facts.unrelated(step.guard, backward.guard):
                 continue
-            if not guard.possible or any(trace_facts.between(trace, place, index, *_APPLIED, guard=guard)):
+            applied = trace_facts.between(trace, place, index, *_APPLIED, guard=guard)
+            if not guard.possible or any(not self._is_optional(each, guard) for each in applied):
                 continue
-            if traces.like_torch(step.scaler, step.record) and set(backward.loops[:1]) <= set(step.loops):
+            together = set(backward.loops[:1]) <= set(step.loops) or set(step.loops) <= set(backward.loops)
+            if together and traces.like_torch(step.scaler, step.record):
                 return None if self._may_be_replaced(backward, step, facts) else step
         return None
+
+    def _is_optional(self, clearing: TraceStep, guard: PathCondition) -> bool:
+        """True if an option that has nothing to do with precision clears the gradients: without it they are applied."""
+        further = PathCondition(clearing.guard - guard)
+        if clearing.kind != "zero_grad" or not further:
+            return False
+        return trace_facts.unrelated(clearing.guard, guard) and not trace_facts.rhythm(further)
 
     def _may_be_replaced(self, backward: TraceStep, step: TraceStep, facts: Facts) -> bool:
         """True if a subclass in another file may scale the loss: it comes from, or goes to, another method."""

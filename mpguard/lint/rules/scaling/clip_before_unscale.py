@@ -383,6 +383,57 @@ class Trainer:
             fixed=RIGHT_SCALER_CLASS.code,
         ),
         RIGHT_SCALER_CLASS,
+        Bad(
+            """\
+import torch
+
+def train(args, model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        if args.adversarial:
+            model(attack(x)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # !
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            fixed="""\
+import torch
+
+def train(args, model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        if args.adversarial:
+            model(attack(x)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def train(args, model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        if args.adversarial:
+            model(attack(x)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -46,6 +46,8 @@ class HandWrittenLossScaling(Rule):
     Both the multiplication and the division must be in the file and name the same factor. Optimizers that keep FP32
     masters of FP16 weights scale by themselves and are not reported. Constants below 8 are taken for weights of a loss.
     A function that checks for overflows itself is not reported: it does what a GradScaler does.
+    Neither is a class with a base of another library: such a hook runs only where a config of that library names it,
+    and most published ones (for an old mmcv) are not run any more.
     """
 
     code, name = "MPG212", "hand-written-loss-scaling"
@@ -140,6 +142,32 @@ def scaler(model, loader, optimizer, scaler):
         scaler.update()
 """
         ),
+        Good(
+            """\
+from mmcv.runner import OptimizerHook
+
+class ScaledStep(OptimizerHook):
+    def after_iteration(self, runner):
+        scaled = runner.outputs["loss"] * self.loss_scale
+        scaled.backward()
+        for param in runner.model.parameters():
+            param.grad.div_(self.loss_scale)
+        runner.optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+class ScaledStep:
+    def after_iteration(self, runner):
+        scaled = runner.outputs["loss"] * self.loss_scale
+        scaled.backward()  # !
+        for param in runner.model.parameters():
+            param.grad.div_(self.loss_scale)
+        runner.optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -150,6 +178,8 @@ def scaler(model, loader, optimizer, scaler):
             return
         for backward in facts.events("backward"):
             if facts.is_inference(backward.call) or self._checks_overflows(backward):
+                continue
+            if facts.base_unknown(backward.scope.owner):
                 continue
             for factor in self._factors(backward, facts):
                 undone = next(

@@ -40,6 +40,17 @@ _SWITCHED_NET = {
 }
 
 
+_AUTOCASTING_NET = {
+    "pyproject.toml": "",
+    "net.py": "import torch\n"
+    "\n"
+    "class Net(torch.nn.Module):\n"
+    "    def forward(self, x):\n"
+    "        with torch.cuda.amp.autocast():\n"
+    "            return x.sum()\n",
+}
+
+
 class MissingGradScaler(Rule):
     """FP16 autocast, or FP16 weights, and the gradients are never scaled.
 
@@ -71,7 +82,9 @@ class MissingGradScaler(Rule):
     where another branch of the function scales the loss and this one has another flag. BF16 needs no scaler. A model
     that is cast to FP16 by hand is reported by MPG101. Files under `test` or `tests`, and scripts called `benchmark`
     or that only measure the speed of steps on one synthetic batch, are skipped: their loops measure or test something.
-    A region whose `enabled` is a parameter that all calls in the files of the program set to False is off.
+    A region whose `enabled` is a parameter that all calls in the files of the program set to False is off. An autocast
+    without a dtype whose device is a variable is taken for that of a GPU, and a dtype that a parameter gives for its
+    default.
     """
 
     code, name = "MPG201", "missing-grad-scaler"
@@ -952,6 +965,316 @@ def in_fp32(loader):
                 "        scaler.step(optimizer)\n        scaler.update()\n",
             },
         ),
+        Bad(
+            """\
+import torch
+
+def train(args, model, loader, device):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast(device_type=device.type, enabled=args.amp):
+            loss = model(x).sum()
+        loss.backward()  # !
+        optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def train(args, model, loader, device):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast(device_type=device.type, dtype=torch.bfloat16, enabled=args.amp):
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def train(model, loader):
+    device = torch.device("cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast(device_type=device.type):
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import contextlib
+
+import torch
+from sklearn.base import BaseEstimator
+
+class Estimator(BaseEstimator):
+    def _context(self, device):
+        use_amp = self.amp and device.type == "cuda"
+        if use_amp:
+            context = lambda: torch.autocast(device_type="cuda", dtype=torch.float16)
+        else:
+            context = contextlib.nullcontext
+        return use_amp, context
+
+    def fit(self, x, y):
+        optimizer = torch.optim.AdamW(self.model.parameters())
+        _, context = self._context(self.device)
+        for batch in self.batches(x, y):
+            shift = batch.y_scaler_mean
+            with context():
+                loss = self.model(batch - shift).sum()
+            loss.backward()  # !
+            optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import contextlib
+
+import torch
+from sklearn.base import BaseEstimator
+
+class Estimator(BaseEstimator):
+    def _context(self, device):
+        use_amp = self.amp and device.type == "cuda"
+        if use_amp:
+            context = lambda: torch.autocast(device_type="cuda", dtype=torch.bfloat16)
+        else:
+            context = contextlib.nullcontext
+        return use_amp, context
+
+    def fit(self, x, y):
+        optimizer = torch.optim.AdamW(self.model.parameters())
+        _, context = self._context(self.device)
+        for batch in self.batches(x, y):
+            shift = batch.y_scaler_mean
+            with context():
+                loss = self.model(batch - shift).sum()
+            loss.backward()
+            optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import contextlib
+
+import torch
+
+def loss_of(model, x, training):
+    gradients = contextlib.nullcontext if training else torch.no_grad
+    with torch.autocast("cuda"), gradients():
+        loss = model(x).sum()
+    if training:
+        loss.backward()  # !
+    return loss
+
+def train(args, model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        loss_of(model, x, training=True)
+        optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def train(model, teacher, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast("cuda"), torch.no_grad():
+            target = teacher(x)
+        loss = (model(x) - target).sum()
+        loss.backward()
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+class Critic:
+    def __init__(self, config, module, optimizer):
+        self.config, self.module, self.optimizer = config, module, optimizer
+
+    def _forward(self, x):
+        with torch.autocast(device_type="cuda", dtype=torch.float16):
+            return self.module(x).sum()
+
+    def _step(self):
+        self.optimizer.step()
+
+    def update(self, parts):
+        for x in parts:
+            loss_scale_factor = 1 / len(parts)
+            loss = self._forward(x) * loss_scale_factor
+            loss.backward()  # !
+        self._step()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Critic:
+    def __init__(self, config, module, optimizer):
+        self.config, self.module, self.optimizer = config, module, optimizer
+
+    def _forward(self, x):
+        with torch.autocast(device_type="cuda", dtype=torch.bfloat16):
+            return self.module(x).sum()
+
+    def _step(self):
+        self.optimizer.step()
+
+    def update(self, parts):
+        for x in parts:
+            loss_scale_factor = 1 / len(parts)
+            loss = self._forward(x) * loss_scale_factor
+            loss.backward()
+        self._step()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Critic:
+    def __init__(self, config, module, optimizer):
+        self.config, self.module, self.optimizer = config, module, optimizer
+
+    def _forward(self, x):
+        with torch.autocast(device_type="cuda", dtype=torch.float16):
+            return self.module(x).sum()
+
+    def _step(self):
+        self.optimizer.step()
+
+    def update(self, parts):
+        for x in parts:
+            loss_scale_factor = self.config.loss_scale
+            loss = self._forward(x) * loss_scale_factor
+            loss.backward()
+        self._step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def train(args, model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda") if args.amp else None
+    use_scaler = args.amp and scaler is not None
+    for x in loader:
+        with torch.autocast("cuda", enabled=use_scaler):
+            loss = model(x).sum()
+        loss.backward()  # !
+        optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def train(args, model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda") if args.amp else None
+    use_scaler = args.amp and scaler is not None
+    for x in loader:
+        with torch.autocast("cuda", enabled=use_scaler):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+from net import Net
+
+def train(model, loader, optimizer, scaler=None):
+    use_amp = scaler is not None
+    for x in loader:
+        loss = loss_of(model, x, use_amp)
+        if scaler:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+
+def loss_of(model, x, use_amp):
+    if use_amp:
+        with torch.cuda.amp.autocast():
+            return model(x)
+    return model(x)
+
+def main(args, loader):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, loader, optimizer, torch.amp.GradScaler("cuda") if args.amp else None)
+""",
+            files=_AUTOCASTING_NET,
+        ),
+        Bad(
+            """\
+import torch
+from net import Net
+
+def train(model, loader, optimizer):
+    for x in loader:
+        loss = model(x)
+        loss.backward()  # !
+        optimizer.step()
+
+def main(args, loader):
+    model = Net()
+    train(model, loader, torch.optim.AdamW(model.parameters()))
+""",
+            files=_AUTOCASTING_NET,
+        ),
+        Bad(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, optimizer, precision: torch.dtype = torch.float16):
+        assert not isinstance(model, torch.nn.DataParallel)
+        self.model, self.optimizer = model, optimizer
+        self.precision = precision
+
+    def run_step(self, x):
+        with torch.autocast("cuda", dtype=self.precision):
+            loss = self.model(x).sum()
+        loss.backward()  # !
+        self.optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, optimizer, precision: torch.dtype = torch.bfloat16):
+        assert not isinstance(model, torch.nn.DataParallel)
+        self.model, self.optimizer = model, optimizer
+        self.precision = precision
+
+    def run_step(self, x):
+        with torch.autocast("cuda", dtype=self.precision):
+            loss = self.model(x).sum()
+        loss.backward()
+        self.optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -964,12 +1287,14 @@ def in_fp32(loader):
             if backward.scope in reported or facts.is_inference(backward.call) or _is_scaled(backward):
                 continue
             program = facts.reachable(backward.scope)
-            for region, where, guard in self._low_precision(backward, facts):
-                direct = backward if region is not None and where.scope is backward.scope else None
+            for region, where, guard, inside in self._low_precision(backward, facts):
+                direct = backward if region is not None and inside.scope is backward.scope else None
                 step = unscaled_steps.plain_step(backward, guard, program, facts)
                 if not can_be_chosen(guard, program):
                     continue
                 if step is None or (direct is None and facts.base_unknown(backward.scope.owner)):
+                    continue
+                if unscaled_steps.arm_scales(backward, facts):
                     continue
                 if unscaled_steps.may_be_scaled(
                     guard.joined(step.guard), self._scaling(backward, step, facts), facts, direct, step
@@ -1001,8 +1326,13 @@ def in_fp32(loader):
 
     # -- what makes the gradients FP16 --------------------------------------------------------------
 
-    def _low_precision(self, backward: Event, facts: Facts) -> Iterator[tuple[Region | None, Call, PathCondition]]:
-        """Yield what computes this loss in FP16: the region (None: weights), its call, the condition for both."""
+    def _low_precision(
+        self, backward: Event, facts: Facts
+    ) -> Iterator[tuple[Region | None, Call, PathCondition, Record]]:
+        """Yield what computes this loss in FP16.
+
+        That is the region (None: weights), its call, the condition for both, and what is computed in it.
+        """
         assert backward.subject is not None
         program = facts.programs_of(backward.scope)
         records: list[Record] = [backward.call, *facts.flow.backward(backward.subject, backward.call)]
@@ -1011,24 +1341,23 @@ def in_fp32(loader):
                 continue
             around = facts.regions(record)
             for place, region in enumerate(around):
-                for guard in self._float16_conditions(region, around[place + 1 :], around):
+                for guard in self._float16_conditions(region, around[place + 1 :]):
                     both = guard.joined(record.guard, backward.guard)
-                    if both.possible and not _of_accelerate(both, facts):
+                    without = any(other.kind == "no_grad" and compatible(other.guard, both) for other in around)
+                    if both.possible and not without and not _of_accelerate(both, facts):
                         assert region.call is not None
                         intended = region.call in facts.forgotten_dtypes  # BF16 was, which MPG310 reports
                         if not intended and not facts.switched_off(region, program):
-                            yield region, region.call, both
+                            yield region, region.call, both, record
         for load in facts.events("load"):
             for guard in load.may_be(Dtype.FP16):
                 both = guard.joined(backward.guard)
                 if both.possible and self._weights(load, backward, both, facts):
-                    yield None, load.call, both
+                    yield None, load.call, both, load.call
 
-    def _float16_conditions(
-        self, region: Region, inner: tuple[Region, ...], around: tuple[Region, ...]
-    ) -> list[PathCondition]:
-        """Return the conditions under which a region is FP16, not overridden inside, and gradients are computed."""
-        if region.kind != "autocast" or region.call is None or any(other.kind == "no_grad" for other in around):
+    def _float16_conditions(self, region: Region, inner: tuple[Region, ...]) -> list[PathCondition]:
+        """Return the conditions under which a region is FP16, and not overridden inside."""
+        if region.kind != "autocast" or region.call is None:
             return []
         if any(o.kind == "autocast" and (not o.guard.possible or compatible(o.guard, region.guard)) for o in inner):
             return []
@@ -1054,6 +1383,8 @@ def in_fp32(loader):
         together = step.scope is scope and loops and set(loops[:1]) <= set(step.call.loops)
         if torch is None or not together or step.subject is None or step.call.node.args or facts.repeated(scope):
             return None
+        if any(event.scope is scope for event in facts.events("scaler")):
+            return None  # there is one, which nothing uses
         if backward.guard - step.guard or not set(step.call.loops) <= set(backward.call.loops):
             return None  # a step without a backward before it: `scaler.step` would find no gradients to check
         if not step.call.is_statement or not isinstance(step.call.line, cst.SimpleStatementLine):

@@ -25,6 +25,18 @@ from mpguard.lint import (
     trace_facts,
 )
 
+_AMP_USER = {
+    "pyproject.toml": "",
+    "train.py": "from amp import Amp\n"
+    "\n"
+    "def train(model, optimizer, loader):\n"
+    "    amp = Amp(True)\n"
+    "    for x in loader:\n"
+    "        amp.backward(model(x))\n"
+    "        amp.step(optimizer)\n"
+    "    print(amp.report())\n",
+}
+
 
 class MissingScalerUpdate(Rule):
     """`scaler.step(optimizer)` is called and `scaler.update()` never is, or comes before the step.
@@ -57,7 +69,7 @@ class MissingScalerUpdate(Rule):
     severity = "error"
     message = "`{expr}` is never followed by `{scaler}.update()`"
     help = "call `update()` once per step, after the last `step`"
-    triggers = (any_of(b"GradScaler", b".update("), any_of(b".scale("), any_of(b".step("))
+    triggers = (any_of(b"GradScaler", b".update("), any_of(b".scale(", b".unscale_("), any_of(b".step("))
     examples = (
         Bad(
             """\
@@ -500,6 +512,368 @@ class Gan:
             name="gan.py",
         ),
         RIGHT_SCALER_CLASS,
+        Bad(
+            """\
+import contextlib
+
+import torch
+
+try:
+    from torch.cuda.amp import GradScaler
+except ImportError:
+
+    @contextlib.contextmanager
+    def nullcontext(*args, **kwargs):
+        yield
+
+    GradScaler = nullcontext
+
+def train(cfg, model, optimizer, loader):
+    if cfg.SOLVER.USE_AMP:
+        scaler = GradScaler()
+    for x in loader:
+        loss = model(x)
+        if cfg.SOLVER.USE_AMP:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)  # !
+        else:
+            loss.backward()
+            optimizer.step()
+""",
+            fixed="""\
+import contextlib
+
+import torch
+
+try:
+    from torch.cuda.amp import GradScaler
+except ImportError:
+
+    @contextlib.contextmanager
+    def nullcontext(*args, **kwargs):
+        yield
+
+    GradScaler = nullcontext
+
+def train(cfg, model, optimizer, loader):
+    if cfg.SOLVER.USE_AMP:
+        scaler = GradScaler()
+    for x in loader:
+        loss = model(x)
+        if cfg.SOLVER.USE_AMP:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import contextlib
+
+import torch
+
+try:
+    from torch.cuda.amp import GradScaler
+except ImportError:
+
+    @contextlib.contextmanager
+    def nullcontext(*args, **kwargs):
+        yield
+
+    GradScaler = nullcontext
+
+def train(cfg, model, optimizer, loader):
+    if cfg.SOLVER.USE_AMP:
+        scaler = GradScaler()
+    for x in loader:
+        loss = model(x)
+        if cfg.SOLVER.USE_AMP:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from elsewhere import load_model
+
+def train(args, model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
+    if args.resume:
+        model, optimizer, scaler = load_model(args.resume, model, optimizer, scaler)
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer=optimizer)  # !
+""",
+            fixed="""\
+import torch
+from elsewhere import load_model
+
+def train(args, model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
+    if args.resume:
+        model, optimizer, scaler = load_model(args.resume, model, optimizer, scaler)
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer=optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+from elsewhere import load_model
+
+def train(args, model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
+    if args.resume:
+        model, optimizer, scaler = load_model(args.resume, model, optimizer, scaler)
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer=optimizer)
+        scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+class Estimator:
+    def fit(self, x, y):
+        return self._fit(x, y)
+
+    def _fit(self, x, y):
+        scaler = torch.amp.GradScaler("cuda")
+        for each in self.batches(x, y):
+            scaler.scale(self.model(each)).backward()
+            scaler.step(self.optimizer)  # !
+        self.inner = self.build()
+        self.inner.fit(x, y)
+        return self
+""",
+            fixed="""\
+import torch
+
+class Estimator:
+    def fit(self, x, y):
+        return self._fit(x, y)
+
+    def _fit(self, x, y):
+        scaler = torch.amp.GradScaler("cuda")
+        for each in self.batches(x, y):
+            scaler.scale(self.model(each)).backward()
+            scaler.step(self.optimizer)
+            scaler.update()
+        self.inner = self.build()
+        self.inner.fit(x, y)
+        return self
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Estimator:
+    def fit(self, x, y):
+        return self._fit(x, y)
+
+    def _fit(self, x, y):
+        scaler = torch.amp.GradScaler("cuda")
+        for each in self.batches(x, y):
+            scaler.scale(self.model(each)).backward()
+            scaler.step(self.optimizer)
+            scaler.update()
+        self.inner = self.build()
+        self.inner.fit(x, y)
+        return self
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+class Amp:
+    def __init__(self, enabled):
+        self.scaler = torch.amp.GradScaler("cuda", enabled=enabled)
+
+    def scale_loss(self, loss):
+        return self.scaler.scale(loss)
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def step(self, optimizer):
+        self.scaler.step(optimizer)  # !
+
+    def report(self):
+        return {"scale": self.scaler.get_scale()}
+""",
+            files=_AMP_USER,
+            name="amp.py",
+            fixed="""\
+import torch
+
+class Amp:
+    def __init__(self, enabled):
+        self.scaler = torch.amp.GradScaler("cuda", enabled=enabled)
+
+    def scale_loss(self, loss):
+        return self.scaler.scale(loss)
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def step(self, optimizer):
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def report(self):
+        return {"scale": self.scaler.get_scale()}
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Amp:
+    def __init__(self, enabled):
+        self.scaler = torch.amp.GradScaler("cuda", enabled=enabled)
+
+    def scale_loss(self, loss):
+        return self.scaler.scale(loss)
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def step(self, optimizer):
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def report(self):
+        return {"scale": self.scaler.get_scale()}
+""",
+            files=_AMP_USER,
+            name="amp.py",
+        ),
+        Bad(
+            """\
+import torch
+
+def apply(model, optimizer, scaler, norm):
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+    scaler.update()  # !
+    scaler.step(optimizer)
+    return scaler.get_scale()
+""",
+            fixed="""\
+import torch
+
+def apply(model, optimizer, scaler, norm):
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def apply(model, optimizer, scaler, norm):
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def fp16(args):
+    if args.fp16:
+        return torch.cuda.amp.GradScaler(), torch.cuda.amp.autocast
+    return None, None
+
+def train(args, model, loader):
+    args.scaler, args.autocast = fp16(args)
+    for x in loader:
+        step(args, model, x)
+
+def step(args, model, x):
+    if args.fp16:
+        with args.autocast():
+            loss = model(x)
+        args.scaler.scale(loss).backward()
+        args.scaler.step(args.optimizer)  # !
+    else:
+        model(x).backward()
+        args.optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def fp16(args):
+    if args.fp16:
+        return torch.cuda.amp.GradScaler(), torch.cuda.amp.autocast
+    return None, None
+
+def train(args, model, loader):
+    args.scaler, args.autocast = fp16(args)
+    for x in loader:
+        step(args, model, x)
+
+def step(args, model, x):
+    if args.fp16:
+        with args.autocast():
+            loss = model(x)
+        args.scaler.scale(loss).backward()
+        args.scaler.step(args.optimizer)
+        args.scaler.update()
+    else:
+        model(x).backward()
+        args.optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def fp16(args):
+    if args.fp16:
+        return torch.cuda.amp.GradScaler(), torch.cuda.amp.autocast
+    return None, None
+
+def train(args, model, loader):
+    args.scaler, args.autocast = fp16(args)
+    for x in loader:
+        step(args, model, x)
+
+def step(args, model, x):
+    if args.fp16:
+        with args.autocast():
+            loss = model(x)
+        args.scaler.scale(loss).backward()
+        args.scaler.step(args.optimizer)
+        args.scaler.update()
+    else:
+        model(x).backward()
+        args.optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

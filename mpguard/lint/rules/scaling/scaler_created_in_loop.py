@@ -20,6 +20,7 @@ from mpguard.lint import (
     any_of,
     constant,
     dotted,
+    scales_without_need,
 )
 
 #: Methods that a framework, or a loop in another file, calls once for each batch.
@@ -40,7 +41,8 @@ class ScalerCreatedInLoop(Rule):
 
     ## Known limits
     A loop that creates the optimizer as well (folds, configurations, seeds) is right and not reported. Silent for an
-    optimizer from outside the file, and for a scaler that is only created if there is none yet.
+    optimizer from outside the file, and for a scaler that is only created if there is none yet. A scaler of BF16
+    losses is reported by MPG207.
     """
 
     code, name = "MPG209", "scaler-created-in-loop"
@@ -274,6 +276,86 @@ def made_once(model, loader):
                 "pyproject.toml": "",
             },
         ),
+        Bad(
+            """\
+import torch
+
+def train_one_epoch(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")  # !
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def main(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for epoch in range(10):
+        train_one_epoch(model, loader, optimizer)
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def train_one_epoch(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def main(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for epoch in range(10):
+        train_one_epoch(model, loader, optimizer)
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model):
+        self.model, self.optimizer = model, None
+        self.build()
+
+    def build(self):
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def train(self, loader):
+        for x in loader:
+            scaler = torch.amp.GradScaler("cuda")  # !
+            loss = self.model(x)
+            scaler.scale(loss).backward()
+            scaler.step(self.optimizer)
+            scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model):
+        self.model, self.optimizer = model, None
+        self.build()
+
+    def build(self):
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def train(self, loader):
+        scaler = torch.amp.GradScaler("cuda")
+        for x in loader:
+            loss = self.model(x)
+            scaler.scale(loss).backward()
+            scaler.step(self.optimizer)
+            scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -284,9 +366,16 @@ def made_once(model, loader):
                     continue
                 for built in self._creations(step, facts):
                     often = self._frequency(built, step, facts) if built not in reported else ""
-                    if often:
+                    if often and not self._is_needless(built, facts):
                         reported.add(built)
                         yield self.at(built, often=often, notes=(Note("its optimizer outlives it", step.span),))
+
+    def _is_needless(self, built: Call, facts: Facts) -> bool:
+        """True if the losses that it scales need no scaler: its scale does not matter, and MPG207 reports it."""
+        return any(
+            event.call is built and scales_without_need(event, facts.enabled(built, facts.called_path(built)), facts)
+            for event in facts.events("scaler")
+        )
 
     def _creations(self, step: TraceStep, facts: Facts) -> Iterator[Call]:
         """Yield the calls in the file that create the scaler of a step: of its class, and in loops of helpers."""
@@ -342,6 +431,15 @@ def made_once(model, loader):
         kinds = {each.kind for each in at.scope.bindings.get(key, ())}
         return at.scope.owner is not None and (kinds == {"param"} or (key.startswith("self.") and not kinds))
 
+    def _initializes(self, scope: Scope, facts: Facts) -> bool:
+        """True for `__init__`, and for a method that only `__init__` calls."""
+        if scope.name == "__init__":
+            return True
+        callers = facts.callers(scope)
+        return bool(callers) and all(
+            call.scope.name == "__init__" and call.scope.owner is scope.owner for call in callers
+        )
+
     def _outlives(
         self, node: cst.BaseExpression | None, at: Record, loop: cst.CSTNode, facts: Facts, call: Call | None = None
     ) -> bool:
@@ -352,7 +450,7 @@ def made_once(model, loader):
         ]
         for each in bindings:
             if key.startswith("self."):
-                outside = each.scope.name == "__init__" or (
+                outside = self._initializes(each.scope, facts) or (
                     each.scope is at.scope and call is None and loop not in each.loops
                 )
             elif each.kind == "param":

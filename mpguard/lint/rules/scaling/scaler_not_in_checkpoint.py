@@ -498,6 +498,60 @@ def save_model(args, epoch, model, optimizer, loss_scaler):
     torch.save(to_save, args.output)
 """
         ),
+        Bad(
+            """\
+import torch
+
+class Run:
+    def __init__(self, config, model):
+        self.model, self.dtype = model, config.dtype
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda", enabled=(self.dtype == "float16"))
+
+    def train(self, loader):
+        for x in loader:
+            with torch.autocast("cuda", dtype=getattr(torch, self.dtype)):
+                loss = self.model(x)
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def save(self, path):
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, path)  # !
+
+    def load(self, path):
+        found = torch.load(path)
+        self.model.load_state_dict(found["model"])
+        self.optimizer.load_state_dict(found["optimizer"])
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Run:
+    def __init__(self, config, model):
+        self.model, self.dtype = model, config.dtype
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda", enabled=(self.dtype == "bfloat16"))
+
+    def train(self, loader):
+        for x in loader:
+            with torch.autocast("cuda", dtype=getattr(torch, self.dtype)):
+                loss = self.model(x)
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def save(self, path):
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, path)
+
+    def load(self, path):
+        found = torch.load(path)
+        self.model.load_state_dict(found["model"])
+        self.optimizer.load_state_dict(found["optimizer"])
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -32,6 +32,46 @@ _BF16 = re.compile(r"(?i)(?:use_|is_|with_|torch\.)?(?:bf16|bfloat16)(?:[-_]mixe
 _FP16 = re.compile(r"(?i)fp16|float16|half|dtype|precision|\b16")
 
 
+_SHARED_CRITERION = {
+    "pyproject.toml": "",
+    "elsewhere.py": "import torch\n"
+    "\n"
+    "class Criterion(torch.nn.Module):\n"
+    "    def forward(self, outputs, targets):\n"
+    "        return (outputs - targets).pow(2).mean()\n",
+    "with_fp16.py": "import torch\n"
+    "from elsewhere import Criterion\n"
+    "\n"
+    "def train(model, optimizer, loader):\n"
+    "    criterion = Criterion()\n"
+    '    scaler = torch.amp.GradScaler("cuda")\n'
+    "    for x, y in loader:\n"
+    '        with torch.autocast("cuda", dtype=torch.float16):\n'
+    "            loss = criterion(model(x), y)\n"
+    "        scaler.scale(loss).backward()\n"
+    "        scaler.step(optimizer)\n"
+    "        scaler.update()\n",
+}
+
+
+_USERS_OF_THE_CLASS = {
+    "pyproject.toml": "",
+    "train.py": "from trainer import Trainer\n"
+    "\n"
+    "def train(model, optimizer, loader):\n"
+    "    trainer = Trainer(model, optimizer)\n"
+    "    for x in loader:\n"
+    "        trainer.step(x)\n"
+    "        trainer.optimizer.zero_grad()\n"
+    "    loss.backward()\n",
+    "show.py": "import torch\n"
+    "from trainer import Trainer\n"
+    "\n"
+    "def show(model, x):\n"
+    "    return Trainer(model, None).model(x).backward()\n",
+}
+
+
 class ScalerWithBfloat16(Rule):
     """A GradScaler scales the losses of a BF16 run.
 
@@ -306,6 +346,107 @@ def from_outside(loss):
     scaler = torch.amp.GradScaler("cuda")
     scaler.scale(loss).backward()
 """
+        ),
+        Bad(
+            """\
+import torch
+from elsewhere import Criterion
+
+def train(model, optimizer, loader):
+    criterion = Criterion()
+    scaler = torch.amp.GradScaler("cuda")  # !
+    for x, y in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = criterion(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            files=_SHARED_CRITERION,
+            fixed="""\
+import torch
+from elsewhere import Criterion
+
+def train(model, optimizer, loader):
+    criterion = Criterion()
+    scaler = torch.amp.GradScaler("cuda", enabled=False)
+    for x, y in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = criterion(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+from elsewhere import Criterion
+
+def train(model, optimizer, loader):
+    criterion = Criterion()
+    scaler = torch.amp.GradScaler("cuda")
+    for x, y in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = criterion(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            files=_SHARED_CRITERION,
+        ),
+        Bad(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+        self.scaler = torch.amp.GradScaler("cuda")  # !
+
+    def step(self, x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = self.model(x)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
+            files=_USERS_OF_THE_CLASS,
+            name="trainer.py",
+            fixed="""\
+import torch
+
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+        self.scaler = torch.amp.GradScaler("cuda", enabled=False)
+
+    def step(self, x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = self.model(x)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def step(self, x):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = self.model(x)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
+            files=_USERS_OF_THE_CLASS,
+            name="trainer.py",
         ),
     )
 

@@ -39,6 +39,18 @@ _CHECKS = re.compile(r"(?i)finite|inf|nan|overflow")
 _NO_BACKWARD = frozenset({"step", "scale", "zero_grad", "update"})
 
 
+_AMP_USER = {
+    "pyproject.toml": "",
+    "train.py": "from amp import Amp\n"
+    "\n"
+    "def train(model, optimizer, loader):\n"
+    "    amp = Amp(True)\n"
+    "    for x in loader:\n"
+    "        amp.backward(model(x))\n"
+    "        amp.step(optimizer)\n",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class _Bypass:
     """A step on scaled gradients. before: the backward passes that it may follow, one per branch."""
@@ -541,6 +553,301 @@ def train(model, optimizer, scaler, parts):
     scaler.update()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, args, model):
+        self.model, self.args = model, args
+        self.optim, self.scheduler = self.build(args)
+        if args.fp16:
+            if args.native:
+                self.scaler = torch.amp.GradScaler("cuda")
+            else:
+                from apex import amp
+
+                self.model, self.optim = amp.initialize(self.model, self.optim)
+
+    def train(self, loader):
+        for x in loader:
+            loss = self.model(x)
+            if self.args.fp16 and self.args.native:
+                self.scaler.scale(loss).backward()
+                self.optim.step()  # !
+                self.scaler.update()
+            else:
+                loss.backward()
+                self.optim.step()
+""",
+            fixed="""\
+import torch
+
+class Trainer:
+    def __init__(self, args, model):
+        self.model, self.args = model, args
+        self.optim, self.scheduler = self.build(args)
+        if args.fp16:
+            if args.native:
+                self.scaler = torch.amp.GradScaler("cuda")
+            else:
+                from apex import amp
+
+                self.model, self.optim = amp.initialize(self.model, self.optim)
+
+    def train(self, loader):
+        for x in loader:
+            loss = self.model(x)
+            if self.args.fp16 and self.args.native:
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optim)
+                self.scaler.update()
+            else:
+                loss.backward()
+                self.optim.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, args, model):
+        self.model, self.args = model, args
+        self.optim, self.scheduler = self.build(args)
+        if args.fp16:
+            if args.native:
+                self.scaler = torch.amp.GradScaler("cuda")
+            else:
+                from apex import amp
+
+                self.model, self.optim = amp.initialize(self.model, self.optim)
+
+    def train(self, loader):
+        for x in loader:
+            loss = self.model(x)
+            if self.args.fp16 and self.args.native:
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optim)
+                self.scaler.update()
+            else:
+                loss.backward()
+                self.optim.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+class Noam:
+    def __init__(self, params):
+        self.optimizer = torch.optim.Adam(params)
+
+    def step(self):
+        self.optimizer.step()
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+def train(model, loader):
+    optimizer = Noam(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        scaler.scale(model(x)).backward()
+        storage.put_scalar("scale", scaler.get_scale())
+        optimizer.step()  # !
+        scaler.update()
+        optimizer.zero_grad()
+""",
+            fixed="""\
+import torch
+
+class Noam:
+    def __init__(self, params):
+        self.optimizer = torch.optim.Adam(params)
+
+    def step(self):
+        self.optimizer.step()
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+def train(model, loader):
+    optimizer = Noam(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        scaler.scale(model(x)).backward()
+        storage.put_scalar("scale", scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Noam:
+    def __init__(self, params):
+        self.optimizer = torch.optim.Adam(params)
+
+    def step(self):
+        self.optimizer.step()
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+def train(model, loader):
+    optimizer = Noam(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        scaler.scale(model(x)).backward()
+        storage.put_scalar("scale", scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+class Amp:
+    def __init__(self, use_amp):
+        self.use_amp = use_amp
+        if self.use_amp:
+            self.scaler = torch.amp.GradScaler("cuda", enabled=True)
+        else:
+            self.scaler = torch.amp.GradScaler("cuda", enabled=False)
+
+    def backward(self, loss):
+        if self.use_amp:
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()
+
+    def step(self, optimizer):
+        if self.use_amp:
+            optimizer.step()  # !
+            self.scaler.update()
+        else:
+            optimizer.step()
+
+    def scale(self):
+        return self.scaler.get_scale()
+""",
+            files=_AMP_USER,
+            name="amp.py",
+            fixed="""\
+import torch
+
+class Amp:
+    def __init__(self, use_amp):
+        self.use_amp = use_amp
+        if self.use_amp:
+            self.scaler = torch.amp.GradScaler("cuda", enabled=True)
+        else:
+            self.scaler = torch.amp.GradScaler("cuda", enabled=False)
+
+    def backward(self, loss):
+        if self.use_amp:
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()
+
+    def step(self, optimizer):
+        if self.use_amp:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizer.step()
+
+    def scale(self):
+        return self.scaler.get_scale()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Amp:
+    def __init__(self, use_amp):
+        self.use_amp = use_amp
+        if self.use_amp:
+            self.scaler = torch.amp.GradScaler("cuda", enabled=True)
+        else:
+            self.scaler = torch.amp.GradScaler("cuda", enabled=False)
+
+    def backward(self, loss):
+        if self.use_amp:
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()
+
+    def step(self, optimizer):
+        if self.use_amp:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizer.step()
+
+    def scale(self):
+        return self.scaler.get_scale()
+""",
+            files=_AMP_USER,
+            name="amp.py",
+        ),
+        Bad(
+            """\
+import torch
+
+def train(args, attack, model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        with torch.autocast("cuda"):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        if args.adversarial:
+            attack(model, x).backward()
+        if (i + 1) % args.accumulation_steps == 0:
+            optimizer.step()  # !
+            optimizer.zero_grad()
+""",
+            fixed="""\
+import torch
+
+def train(args, attack, model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        with torch.autocast("cuda"):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        if args.adversarial:
+            attack(model, x).backward()
+        if (i + 1) % args.accumulation_steps == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def train(args, attack, model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        with torch.autocast("cuda"):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        if args.adversarial:
+            attack(model, x).backward()
+        if (i + 1) % args.accumulation_steps == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -603,19 +910,18 @@ def train(model, optimizer, scaler, parts):
             if isinstance(each.atom, Function):
                 found += [call for call in each.atom.scope.calls if call in backwards][-1:]
                 return found
-        branches: list[PathCondition] = []
+        without = step.guard  # that none of those found so far runs
         for call in reversed(step.scope.calls):
-            if call.order >= step.order or call.name in _NO_BACKWARD or not compatible(call.guard, step.guard):
+            if call.order >= step.order or call.name in _NO_BACKWARD or not compatible(call.guard, without):
                 continue
             inner = call if call in backwards else self._inside(call, backwards, facts)
-            if (inner is None and call.name != "backward") or any(
-                compatible(call.guard, branch) for branch in branches
-            ):
+            if inner is None and call.name != "backward":
                 continue
             found.append(inner)
-            branches.append(call.guard)
-            if not (call.guard - step.call.guard):
+            further = PathCondition(call.guard - step.call.guard)
+            if not further:
                 break
+            without = without.given(negated(All(tuple(further))))
         return found or self._in_trace(step, facts)
 
     def _in_trace(self, step: Event, facts: Facts) -> list[Call | None]:
@@ -647,7 +953,7 @@ def train(model, optimizer, scaler, parts):
                 if call.name in ("get_scale", "_unscale_grads_") and facts.traces.computes_with_scale(call):
                     return True
                 if call.name == "step" and call in {event.call for event in facts.events("scaler_step")}:
-                    given = call.positional[0]
+                    given = call.argument(0, "optimizer")
                     if facts.short(given) == facts.short(step.subject):
                         return True
         return False

@@ -221,6 +221,45 @@ def main(g, d, loader):
         scaler.update()
 """
         ),
+        Bad(
+            """\
+import torch
+
+class Scaler(torch.amp.GradScaler):
+    def step(self, optimizer, *args, **kwargs):
+        if self._enabled:
+            return super().step(optimizer, *args, **kwargs)
+        return optimizer.step()
+
+def train(model, optimizer, loader):
+    scaler = Scaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)  # !
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Scaler(torch.amp.GradScaler):
+    def unscale_(self, optimizer):
+        if not self.has_unscaled(optimizer):
+            self.divide(optimizer)
+
+def train(model, optimizer, loader):
+    scaler = Scaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

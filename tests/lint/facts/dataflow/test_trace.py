@@ -213,3 +213,42 @@ def test_only_scalers_of_torch_are_own_scalers() -> None:
     facts = Facts(Source.parse(textwrap.dedent(code).encode(), "example.py"))
     own = [facts.traces.own(moment.scaler, moment.record) for moment in facts.traces.all[0] if moment.kind == "update"]
     assert own == [True, True, False, False]
+
+
+def test_functions_that_call_each_other_have_one_trace_from_the_first_of_them() -> None:
+    (trace,) = traces_of(
+        """
+        import torch
+
+        class Estimator:
+            def fit(self, x):
+                self._fit(x)
+
+            def _fit(self, x):
+                scaler = torch.amp.GradScaler("cuda")
+                scaler.scale(self.model(x)).backward()
+                scaler.step(self.optimizer)
+                self.fit(x)
+        """
+    )
+    assert [(each.kind, [call.name for call in each.via]) for each in trace] == [
+        ("scale", ["_fit"]),
+        ("backward", ["_fit"]),
+        ("scaler_step", ["_fit"]),
+    ]
+
+
+def test_a_backward_pass_under_a_flag_leaves_the_one_before_it_to_the_step() -> None:
+    (trace,) = traces_of(
+        """
+        def train(args, model, optimizer, x):
+            model(x).backward()
+            if args.adversarial:
+                model(-x).backward()
+            optimizer.step()
+        """
+    )
+    place = next(place for place, each in enumerate(trace) if each.kind == "step")
+    assert [each.call.order for _, each in before(trace, place)] == sorted(
+        (each.call.order for each in trace if each.kind == "backward"), reverse=True
+    )
