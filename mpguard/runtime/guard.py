@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.core.errors import NotInForce
 from mpguard.nn.compile import untraced
+from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.policy.recipes import given
 from mpguard.runtime import casts
@@ -35,8 +36,18 @@ from mpguard.runtime.plan import Plan
 from mpguard.runtime.progress import Budget, Progress
 from mpguard.runtime.proof import account, compare, consensus
 from mpguard.runtime.proof.compare import Proof, Row
+from mpguard.runtime.proof.gradients import safely
 from mpguard.runtime.proof.inferred import Inferred, products_behind
-from mpguard.runtime.proof.observe import Observed, existing_optimizers, innermost, models_of, observe, updated_by
+from mpguard.runtime.proof.master_values import addresses
+from mpguard.runtime.proof.observe import (
+    Observed,
+    existing_optimizers,
+    innermost,
+    models_of,
+    name_of,
+    observe,
+    updated_by,
+)
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
 from mpguard.runtime.proof.script_updates import ScriptSteps
@@ -114,6 +125,7 @@ class Guard:
         self.first_scale: float | None = None
         self.meter: Meter | None = None
         self._script = ScriptSteps()
+        self._optimizer_existed = False
         self._listening = False
         self._previous_proof: Proof | None = None  # the proof before a checkpoint was loaded
         self._progress: weakref.WeakKeyDictionary[Any, Progress] = weakref.WeakKeyDictionary()
@@ -191,7 +203,7 @@ class Guard:
     def _progress_of(self, optimizer: Any) -> Progress:
         progress = self._progress.get(optimizer)
         if progress is None:
-            progress = self._progress[optimizer] = Progress(type(optimizer).__name__)
+            progress = self._progress[optimizer] = Progress(name_of(optimizer))
             self.run.append(progress)
             self._unstepped.pop(optimizer, None)
         return progress
@@ -255,6 +267,27 @@ class Guard:
                 progress.applied += not skipped
                 self._count_skipped(progress, skipped)
         return flags[-1]
+
+    def step_begins(self, optimizer: Any) -> None:
+        """Record the gradients with which a step begins, and look at weights whose memory has been exchanged."""
+        if self.waiting:
+            self.recorder.begin_step(optimizer)
+        progress = self._progress.get(optimizer)
+        if progress is None or not progress.proven or progress.failed or progress.cast or self.failure is not None:
+            return
+        memory = safely(addresses, optimizer) or ()
+        moved, progress.memory = bool(progress.memory) and memory != progress.memory, memory
+        progress.moves += moved
+        # Some scripts exchange it at each step.
+        if not moved or progress.moves & (progress.moves - 1) or self.plan.policy.master_dtype is not Dtype.FP32:
+            return
+        for dtype in self.recorder.values.rounded_now(optimizer):
+            self._fail_alone(
+                progress,
+                f"step {progress.applied + progress.skipped + 1}: optimizer: {progress.name}, weights fp32 rounded to "
+                f"{dtype} since the last step (`parameter.data = ...` has replaced their values); asked: weights and "
+                f"states fp32. {compare.ROUNDED_WEIGHTS}",
+            )
 
     def step_skipped(self, optimizer: Any) -> None:
         """Count a step that was skipped because of an overflow. Raises `NotInForce` beyond the limit."""
@@ -414,26 +447,35 @@ class Guard:
         """True if nothing is proven yet, and there is nothing whose step could be."""
         return self.proof is None and not (self.optimizers or self.recorder.engines or self.run)
 
+    @property
+    def looks_at_passes(self) -> bool:
+        """True if backward passes are counted in the place of steps."""
+        return self._listening and self._script_progress is not None
+
     def backward_ended(self, leaves: list[torch.Tensor], *, accumulates: bool) -> None:
         """Observe a backward pass of a script without optimizers, which may update its weights itself.
 
-        leaves: those whose gradients it has made. accumulates: it adds to `.grad`; those that do not are part of the
-        pass that follows.
+        leaves: those whose gradients it has made; empty between looks. accumulates: False if it has returned them.
         """
+        if not (accumulates or self._script.applies_returned):
+            return
         if self._script_progress is not None:
-            if accumulates:
-                self._look_at_script(self._script_progress)
+            self._look_at_script(self._script_progress, leaves)
             return
         if not (self.waiting and self._without_optimizer and leaves):
             return
         script = self._script
         if not script.passes:
             # Those that were created before mpguard was activated, and that the pass reached.
-            earlier = (each for each in existing_optimizers() if any(own.grad is not None for own in updated_by(each)))
-            self.optimizers.update(earlier)
+            reached = {id(leaf) for leaf in leaves}
+            self.optimizers.update(
+                each
+                for each in existing_optimizers()
+                if any(own.grad is not None or id(own) in reached for own in updated_by(each))
+            )
             if self.optimizers:
                 return
-        script.record_pass(leaves)
+        script.record_pass(leaves, accumulates=accumulates)
         if script.due:
             with self.recorder.ignoring_collectives():
                 self.recorder.record_step(script.update)
@@ -449,10 +491,12 @@ class Guard:
         in_force = progress is not None and progress.proven and not progress.failed
         return progress if in_force and not self.optimizers else None
 
-    def _look_at_script(self, progress: Progress) -> None:
+    def _look_at_script(self, progress: Progress, leaves: list[torch.Tensor]) -> None:
         """Count a backward pass of such a script, and look at passes 4, 8, 16, ...; each rank for itself."""
         progress.applied += 1
         update = self._script.update
+        if leaves:
+            update.replace(leaves)
         self._refuse_cast(casts.ADVICE, update, (), {})
         if self.recorder.active:
             with self.recorder.ignoring_collectives():
@@ -639,6 +683,8 @@ class Guard:
 
     def optimizer_created(self, optimizer: Any) -> None:
         """Register an optimizer; one that is created after the first proof is proven at its own first step."""
+        self.recorder.several |= self._optimizer_existed
+        self._optimizer_existed = True
         self.optimizers.add(optimizer)
         self._unstepped[optimizer] = 0
         if self._listening and self.proof is not None and self.failure is None and not self.engine_depth:

@@ -69,6 +69,11 @@ WIDER_ELEMENTS = 0.5
 #: The same where the products are inferred from autograd's graph, which shows neither attention nor what functions do.
 INFERRED_SHARE = 0.5
 
+#: What to do about weights whose values are rounded.
+ROUNDED_WEIGHTS = (
+    "What the small dtype rounds away of each update is lost: cast copies of the weights, not their values"
+)
+
 #: If more than this share of the products runs in kernels whose dtype is not known, nothing is proven.
 UNKNOWN_SHARE = 0.05
 
@@ -398,7 +403,7 @@ def _advice(row: Row, plan: Plan, seen: Observed) -> str:
             "optimizer when the model is complete, or call mpguard.convert before the first step"
         )
     if row.name == "optimizer" and seen.rounded_weights:
-        return ". What the small dtype rounds away of each update is lost: cast copies of the weights, not their values"
+        return f". {ROUNDED_WEIGHTS}"
     if row.name == "optimizer" and seen.rounded_states:
         return ". The script rounds the values of the states between the steps: leave them as the step has made them"
     if row.name == "optimizer" and _mostly(seen.masters, policy.master_dtype.short):
@@ -558,7 +563,7 @@ def _compute(seen: Observed, plan: Plan) -> Row:
     asked = plan.policy.compute_dtype.short + (" or fp8" if plan.policy.fp8 else "")
     products = _products(seen, trained=True)
     total = sum(each.flops for each in products)
-    if not total and not seen.matrices and not seen.inferred and 0 < seen.passes == seen.looked_at:
+    if not total and not seen.matrices and seen.passes and not seen.compiled:
         return Row("compute", NO_PRODUCTS, "", None)
     if not total:
         return Row("compute", f"{UNOBSERVED}: {seen.inferred}" if seen.inferred else UNOBSERVED, asked, None)

@@ -81,7 +81,7 @@ class Observed:
     empty if they were recorded. widened: elements of gradients and of saved activations that were converted to a wider
     dtype in backward, by the narrower one; rounded_in_backward: of those that went to a narrow dtype and back.
     masters, gradients, states: of the parameters that the optimizer updates. matrices: False if none
-    is a matrix, and the process has other optimizers, whose products are proven.
+    is a matrix, and the process has, or had, other optimizers, whose products are proven.
     accumulation: gradients that were added to earlier ones, in backward passes (`accumulated_passes`); of DeepSpeed
     its setting. rounded: sampled parameters whose FP32 sums were rounded, by the 16-bit dtype; rounded_weights: those
     whose FP32 values were, between steps or in one; rounded_states: those of whose states in FP32 the values were.
@@ -255,6 +255,11 @@ def innermost(optimizer: Any) -> Any:
     while hasattr(optimizer, "optimizer") and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def name_of(optimizer: Any) -> str:
+    """Return what an optimizer is called in messages: its class, or what is in the place of one."""
+    return str(getattr(optimizer, "mpguard_name", "")) or type(optimizer).__name__
 
 
 def updated_by(optimizer: Any) -> list[torch.Tensor]:
@@ -478,13 +483,12 @@ def _add_optimizer(seen: Observed, recorder: Recorder, optimizer: Any, roots: li
 
     if optimizer is None:
         return
-    seen.optimizer = type(optimizer).__name__
+    seen.optimizer = name_of(optimizer)
     if id(optimizer) not in recorder.updated and isinstance(optimizer, torch.optim.Optimizer):
         recorder.record_step(optimizer)
     seen.masters, seen.gradients = map(dict, recorder.updated.get(id(optimizer), ({}, {})))
     flattened = seen.engine not in ("single", "ddp", "none")  # the parameters of other engines
-    alone = all(each is optimizer for each in recorder.gradients.optimizers)
-    seen.matrices = flattened or alone or any(own.ndim > 1 for own in updated_by(optimizer))
+    seen.matrices = flattened or not recorder.several or any(own.ndim > 1 for own in updated_by(optimizer))
     copies = [own for root in roots for own in root.parameters()]
     states = Counter(state_dtypes(optimizer, updated_by(optimizer), copies))
     for around in steps_around(optimizer):
