@@ -5,6 +5,7 @@ Each is named, so that it is shown in the proof, and everything else is compared
     local_sgd        the ranks step without reducing their gradients each time
     frozen: fp16     parts that are not trained compute in a dtype that is lower than the policy's
     fp32: lm_head    modules, by a name pattern, that the script itself computes in FP32
+    bf16: '*wte'     parameters, by a pattern of their modules' names, that the script itself keeps in BF16
     states: bf16     states of optimizers in a dtype that is lower than the policy's
     loss_scaling     the script scales the loss of FP16 training itself, without a GradScaler
 
@@ -20,13 +21,16 @@ from typing import Any
 from mpguard.core.errors import ConfigError, PolicyError, did_you_mean
 from mpguard.policy.dtype import Dtype
 
-LOCAL_SGD, FROZEN, FP32, STATES, LOSS_SCALING = "local_sgd", "frozen", "fp32", "states", "loss_scaling"
+LOCAL_SGD, FROZEN, FP32, BF16, STATES, LOSS_SCALING = (
+    "local_sgd", "frozen", "fp32", "bf16", "states", "loss_scaling",
+)  # fmt: skip
 
 #: The deviations that have a name -> what follows the name; empty if nothing does.
 KINDS = {
     LOCAL_SGD: "",
     FROZEN: "a dtype",
     FP32: "a pattern of module names",
+    BF16: "a pattern of module names",
     STATES: "a dtype",
     LOSS_SCALING: "",
 }
@@ -38,6 +42,7 @@ _EXAMPLES = {
     LOCAL_SGD: "local_sgd",
     FROZEN: "frozen: fp16",
     FP32: "fp32: '*lm_head'",
+    BF16: "bf16: '*wte'",
     STATES: "states: bf16",
     LOSS_SCALING: "loss_scaling",
 }
@@ -80,13 +85,15 @@ def _parse(item: Any) -> Iterable[Allowance]:
 
 
 def _values(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else ["" if value in (None, True) else value]
+    return value if isinstance(value, list) else ["" if value is None or value is True else value]
 
 
 def _checked(kind: str, value: Any) -> Allowance:
     """Return a deviation. Raises `ConfigError` for an unknown name, and for a value that is missing or too much."""
     if kind not in KINDS:
         raise ConfigError(f"allow: there is no deviation `{kind}`{did_you_mean(kind, KINDS)}")
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)  # the name of a module in a Sequential, as YAML reads it
     if bool(value) != bool(KINDS[kind]) or not isinstance(value, str):
         needed = f"{KINDS[kind]} is needed" if KINDS[kind] else "nothing may follow the name"
         raise ConfigError(f"allow: `{kind}` has the value {value!r}; {needed}: `{_EXAMPLES[kind]}`")

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.core.errors import NotInForce
 from mpguard.nn.compile import untraced
+from mpguard.policy.allow import BF16
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.policy.recipes import given
@@ -383,7 +384,14 @@ class Guard:
         recorder = Recorder(self.recorder)
         recorder.account.imply(implied)
         recorder.record_step(optimizer)
-        seen = observe(recorder, [], optimizer, policy=self.plan.policy, step=progress.applied + progress.skipped)
+        seen = observe(
+            recorder,
+            [],
+            optimizer,
+            policy=self.plan.policy,
+            kept=self.plan.allowed(BF16),
+            step=progress.applied + progress.skipped,
+        )
         rows = compare.compare(seen, self.plan)
         failures = compare.failures(rows, self.plan, seen)
         self._rounds["unrecorded"] += 1
@@ -408,7 +416,9 @@ class Guard:
         began = time.monotonic() - self.recorder.account.take_seconds()
         models = [model] if model is not None else self._known_models(optimizer)
         step = progress.applied + progress.skipped
-        seen = observe(self.recorder, models, optimizer, policy=self.plan.policy, step=step)
+        seen = observe(
+            self.recorder, models, optimizer, policy=self.plan.policy, kept=self.plan.allowed(BF16), step=step
+        )
         self._models[optimizer] = [weakref.ref(found) for found in models]
         seen.skipped = progress.skipped
         seen.left_out = {**self.left_out, **self.left_out_for.get(optimizer, {})}
@@ -479,7 +489,14 @@ class Guard:
         if script.due:
             with self.recorder.ignoring_collectives():
                 self.recorder.record_step(script.update)
-                script.seen = observe(self.recorder, [], script.update, policy=self.plan.policy, step=script.passes)
+                script.seen = observe(
+                    self.recorder,
+                    [],
+                    script.update,
+                    policy=self.plan.policy,
+                    kept=self.plan.allowed(BF16),
+                    step=script.passes,
+                )
         if script.due or not self.recorder.account.active:
             self.recorder.account.restart()
             self.recorder.account.resume()

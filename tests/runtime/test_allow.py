@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch", reason="the real library runs here")
 
 from processes import mp_yaml, proof, ranks_in_fork, transcript
-from short_programs import run
+from short_programs import HEAD, run
 
 import mpguard
 from mpguard.core.errors import ConfigError, PolicyError
@@ -85,13 +85,67 @@ def test_a_script_that_scales_the_loss_itself(tmp_path: Path, allowed: bool) -> 
     assert allowed or "mpguard_allow: [loss_scaling]" in ended.stderr, transcript(ended)
 
 
+#: As in nanochat: the embeddings have no exact copy, the matrices an optimizer of their own.
+EMBEDDINGS_IN_BF16 = """
+import torch.distributed as dist
+class Matrices(torch.optim.Optimizer):
+    def __init__(s, own): super().__init__(own, {"lr": 0.02})
+    @torch.no_grad()
+    def step(s, closure=None):
+        for own in s.param_groups[0]["params"]:
+            kept = s.state[own].setdefault("momentum", torch.zeros_like(own)).lerp_(own.grad, 0.1)
+            own.sub_(0.02 * torch.linalg.qr(kept).Q)
+class Net(nn.Module):
+    def __init__(s):
+        super().__init__()
+        s.wte, s.body, s.head = nn.Embedding(64, 32).bfloat16(), net(), nn.Linear(32, 64)
+    def forward(s, ids): return s.head(s.body(s.wte(ids)))
+m = Net()
+if PROCESSES > 1:
+    dist.init_process_group("gloo")
+    m = nn.parallel.DistributedDataParallel(m)
+matrices = [own for name, own in m.named_parameters() if "body" in name and own.ndim == 2]
+others = [own for own in m.parameters() if all(own is not each for each in matrices)]
+optimizers = [Matrices(matrices), torch.optim.AdamW(others)]
+for _ in range(5):
+    ids = torch.randint(0, 64, (4, 8))
+    with amp(): loss = F.cross_entropy(m(ids).float().flatten(0, 1), ids.flatten())
+    loss.backward()
+    for each in optimizers: each.step(); each.zero_grad()
+if PROCESSES > 1: dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_parameters_that_are_kept_in_bf16(tmp_path: Path, allowed: bool) -> None:
+    script = EMBEDDINGS_IN_BF16.replace("PROCESSES", "1")
+    ended = run(tmp_path, script, *(["--allow", "bf16:wte"] if allowed else []))
+    if not allowed:
+        assert ended.returncode == 1 and "mpguard_allow: [{bf16: PATTERN}]" in ended.stderr, transcript(ended)
+        return
+    made = proof(tmp_path / "proof.json")
+    assert ended.returncode == 0 and made["verdict"] == "in force", transcript(ended)
+    rows = {row["name"]: row for row in made["optimizers"][1]["rows"]}
+    assert (rows["kept in bf16"]["found"], rows["kept in bf16"]["allowed"]) == ("wte (2.05 k)", "bf16: wte")
+    assert rows["optimizer"]["found"] == "AdamW, weights fp32, states fp32" and "allow" not in rows
+
+
+@pytest.mark.parametrize(("pattern", "status"), [("wte", 0), ("head", 1)])
+def test_parameters_that_are_kept_in_bf16_on_two_ranks(tmp_path: Path, pattern: str, status: int) -> None:
+    (tmp_path / "t.py").write_text(HEAD + EMBEDDINGS_IN_BF16.replace("PROCESSES", "2"))
+    own = f"{{mpguard_recipe: bf16_mixed, mpguard_allow: [{{bf16: '*{pattern}'}}]}}"
+    config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2, fp8_config=own)
+    first, second = ranks_in_fork(["--config", config, "t.py"], cwd=tmp_path)
+    assert (first.returncode, second.returncode) == (status, status), transcript(first)
+
+
 def test_autocast_in_another_dtype_is_not_called_missing(tmp_path: Path) -> None:
     ended = run(tmp_path, "m = net(); train(m, adam(m), dtype=torch.float16)")
     assert ended.returncode == 1 and "Remove the autocast or the cast there" in ended.stderr, transcript(ended)
 
 
 def test_workers_inherit_what_is_allowed() -> None:
-    plan = Plan(mpguard.recipe("bf16_mixed"), allow=allowances(["local_sgd", "fp32: *head"]))
+    plan = Plan(mpguard.recipe("bf16_mixed"), allow=allowances(["local_sgd", "fp32: *head", {"fp32": 1}]))
     assert Plan.from_environment(plan.environment()) == plan
     with pytest.raises(PolicyError, match="local_sdg"):
         Plan.from_environment({POLICY: str(plan.policy), PLAN: '{"allow": ["local_sdg"]}'})

@@ -12,7 +12,7 @@ from typing import Any
 
 from mpguard.nn import compile as compilation
 from mpguard.nn.fp8.filters import pattern_around
-from mpguard.policy.allow import FP32, FROZEN, LOCAL_SGD, LOSS_SCALING, QUANTIZED, STATES, Allowance
+from mpguard.policy.allow import BF16, FP32, FROZEN, LOCAL_SGD, LOSS_SCALING, QUANTIZED, STATES, Allowance
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.runtime.containment import has_failed
@@ -211,8 +211,18 @@ def compare(seen: Observed, plan: Plan) -> tuple[Row, ...]:
         if name in seen.errors:
             found = Row(name, "not observed", ok=None)
         rows += found if isinstance(found, list) else [found]
+    rows += _kept(seen, plan)
     rows += [Row(field, f"off: {reason}", "", None) for field, reason in seen.left_out.items()]
     return _with_allowances(rows, plan)
+
+
+def _kept(seen: Observed, plan: Plan) -> list[Row]:
+    """Show the parameters that the script keeps in BF16, as the run allows."""
+    if not seen.kept:
+        return []
+    found = ", ".join(f"{pattern} ({_amount(elements)})" for pattern, elements in seen.kept.items())
+    names = "; ".join(str(each) for each in plan.allow if each.kind == BF16 and each.value in seen.kept)
+    return [Row("kept in bf16", found, _updated_dtype(seen, plan).short, None, names)]
 
 
 def _with_allowances(rows: list[Row], plan: Plan) -> tuple[Row, ...]:
@@ -419,6 +429,8 @@ def _advice(row: Row, plan: Plan, seen: Observed) -> str:
             ". mpguard keeps the exact values only of layers that it converts itself: build them as nn.Linear, without "
             "quantized_model_init, and set fp8_param"
         )
+    if row.name == "parameters" and policy.master_dtype is Dtype.FP32 and {"bf16", "fp32"} <= seen.parameters.keys():
+        return ". If modules keep theirs in bf16 on purpose, name them: mpguard_allow: [{bf16: PATTERN}]"
     if row.name == "parameters" and policy.script_requirements:
         return f"; {policy.script_requirements}"
     return ""
