@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.core.errors import NotInForce
 from mpguard.nn.compile import untraced
-from mpguard.policy.allow import BF16
+from mpguard.policy.allow import BF16, IDLE_RANKS, ranks_of
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.policy.recipes import given
@@ -52,7 +52,7 @@ from mpguard.runtime.proof.observe import (
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
 from mpguard.runtime.proof.script_updates import ScriptSteps
-from mpguard.runtime.ranks import is_forked_after_cuda
+from mpguard.runtime.ranks import declare_idle, is_forked_after_cuda, is_idle, rank
 from mpguard.runtime.reporter import Reporter, unproven_at_exit
 from mpguard.targets.capabilities import left_out_at_start
 
@@ -104,6 +104,7 @@ class Guard:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        declare_idle(each for text in plan.allowed(IDLE_RANKS) for each in ranks_of(text))
         self.reporter = Reporter()
         self.proof: Proof | None = None
         self.failure: str | None = None
@@ -318,6 +319,9 @@ class Guard:
             return
         optimizer = innermost(optimizer)
         progress = self._progress_of(optimizer)
+        if is_idle() and self.failure is None:
+            self.alone = True
+            self._conclude_unproven(f"allow: idle_ranks names rank {rank()}, and {progress.name} was stepped there")
         progress.applied += 1
         progress.skipped_in_a_row = 0
         if not progress.proven:
@@ -839,7 +843,7 @@ class Guard:
     @property
     def trained(self) -> bool:
         """True if this process has computed gradients, and there is no first proof yet."""
-        if self._without_optimizer and self._script.is_idle():
+        if is_idle() or (self._without_optimizer and self._script.is_idle()):
             return False  # gradients of a model that is not trained
         return self.waiting and self.proof is None and bool(self.recorder.backwards or self.recorder.updated)
 

@@ -13,7 +13,7 @@ from short_programs import HEAD, run
 
 import mpguard
 from mpguard.core.errors import ConfigError, PolicyError
-from mpguard.policy.allow import allowances
+from mpguard.policy.allow import allowances, ranks_of
 from mpguard.runtime.plan import PLAN, POLICY, Plan
 
 #: The weights are averaged by hand, every second step.
@@ -139,6 +139,46 @@ def test_parameters_that_are_kept_in_bf16_on_two_ranks(tmp_path: Path, pattern: 
     assert (first.returncode, second.returncode) == (status, status), transcript(first)
 
 
+#: Rank 0 learns from what rank 1 plays with the weights that it gets.
+ACTOR_AND_LEARNER = """
+import torch.distributed as dist
+dist.init_process_group("gloo"); m = net(); rank = dist.get_rank(); o = adam(m) if rank == 0 or BOTH else None
+for _ in range(6):
+    for own in m.parameters(): dist.broadcast(own.data, 0)
+    played = torch.zeros(16, 32)
+    if rank == 1:
+        with torch.no_grad(): played = m(x)
+    dist.broadcast(played, 1)
+    if o: train(m, o, 1, enabled=ENABLED)
+print("finished"); dist.barrier(); dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "both", "enabled", "message"),
+    [
+        ("", False, True, "engine: no wrapper around the model"),
+        ("idle_ranks: 1", False, True, ""),
+        ("idle_ranks: 1", False, False, "compute: fp32; asked: bf16"),
+        ("idle_ranks: 1", True, True, "idle_ranks names rank 1, and AdamW was stepped there"),
+    ],
+)
+def test_ranks_that_only_act(tmp_path: Path, names: str, both: bool, enabled: bool, message: str) -> None:
+    script = ACTOR_AND_LEARNER.replace("BOTH", str(both)).replace("ENABLED", str(enabled))
+    (tmp_path / "t.py").write_text(HEAD + script)
+    own = f"{{mpguard_recipe: bf16_mixed, mpguard_allow: [{f'{{{names}}}' if names else ''}]}}"
+    config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2, fp8_config=own)
+    ended = ranks_in_fork(["--config", config, "--proof-json", tmp_path / "proof.json", "t.py"], cwd=tmp_path)
+    shown = "\n".join(map(transcript, ended))
+    assert any(each.returncode for each in ended) == bool(message), shown
+    if message:
+        assert message in shown
+        return
+    row = proof(tmp_path / "proof.json")["rows"]["processes"]
+    assert (row["found"], row["allowed"]) == ("2, of which 1 does not train", "idle_ranks: 1"), shown
+    assert "in force at steps 1-4 of 6 (3 looks)" in ended[0].stderr, shown
+
+
 def test_autocast_in_another_dtype_is_not_called_missing(tmp_path: Path) -> None:
     ended = run(tmp_path, "m = net(); train(m, adam(m), dtype=torch.float16)")
     assert ended.returncode == 1 and "Remove the autocast or the cast there" in ended.stderr, transcript(ended)
@@ -149,5 +189,9 @@ def test_workers_inherit_what_is_allowed() -> None:
     assert Plan.from_environment(plan.environment()) == plan
     with pytest.raises(PolicyError, match="local_sdg"):
         Plan.from_environment({POLICY: str(plan.policy), PLAN: '{"allow": ["local_sdg"]}'})
+    assert [list(ranks_of(text)) for text in ("2", "1-3")] == [[2], [1, 2, 3]]
+    for text, message in (("0", "names rank 0"), ("one", "a rank or a range is needed"), ("1-x", "a rank or a range")):
+        with pytest.raises(ConfigError, match=message):
+            allowances({"idle_ranks": text})
     with pytest.raises(ConfigError, match="did you mean `frozen`"):
         mpguard.activate("bf16_mixed", allow=["frozn: fp16"])

@@ -12,7 +12,7 @@ from typing import Any
 
 from mpguard.nn import compile as compilation
 from mpguard.nn.fp8.filters import pattern_around
-from mpguard.policy.allow import BF16, FP32, FROZEN, LOCAL_SGD, LOSS_SCALING, QUANTIZED, STATES, Allowance
+from mpguard.policy.allow import BF16, FP32, FROZEN, IDLE_RANKS, LOCAL_SGD, LOSS_SCALING, QUANTIZED, STATES, Allowance
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.runtime.containment import has_failed
@@ -485,7 +485,8 @@ def _engine(seen: Observed, plan: Plan) -> Row:
     names = {"none": "pipeline" if is_stage(seen) else NO_WRAPPER, "single": "single process"}
     found = names.get(seen.engine, seen.engine)
     asked = plan.strategy
-    if asked is None or (asked == "single" and seen.engine in ("single", "ddp") and seen.world_size == 1):
+    one = asked == "single" or (asked == "ddp" and seen.idle)
+    if asked is None or (one and seen.engine in ("single", "ddp") and seen.world_size == 1):
         return Row("engine", found, asked or "", None if asked is None else True)
     if asked == "ddp" and seen.engine == "tp":
         return Row("engine", "tensor parallel", asked, True)
@@ -497,6 +498,12 @@ def _engine(seen: Observed, plan: Plan) -> Row:
 
 
 def _processes(seen: Observed, plan: Plan) -> Row:
+    if seen.idle:
+        total = seen.world_size + seen.idle
+        found = f"{total}, of which {seen.idle} {'does' if seen.idle == 1 else 'do'} not train"
+        names = "; ".join(str(each) for each in plan.allow if each.kind == IDLE_RANKS)
+        wrong = plan.processes not in (None, total)
+        return Row("processes", found, str(plan.processes or total), False if wrong else None, "" if wrong else names)
     if plan.processes is None:
         ok = None if seen.launched in (1, seen.world_size) else False
         return Row("processes", str(seen.world_size), str(seen.launched), ok)

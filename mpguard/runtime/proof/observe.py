@@ -31,7 +31,7 @@ from mpguard.runtime.proof.products import bits, short
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
 from mpguard.runtime.proof.trace import Work
-from mpguard.runtime.ranks import world_size
+from mpguard.runtime.ranks import idle_ranks, world_size
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +77,7 @@ class Observed:
     engine: `single`, `none` (several processes, no wrapper), `ddp`, `fsdp1`, `fsdp2`, `tp` (tensor parallel, without
     another engine), `deepspeed-zeroN`.
     world_size: of the process group; 1 without one, whatever the launcher's variables are. launched: the launcher's.
+    idle: ranks of the group that the run declares never to train; they are not in `world_size`.
     computed: the products of the step. passes: its backward passes. looked_at: those in which they were observed.
     inferred: why the operators could not be recorded, so that the products are those that autograd's graph implies;
     empty if they were recorded. widened: elements of gradients and of saved activations that were converted to a wider
@@ -109,6 +110,7 @@ class Observed:
     engine: str = "single"
     world_size: int = 1
     launched: int = 1
+    idle: int = 0
     device: str = "cpu"
     step: int = 0
     skipped: int = 0
@@ -200,7 +202,7 @@ def observe(
     """
     optimizer = innermost(optimizer)
     world, launched = world_size()
-    seen = Observed(step=step, world_size=world, launched=launched)
+    seen = Observed(step=step, world_size=world, launched=launched, idle=idle_ranks())
     seen.output = recorder.output
     with seen.observing(*ROWS):  # nothing else can be observed without the models
         updated = updated_by(optimizer)
