@@ -19,7 +19,7 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpguard.core.errors import NotInForce
@@ -430,6 +430,12 @@ class Guard:
         progress.cost = time.monotonic() - began
         return seen
 
+    def was_observed(self, optimizer: Any) -> bool:
+        """True if an optimizer was in force at its last look, and nothing is recorded of its present step."""
+        progress = self._progress.get(innermost(optimizer))
+        recorded = self.recorder.active and self.recorder.backwards
+        return not recorded and progress is not None and bool(progress.looks) and not progress.failed
+
     def models_of(self, optimizer: Any) -> list[nn.Module]:
         """Return the outermost models of an optimizer, and keep them for the next look."""
         found = self._known_models(optimizer) or models_of(updated_by(optimizer))
@@ -573,6 +579,18 @@ class Guard:
         by_torch = scaler is not None and scaler["kind"] != ENGINE_SCALER
         for line in self.loaded.report(scaler if by_torch else None):
             self.reporter.print_once(line)
+
+    def states_loaded(self, optimizer: Any, saved: Any) -> None:
+        """Record that an optimizer has loaded states, and repeat the proof.
+
+        What has no states, loaded before the first step, is no checkpoint: accelerate moves its optimizers so.
+        """
+        progress = self._progress.get(optimizer)
+        stepped = progress is not None and progress.applied + progress.skipped > 0
+        if not stepped and isinstance(saved, Mapping) and not saved.get("state"):
+            return
+        self.observing_load(lambda: self.loaded.states(optimizer, saved))
+        self.rearm()
 
     def rearm(self) -> None:
         """Repeat the proof at the next applied step: a loaded checkpoint can change dtypes."""
@@ -973,8 +991,9 @@ def prove(model: nn.Module, optimizer: Any, policy: Policy | str) -> Proof:
     """Prove a model and its optimizer now, after an optimizer step, and return the proof.
 
     Compute and reductions are observed after `activate` only; what was not observed is not proven, and in low
-    precision that is a failure. With several processes all of them must call it, because the result is the same
-    on all ranks. Raises `NotInForce`.
+    precision that is a failure, unless the active policy was in force at the last look: between looks nothing is
+    recorded. With several processes all of them must call it, because the result is the same on all ranks. Raises
+    `NotInForce`.
     """
     policy = given(policy, "prove")
     plan = Plan(policy)
@@ -983,11 +1002,14 @@ def prove(model: nn.Module, optimizer: Any, policy: Policy | str) -> Proof:
         seen = observe(recorder, [] if model is None else [model], optimizer, policy=policy)
         rows = compare.compare(seen, plan)
         own = compare.failures(rows, plan, seen)
+        observed = _current is not None and _current.plan.policy == policy and _current.was_observed(optimizer)
+        if observed:
+            own = [failure for failure in own if "could not be observed" not in failure]
         agreement = consensus.Round(f"prove/{next(_calls)}", own, _fingerprint(seen))
         everywhere = agreement.result(consensus.PROVE_WAIT)
         missing = consensus.names_of(agreement.missing()) if everywhere is None else ""
         failures = [*own, f"not proven: {missing} did not call prove"] if everywhere is None else everywhere
-    proof = Proof(compare.verdict_on(rows, plan, failures), plan, rows, tuple(failures), seen)
     if failures:
         raise NotInForce("; ".join(failures))
-    return proof
+    verdict = "in force" if observed else compare.verdict_on(rows, plan, failures)
+    return Proof(verdict, plan, rows, tuple(failures), seen)

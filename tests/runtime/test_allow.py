@@ -51,6 +51,22 @@ def test_local_sgd(tmp_path: Path, allowed: bool) -> None:
     assert (row["found"], row["allowed"]) == ("the gradients differ between ranks", "local_sgd"), transcript(first)
 
 
+LOGITS = """
+m = net(size=16, layers=1); o = adam(m)
+for _ in range(3):
+    with amp(): a, b = m(x[:, :16]).float(), m(x[:, 16:]).float()
+    F.cross_entropy(F.normalize(a) @ F.normalize(b).t(), torch.arange(16)).backward(); o.step(); o.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_products_outside_of_modules(tmp_path: Path, allowed: bool) -> None:
+    ended = run(tmp_path, LOGITS, *(["--allow", "fp32:code outside of modules"] if allowed else []))
+    row = proof(tmp_path / "proof.json")["rows"]["compute"]
+    assert (ended.returncode, row["ok"]) == ((0, None) if allowed else (1, False)), transcript(ended)
+    assert allowed or "mpguard_allow: [{fp32: code outside of modules}]" in ended.stderr, transcript(ended)
+
+
 INT8 = """
 class Int8(nn.Module):
     def __init__(s): super().__init__(); s.register_buffer("w", torch.randint(-8, 8, (32, 32), dtype=torch.int8))

@@ -127,6 +127,20 @@ def test_gradients_of_inputs_are_no_training(tmp_path: Path) -> None:
     assert ended.returncode == 0 and "no training was seen in this process" in ended.stderr, transcript(ended)
 
 
+PROVES = """
+import mpguard
+m = net(); o = sgd(m); train(m, o, 3)
+print(mpguard.prove(m, o, "bf16_mixed").verdict)
+try: mpguard.prove(m, o, "fp16_mixed")
+except mpguard.NotInForce: print("refused")
+"""
+
+
+def test_prove_between_looks_relies_on_the_last_one(tmp_path: Path) -> None:
+    ended = run(tmp_path, PROVES)
+    assert ended.returncode == 0 and ended.stdout.split() == ["in", "force", "refused"], transcript(ended)
+
+
 @pytest.mark.parametrize("cast", ["v.bfloat16()", "v.clone()"])
 def test_training_on_with_parameters_that_were_replaced_is_refused(tmp_path: Path, cast: str) -> None:
     """The optimizer would train tensors that the model no longer has."""
@@ -290,6 +304,12 @@ def both(steps):
         loss.backward(); oa.step(); ob.step(); oa.zero_grad(); ob.zero_grad()
 both(3); a.requires_grad_(False); both(20); a.requires_grad_(True); both(60)
 """
+
+
+def test_an_optimizer_that_is_moved_has_loaded_no_checkpoint(tmp_path: Path) -> None:
+    again = "n = net(); p = sgd(n); p.load_state_dict(p.state_dict()); train(n, p, 3)"
+    ended = run(tmp_path, f"m = net(); o = sgd(m); train(m, o, 3); {again}")
+    assert ended.returncode == 0 and "checkpoint" not in ended.stderr, transcript(ended)
 
 
 @pytest.mark.parametrize(("script", "looks"), [(REPLACED, [1, 2]), (FROZEN_FOR_A_WHILE, [1, 2, 32, 64])])

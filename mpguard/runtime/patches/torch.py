@@ -416,9 +416,7 @@ def _load_state_dict(original: AnyFunction) -> AnyFunction:
         result = original(self, *args, **kwargs)
         guard = guards.current()
         if guard is not None:
-            saved = args[0] if args else kwargs.get("state_dict", {})
-            guard.observing_load(lambda: guard.loaded.states(self, saved))
-            guard.rearm()
+            guard.states_loaded(self, args[0] if args else kwargs.get("state_dict", {}))
         return result
 
     return load_state_dict

@@ -476,9 +476,11 @@ def _compute_advice(seen: Observed, plan: Plan) -> str:
 
 def _allow_hint(products: Iterable[Computed], plan: Plan) -> str:
     """Return how to accept what computes in FP32."""
-    named = (each.module for each in products if each.module and each.dtype == "fp32")
+    wider = [each for each in products if each.dtype == "fp32"]
+    named = (each.module for each in wider if each.module)
     module = next((each for each in named if pattern_around(each, plan.policy.fp32_modules) is None), None)
-    return f": mpguard_allow: [{{fp32: {module}}}]" if module else " with --enforce warn"
+    place = module or next((each.place for each in wider if not each.module), None)
+    return f": mpguard_allow: [{{fp32: {place}}}]" if place else " with --enforce warn"
 
 
 def _engine(seen: Observed, plan: Plan) -> Row:
@@ -615,8 +617,14 @@ def _compute(seen: Observed, plan: Plan) -> Row:
 def _islands(products: Iterable[Computed], plan: Plan) -> dict[Computed, Allowance]:
     """Return the products in FP32 of modules that the run allows by a pattern, with what allows them."""
     patterns = {each.value: each for each in plan.allow if each.kind == FP32}
-    found = {each: pattern_around(each.module or "", patterns) for each in products if each.dtype == "fp32"}
+    found = {each: _pattern_of(each, patterns) for each in products if each.dtype == "fp32"}
     return {each: patterns[pattern] for each, pattern in found.items() if pattern is not None}
+
+
+def _pattern_of(product: Computed, patterns: Iterable[str]) -> str | None:
+    """Return the pattern that names where products ran: their module, or what the proof calls their place."""
+    place = product.module or product.place
+    return place if not product.module and place in patterns else pattern_around(product.module or "", patterns)
 
 
 def _rounded(seen: Observed, plan: Plan) -> list[str]:
