@@ -454,7 +454,7 @@ class Guard:
             return
         if self.recorder.backwards <= 1:
             consensus.remember_group()
-        if self._without_optimizer and self._script.passes > 1 and self._script.is_proof_due():
+        if self._without_optimizer and self._script.repeats and self._script.is_proof_due():
             self._prove_script_update()
         if self.recorder.backwards > BACKWARD_LIMIT:
             self._conclude_unproven(
@@ -499,14 +499,10 @@ class Guard:
         if script.due:
             with self.recorder.ignoring_collectives():
                 self.recorder.record_step(script.update)
-                script.seen = observe(
-                    self.recorder,
-                    [],
-                    script.update,
-                    policy=self.plan.policy,
-                    kept=self.plan.allowed(BF16),
+                script.seen[script.kind] = observe(
+                    self.recorder, [], script.update, policy=self.plan.policy, kept=self.plan.allowed(BF16),
                     step=script.passes,
-                )
+                )  # fmt: skip
         if script.due or not self.recorder.account.active:
             self.recorder.account.restart()
             self.recorder.account.resume()
@@ -530,7 +526,8 @@ class Guard:
                 self.recorder.record_step(update)
                 rows, seen, failures = self._observe_again(update, progress, None)
             self.budget.spent += progress.cost
-            progress.next_look = progress.propose(self.budget)
+            last = self._script.is_last_of_look()
+            progress.next_look = progress.propose(self.budget) if last else progress.applied + 1
             self.recorder.stop()
             self._conclude_look(progress, rows, seen, failures, agreed=False)
         if progress.applied + 1 == progress.next_look:
@@ -538,12 +535,12 @@ class Guard:
 
     def _prove_script_update(self, wait: float = consensus.AGREEMENT_WAIT) -> None:
         """Prove what was observed, after the script itself has updated the weights."""
-        seen = self._script.seen
-        assert seen is not None
         progress = self._progress_of(self._script.update)
-        progress.applied = seen.step
-        rows = compare.compare(seen, self.plan)
-        failures = compare.failures(rows, self.plan, seen)
+        progress.applied = max(seen.step for seen in self._script.seen.values())
+        found = [(compare.compare(seen, self.plan), seen) for seen in self._script.seen.values()]
+        each = [compare.failures(rows, self.plan, seen) for rows, seen in found]
+        failures = list(dict.fromkeys(failure for own in each for failure in own))
+        rows, seen = next((pair for pair, own in zip(found, each, strict=True) if own), found[-1])
         with self.recorder.ignoring_collectives():
             name = self._next_round(self._script.update, seen)
             agreement = consensus.Round(name, failures, _fingerprint(seen), self.recorder.backwards)

@@ -1028,6 +1028,27 @@ def updates_weights_in_bf16_by_returned_gradients() -> None:
     _by_returned_gradients(net().bfloat16(), enabled=False)
 
 
+def _two_models_in_turn(*enabled: bool) -> None:
+    models = [net(layers) for layers in (1, 2)]
+    for inputs in batches(8):
+        for model, on in zip(models, enabled, strict=True):
+            own = list(model.parameters())
+            gradients = torch.autograd.grad(loss_of(model, inputs, on), own)
+            with torch.no_grad():
+                for each, gradient in zip(own, gradients, strict=True):
+                    each.sub_(0.1 * gradient)
+
+
+@case("single")
+def updates_two_models_in_turn() -> None:
+    _two_models_in_turn(True, True)
+
+
+@case("single")
+def updates_two_models_in_turn_one_in_fp32() -> None:
+    _two_models_in_turn(False, True)
+
+
 @case("single")
 def replaces_its_weights() -> None:
     weights = [torch.randn(32, 32, device=DEVICE) / 6 for _ in range(2)]

@@ -51,55 +51,65 @@ class ScriptUpdate:
 class ScriptSteps:
     """The backward passes of a script without optimizers. Holds weak references and small samples.
 
-    passes: their number. update: their leaves. seen: what was observed at the end of one of them. replaced: True if
-    other tensors have taken the place of the leaves of an earlier pass. applies_returned: False from the first pass on
-    that adds to `.grad`: gradients that `torch.autograd.grad` returns are looked at in such a script, and not applied.
+    passes: their number. update: their leaves. due: True if what was computed up to the last pass is to be observed: at
+    passes 1, 2, 4, 8, ..., and at the first of a kind (of each model that the script updates). seen: what was observed
+    then, by kind. repeats: True if all kinds were seen, because one came again. replaced: True if other tensors have
+    taken the place of the leaves of an earlier pass. applies_returned: False from the first pass on that adds to
+    `.grad`: gradients that `torch.autograd.grad` returns are looked at in such a script, and not applied.
     """
 
     def __init__(self) -> None:
         self.passes = 0
         self.update = ScriptUpdate()
-        self.seen: Observed | None = None
-        self.replaced = False
+        self.due = self.repeats = self.replaced = False
+        self.seen: dict[tuple[Any, ...], Observed] = {}
+        self.kind: tuple[Any, ...] = ()
         self.applies_returned = True
         self._of_weights = False
         self._samples: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
-        self._earlier: dict[tuple[Any, ...], torch.Tensor] = {}
-
-    @property
-    def due(self) -> bool:
-        """True if what was computed up to the last pass is to be observed: passes 1, 2, 4, 8, ..."""
-        return self.passes & (self.passes - 1) == 0
+        self._earlier: dict[tuple[Any, ...], torch.Tensor | None] = {}
+        self._looked_at = 0
 
     def record_pass(self, leaves: list[torch.Tensor], *, accumulates: bool) -> None:
         """Record that a backward pass has ended. leaves: those whose gradients it has made."""
         import torch
 
         if accumulates and self.applies_returned:
-            self.applies_returned, self.passes = False, 0
+            self.applies_returned, self.repeats, self.passes = False, False, 0
+            self.seen, self._earlier = {}, {}
         self.passes += 1
         self.update.replace(leaves)
         self._of_weights |= any(accumulates or isinstance(leaf, torch.nn.Parameter) for leaf in leaves)
         sampled = [leaf for leaf in leaves[:: max(1, len(leaves) // LEAVES)] if is_allocated(leaf)]
         self._samples = [(weakref.ref(leaf), sample(leaf).clone()) for leaf in sampled]
+        self.kind = tuple(tuple(leaf.shape) for leaf in leaves)
+        self.repeats |= self.kind in self._earlier
+        self.due = self.passes & (self.passes - 1) == 0 or self.kind not in self._earlier
         if sampled and not is_capturing():
-            self._compare_with_earlier([values for _, values in self._samples], [leaf.shape for leaf in leaves])
+            self._compare_with_earlier([values for _, values in self._samples])
 
-    def _compare_with_earlier(self, values: list[torch.Tensor], shapes: list[Any]) -> None:
+    def _compare_with_earlier(self, values: list[torch.Tensor]) -> None:
         """Find out if the leaves of the last pass are those of an earlier one after an update."""
         import torch
 
-        kind, now = tuple(map(tuple, shapes)), torch.cat([each.double().cpu() for each in values])
-        before = self._earlier.pop(kind, None)
+        now = torch.cat([each.double().cpu() for each in values])
+        before = self._earlier.pop(self.kind, None)
         if before is not None and before.shape == now.shape and not torch.equal(before, now):
             self.replaced |= float(before @ now) > SIMILAR * float(before.norm()) * float(now.norm())
-        self._earlier[kind] = now
+        self._earlier[self.kind] = now
         if len(self._earlier) > KINDS:
-            del self._earlier[next(iter(self._earlier))]
+            first = next(iter(self._earlier))
+            del self._earlier[first]
+            self.seen.pop(first, None)
+
+    def is_last_of_look(self) -> bool:
+        """Record that a pass was looked at. Return True if one of each kind was, as far as they take turns."""
+        self._looked_at = (self._looked_at + 1) % max(1, len(self._earlier))
+        return not self._looked_at
 
     def forget(self) -> None:
         """Forget the values: a checkpoint was loaded, which is no update."""
-        self._samples, self._earlier = [], {}
+        self._samples, self._earlier = [], dict.fromkeys(self._earlier)
 
     def release(self, numbers: set[int]) -> None:
         """Release the weak references to leaves. numbers: their ids."""
@@ -115,7 +125,7 @@ class ScriptSteps:
 
     def is_proof_due(self) -> bool:
         """True if passes were observed, and their gradients have been applied."""
-        return self.seen is not None and (self.replaced or self.is_applied())
+        return bool(self.seen) and (self.replaced or self.is_applied())
 
     def is_idle(self) -> bool:
         """True if passes were recorded, and no weight was updated: the values of all are known to be as they were.
