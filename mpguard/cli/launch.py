@@ -33,7 +33,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--allow",
         metavar="NAME",
         action="append",
-        help="a wanted deviation: local_sgd, frozen:DTYPE, fp32:PATTERN, states:DTYPE, loss_scaling (repeatable)",
+        help="a wanted deviation: local_sgd, frozen:DTYPE, fp32:PATTERN, bf16:PATTERN, states:DTYPE, "
+        "idle_ranks:RANKS, loss_scaling (repeatable)",
     )
     parser.add_argument("--proof-json", metavar="FILE", help="rank 0 writes the proof to this file")
     parser.add_argument(

@@ -19,11 +19,13 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpguard.core.errors import NotInForce
 from mpguard.nn.compile import untraced
+from mpguard.policy.allow import BF16, IDLE_RANKS, ranks_of
+from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.policy.recipes import given
 from mpguard.runtime import casts
@@ -35,12 +37,22 @@ from mpguard.runtime.plan import Plan
 from mpguard.runtime.progress import Budget, Progress
 from mpguard.runtime.proof import account, compare, consensus
 from mpguard.runtime.proof.compare import Proof, Row
+from mpguard.runtime.proof.gradients import safely
 from mpguard.runtime.proof.inferred import Inferred, products_behind
-from mpguard.runtime.proof.observe import Observed, existing_optimizers, innermost, models_of, observe, updated_by
+from mpguard.runtime.proof.master_values import addresses
+from mpguard.runtime.proof.observe import (
+    Observed,
+    existing_optimizers,
+    innermost,
+    models_of,
+    name_of,
+    observe,
+    updated_by,
+)
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
 from mpguard.runtime.proof.script_updates import ScriptSteps
-from mpguard.runtime.ranks import is_forked_after_cuda
+from mpguard.runtime.ranks import declare_idle, is_forked_after_cuda, is_idle, rank
 from mpguard.runtime.reporter import Reporter, unproven_at_exit
 from mpguard.targets.capabilities import left_out_at_start
 
@@ -92,6 +104,7 @@ class Guard:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        declare_idle(each for text in plan.allowed(IDLE_RANKS) for each in ranks_of(text))
         self.reporter = Reporter()
         self.proof: Proof | None = None
         self.failure: str | None = None
@@ -114,6 +127,7 @@ class Guard:
         self.first_scale: float | None = None
         self.meter: Meter | None = None
         self._script = ScriptSteps()
+        self._optimizer_existed = False
         self._listening = False
         self._previous_proof: Proof | None = None  # the proof before a checkpoint was loaded
         self._progress: weakref.WeakKeyDictionary[Any, Progress] = weakref.WeakKeyDictionary()
@@ -191,7 +205,7 @@ class Guard:
     def _progress_of(self, optimizer: Any) -> Progress:
         progress = self._progress.get(optimizer)
         if progress is None:
-            progress = self._progress[optimizer] = Progress(type(optimizer).__name__)
+            progress = self._progress[optimizer] = Progress(name_of(optimizer))
             self.run.append(progress)
             self._unstepped.pop(optimizer, None)
         return progress
@@ -256,6 +270,27 @@ class Guard:
                 self._count_skipped(progress, skipped)
         return flags[-1]
 
+    def step_begins(self, optimizer: Any) -> None:
+        """Record the gradients with which a step begins, and look at weights whose memory has been exchanged."""
+        if self.waiting:
+            self.recorder.begin_step(optimizer)
+        progress = self._progress.get(optimizer)
+        if progress is None or not progress.proven or progress.failed or progress.cast or self.failure is not None:
+            return
+        memory = safely(addresses, optimizer) or ()
+        moved, progress.memory = bool(progress.memory) and memory != progress.memory, memory
+        progress.moves += moved
+        # Some scripts exchange it at each step.
+        if not moved or progress.moves & (progress.moves - 1) or self.plan.policy.master_dtype is not Dtype.FP32:
+            return
+        for dtype in self.recorder.values.rounded_now(optimizer):
+            self._fail_alone(
+                progress,
+                f"step {progress.applied + progress.skipped + 1}: optimizer: {progress.name}, weights fp32 rounded to "
+                f"{dtype} since the last step (`parameter.data = ...` has replaced their values); asked: weights and "
+                f"states fp32. {compare.ROUNDED_WEIGHTS}",
+            )
+
     def step_skipped(self, optimizer: Any) -> None:
         """Count a step that was skipped because of an overflow. Raises `NotInForce` beyond the limit."""
         import torch
@@ -284,6 +319,9 @@ class Guard:
             return
         optimizer = innermost(optimizer)
         progress = self._progress_of(optimizer)
+        if is_idle() and self.failure is None:
+            self.alone = True
+            self._conclude_unproven(f"allow: idle_ranks names rank {rank()}, and {progress.name} was stepped there")
         progress.applied += 1
         progress.skipped_in_a_row = 0
         if not progress.proven:
@@ -350,7 +388,14 @@ class Guard:
         recorder = Recorder(self.recorder)
         recorder.account.imply(implied)
         recorder.record_step(optimizer)
-        seen = observe(recorder, [], optimizer, policy=self.plan.policy, step=progress.applied + progress.skipped)
+        seen = observe(
+            recorder,
+            [],
+            optimizer,
+            policy=self.plan.policy,
+            kept=self.plan.allowed(BF16),
+            step=progress.applied + progress.skipped,
+        )
         rows = compare.compare(seen, self.plan)
         failures = compare.failures(rows, self.plan, seen)
         self._rounds["unrecorded"] += 1
@@ -375,13 +420,21 @@ class Guard:
         began = time.monotonic() - self.recorder.account.take_seconds()
         models = [model] if model is not None else self._known_models(optimizer)
         step = progress.applied + progress.skipped
-        seen = observe(self.recorder, models, optimizer, policy=self.plan.policy, step=step)
+        seen = observe(
+            self.recorder, models, optimizer, policy=self.plan.policy, kept=self.plan.allowed(BF16), step=step
+        )
         self._models[optimizer] = [weakref.ref(found) for found in models]
         seen.skipped = progress.skipped
         seen.left_out = {**self.left_out, **self.left_out_for.get(optimizer, {})}
         self.recorder.account.take_seconds()  # they are a part of what was measured here
         progress.cost = time.monotonic() - began
         return seen
+
+    def was_observed(self, optimizer: Any) -> bool:
+        """True if an optimizer was in force at its last look, and nothing is recorded of its present step."""
+        progress = self._progress.get(innermost(optimizer))
+        recorded = self.recorder.active and self.recorder.backwards
+        return not recorded and progress is not None and bool(progress.looks) and not progress.failed
 
     def models_of(self, optimizer: Any) -> list[nn.Module]:
         """Return the outermost models of an optimizer, and keep them for the next look."""
@@ -401,7 +454,7 @@ class Guard:
             return
         if self.recorder.backwards <= 1:
             consensus.remember_group()
-        if self._without_optimizer and self._script.passes > 1 and self._script.is_proof_due():
+        if self._without_optimizer and self._script.repeats and self._script.is_proof_due():
             self._prove_script_update()
         if self.recorder.backwards > BACKWARD_LIMIT:
             self._conclude_unproven(
@@ -414,30 +467,42 @@ class Guard:
         """True if nothing is proven yet, and there is nothing whose step could be."""
         return self.proof is None and not (self.optimizers or self.recorder.engines or self.run)
 
+    @property
+    def looks_at_passes(self) -> bool:
+        """True if backward passes are counted in the place of steps."""
+        return self._listening and self._script_progress is not None
+
     def backward_ended(self, leaves: list[torch.Tensor], *, accumulates: bool) -> None:
         """Observe a backward pass of a script without optimizers, which may update its weights itself.
 
-        leaves: those whose gradients it has made. accumulates: it adds to `.grad`; those that do not are part of the
-        pass that follows.
+        leaves: those whose gradients it has made; empty between looks. accumulates: False if it has returned them.
         """
+        if not (accumulates or self._script.applies_returned):
+            return
         if self._script_progress is not None:
-            if accumulates:
-                self._look_at_script(self._script_progress)
+            self._look_at_script(self._script_progress, leaves)
             return
         if not (self.waiting and self._without_optimizer and leaves):
             return
         script = self._script
         if not script.passes:
             # Those that were created before mpguard was activated, and that the pass reached.
-            earlier = (each for each in existing_optimizers() if any(own.grad is not None for own in updated_by(each)))
-            self.optimizers.update(earlier)
+            reached = {id(leaf) for leaf in leaves}
+            self.optimizers.update(
+                each
+                for each in existing_optimizers()
+                if any(own.grad is not None or id(own) in reached for own in updated_by(each))
+            )
             if self.optimizers:
                 return
-        script.record_pass(leaves)
+        script.record_pass(leaves, accumulates=accumulates)
         if script.due:
             with self.recorder.ignoring_collectives():
                 self.recorder.record_step(script.update)
-                script.seen = observe(self.recorder, [], script.update, policy=self.plan.policy, step=script.passes)
+                script.seen[script.kind] = observe(
+                    self.recorder, [], script.update, policy=self.plan.policy, kept=self.plan.allowed(BF16),
+                    step=script.passes,
+                )  # fmt: skip
         if script.due or not self.recorder.account.active:
             self.recorder.account.restart()
             self.recorder.account.resume()
@@ -449,17 +514,20 @@ class Guard:
         in_force = progress is not None and progress.proven and not progress.failed
         return progress if in_force and not self.optimizers else None
 
-    def _look_at_script(self, progress: Progress) -> None:
+    def _look_at_script(self, progress: Progress, leaves: list[torch.Tensor]) -> None:
         """Count a backward pass of such a script, and look at passes 4, 8, 16, ...; each rank for itself."""
         progress.applied += 1
         update = self._script.update
+        if leaves:
+            update.replace(leaves)
         self._refuse_cast(casts.ADVICE, update, (), {})
         if self.recorder.active:
             with self.recorder.ignoring_collectives():
                 self.recorder.record_step(update)
                 rows, seen, failures = self._observe_again(update, progress, None)
             self.budget.spent += progress.cost
-            progress.next_look = progress.propose(self.budget)
+            last = self._script.is_last_of_look()
+            progress.next_look = progress.propose(self.budget) if last else progress.applied + 1
             self.recorder.stop()
             self._conclude_look(progress, rows, seen, failures, agreed=False)
         if progress.applied + 1 == progress.next_look:
@@ -467,12 +535,12 @@ class Guard:
 
     def _prove_script_update(self, wait: float = consensus.AGREEMENT_WAIT) -> None:
         """Prove what was observed, after the script itself has updated the weights."""
-        seen = self._script.seen
-        assert seen is not None
         progress = self._progress_of(self._script.update)
-        progress.applied = seen.step
-        rows = compare.compare(seen, self.plan)
-        failures = compare.failures(rows, self.plan, seen)
+        progress.applied = max(seen.step for seen in self._script.seen.values())
+        found = [(compare.compare(seen, self.plan), seen) for seen in self._script.seen.values()]
+        each = [compare.failures(rows, self.plan, seen) for rows, seen in found]
+        failures = list(dict.fromkeys(failure for own in each for failure in own))
+        rows, seen = next((pair for pair, own in zip(found, each, strict=True) if own), found[-1])
         with self.recorder.ignoring_collectives():
             name = self._next_round(self._script.update, seen)
             agreement = consensus.Round(name, failures, _fingerprint(seen), self.recorder.backwards)
@@ -508,6 +576,18 @@ class Guard:
         by_torch = scaler is not None and scaler["kind"] != ENGINE_SCALER
         for line in self.loaded.report(scaler if by_torch else None):
             self.reporter.print_once(line)
+
+    def states_loaded(self, optimizer: Any, saved: Any) -> None:
+        """Record that an optimizer has loaded states, and repeat the proof.
+
+        What has no states, loaded before the first step, is no checkpoint: accelerate moves its optimizers so.
+        """
+        progress = self._progress.get(optimizer)
+        stepped = progress is not None and progress.applied + progress.skipped > 0
+        if not stepped and isinstance(saved, Mapping) and not saved.get("state"):
+            return
+        self.observing_load(lambda: self.loaded.states(optimizer, saved))
+        self.rearm()
 
     def rearm(self) -> None:
         """Repeat the proof at the next applied step: a loaded checkpoint can change dtypes."""
@@ -639,6 +719,8 @@ class Guard:
 
     def optimizer_created(self, optimizer: Any) -> None:
         """Register an optimizer; one that is created after the first proof is proven at its own first step."""
+        self.recorder.several |= self._optimizer_existed
+        self._optimizer_existed = True
         self.optimizers.add(optimizer)
         self._unstepped[optimizer] = 0
         if self._listening and self.proof is not None and self.failure is None and not self.engine_depth:
@@ -776,7 +858,7 @@ class Guard:
     @property
     def trained(self) -> bool:
         """True if this process has computed gradients, and there is no first proof yet."""
-        if self._without_optimizer and self._script.is_idle():
+        if is_idle() or (self._without_optimizer and self._script.is_idle()):
             return False  # gradients of a model that is not trained
         return self.waiting and self.proof is None and bool(self.recorder.backwards or self.recorder.updated)
 
@@ -906,8 +988,9 @@ def prove(model: nn.Module, optimizer: Any, policy: Policy | str) -> Proof:
     """Prove a model and its optimizer now, after an optimizer step, and return the proof.
 
     Compute and reductions are observed after `activate` only; what was not observed is not proven, and in low
-    precision that is a failure. With several processes all of them must call it, because the result is the same
-    on all ranks. Raises `NotInForce`.
+    precision that is a failure, unless the active policy was in force at the last look: between looks nothing is
+    recorded. With several processes all of them must call it, because the result is the same on all ranks. Raises
+    `NotInForce`.
     """
     policy = given(policy, "prove")
     plan = Plan(policy)
@@ -916,11 +999,14 @@ def prove(model: nn.Module, optimizer: Any, policy: Policy | str) -> Proof:
         seen = observe(recorder, [] if model is None else [model], optimizer, policy=policy)
         rows = compare.compare(seen, plan)
         own = compare.failures(rows, plan, seen)
+        observed = _current is not None and _current.plan.policy == policy and _current.was_observed(optimizer)
+        if observed:
+            own = [failure for failure in own if "could not be observed" not in failure]
         agreement = consensus.Round(f"prove/{next(_calls)}", own, _fingerprint(seen))
         everywhere = agreement.result(consensus.PROVE_WAIT)
         missing = consensus.names_of(agreement.missing()) if everywhere is None else ""
         failures = [*own, f"not proven: {missing} did not call prove"] if everywhere is None else everywhere
-    proof = Proof(compare.verdict_on(rows, plan, failures), plan, rows, tuple(failures), seen)
     if failures:
         raise NotInForce("; ".join(failures))
-    return proof
+    verdict = "in force" if observed else compare.verdict_on(rows, plan, failures)
+    return Proof(verdict, plan, rows, tuple(failures), seen)

@@ -72,6 +72,10 @@ class Plan:
     watch: WatchLevel | None = None
     watch_json: str | None = None
 
+    def allowed(self, kind: str) -> tuple[str, ...]:
+        """Return the values of the deviations of one kind that are wanted."""
+        return tuple(each.value for each in self.allow if each.kind == kind)
+
     def environment(self) -> dict[str, str]:
         """Return the environment variables that hand this plan to the workers."""
         rest = {

@@ -43,7 +43,8 @@ class Progress:
     in force. without_result: looks that observed too little. next_look: the applied step of the next look that all
     ranks take. cost: seconds that the last observation took. switches: how many switches to evaluation the last look
     has followed. cast: where weights were cast, if they were. unread: flags of a fused optimizer on a device, see
-    `Guard`. empty: steps without gradients in a row that were to be looked at.
+    `Guard`. empty: steps without gradients in a row that were to be looked at. memory: addresses of weights at its last
+    step; moves: how often they were others at the next one.
     """
 
     name: str
@@ -64,6 +65,8 @@ class Progress:
     cast: str | None = None
     unread: list[Any] = dataclasses.field(default_factory=list)
     empty: int = 0
+    memory: tuple[int, ...] = ()
+    moves: int = 0
     _proven_at: tuple[float, int] = (0.0, 0)
 
     def prove(self, agrees: bool) -> None:

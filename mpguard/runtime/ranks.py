@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import sys
+from collections.abc import Iterable
 
 #: The rank in the last process group: a script may destroy the group before its process ends.
 _group_rank: int | None = None
+
+#: Ranks that never train, as the run declares.
+_idle: frozenset[int] = frozenset()
 
 
 def known_rank() -> int | None:
@@ -60,13 +65,37 @@ def launcher_variable(name: str, default: int) -> int:
     return int(text)
 
 
+def declare_idle(ranks: Iterable[int]) -> None:
+    """Declare which ranks never train: nobody waits for them. The others are the ranks that count."""
+    global _idle  # noqa: PLW0603  one declaration per process
+    _idle = frozenset(ranks)
+
+
+def is_idle() -> bool:
+    """True if this process is declared never to train."""
+    return bool(_idle) and rank() in _idle
+
+
+def numbers_of(count: int) -> list[int]:
+    """Return the numbers of so many ranks that train: from 0 on, without those that are idle."""
+    return list(itertools.islice((each for each in itertools.count() if each not in _idle), count))
+
+
 def world_size() -> tuple[int, int]:
-    """Return the size of the process group (1 without one), and the launcher's `WORLD_SIZE`."""
+    """Return the number of ranks that train (1 without a process group), and the launcher's `WORLD_SIZE`."""
     launched = int(os.environ.get("WORLD_SIZE") or 1)
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_world_size()), launched
+        return int(distributed.get_world_size()) - idle_ranks(), launched
     return 1, launched
+
+
+def idle_ranks() -> int:
+    """Return how many ranks of the process group are declared idle."""
+    distributed = sys.modules.get("torch.distributed")
+    if _idle and distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return sum(each < int(distributed.get_world_size()) for each in _idle)
+    return 0
 
 
 def is_reporting_rank() -> bool:

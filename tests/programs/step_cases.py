@@ -640,6 +640,24 @@ def a_temperature_in_fp64_has_an_optimizer() -> None:
 
 
 @case("single")
+def a_temperature_is_fitted_by_lbfgs() -> None:
+    """More passes than are looked at, without a product: to calibrate a model after its training."""
+    model = net()
+    train(model, adam(model))
+    temperature = nn.Parameter(torch.ones(1, device=DEVICE))
+    optimizer = torch.optim.LBFGS([temperature], lr=0.01, max_iter=50)
+    logits, labels = model(ones()).detach() + batches(1)[0], torch.arange(16, device=DEVICE)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(logits / temperature, labels)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+@case("single")
 def weights_from_a_checkpoint_in_bf16() -> None:
     _rounded(net(), begin=True)
 
@@ -1018,6 +1036,102 @@ def updates_by_hand_every_fourth_time() -> None:
 def updates_by_hand_and_forgets() -> None:
     model = net()
     loss_of(model, batches(1)[0]).backward()
+
+
+def _by_returned_gradients(model: nn.Module, enabled: bool = True) -> None:
+    own = list(model.parameters())
+    for inputs in batches():
+        gradients = torch.autograd.grad(loss_of(model, inputs.to(own[0].dtype), enabled), own)
+        with torch.no_grad():
+            for each, gradient in zip(own, gradients, strict=True):
+                each.sub_(0.1 * gradient)
+
+
+@case("single")
+def updates_by_returned_gradients() -> None:
+    _by_returned_gradients(net())
+
+
+@case("single")
+def updates_by_returned_gradients_in_fp32() -> None:
+    _by_returned_gradients(net(), enabled=False)
+
+
+@case("single")
+def updates_weights_in_bf16_by_returned_gradients() -> None:
+    _by_returned_gradients(net().bfloat16(), enabled=False)
+
+
+def _two_models_in_turn(*enabled: bool) -> None:
+    models = [net(layers) for layers in (1, 2)]
+    for inputs in batches(8):
+        for model, on in zip(models, enabled, strict=True):
+            own = list(model.parameters())
+            gradients = torch.autograd.grad(loss_of(model, inputs, on), own)
+            with torch.no_grad():
+                for each, gradient in zip(own, gradients, strict=True):
+                    each.sub_(0.1 * gradient)
+
+
+@case("single")
+def updates_two_models_in_turn() -> None:
+    _two_models_in_turn(True, True)
+
+
+@case("single")
+def updates_two_models_in_turn_one_in_fp32() -> None:
+    _two_models_in_turn(False, True)
+
+
+@case("single")
+def replaces_its_weights() -> None:
+    weights = [torch.randn(32, 32, device=DEVICE) / 6 for _ in range(2)]
+    for inputs in batches():
+        leaves = [each.detach().requires_grad_() for each in weights]
+        gradients = torch.autograd.grad(loss_of(lambda x, w=leaves: (x @ w[0]).relu() @ w[1], inputs), leaves)
+        weights = [each - 0.1 * gradient for each, gradient in zip(leaves, gradients, strict=True)]
+
+
+def _functional(gradients_of: Callable[..., Any], enabled: bool = True) -> None:
+    model = net()
+    weights = {name: own.detach().clone() for name, own in model.named_parameters()}
+
+    def loss(given: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return loss_of(lambda each: torch.func.functional_call(model, given, (each,)), inputs, enabled)
+
+    for inputs in batches():
+        gradients = gradients_of(loss)(weights, inputs)
+        weights = {name: own - 0.1 * gradients[name] for name, own in weights.items()}
+
+
+@case("single")
+def functional() -> None:
+    _functional(torch.func.grad)
+
+
+@case("single")
+def functional_in_fp32() -> None:
+    _functional(torch.func.grad, enabled=False)
+
+
+@case("single")
+def functional_for_each_sample() -> None:
+    def mean_of_each(loss: Any) -> Any:
+        each = torch.func.vmap(torch.func.grad(loss), (None, 0))
+        return lambda weights, inputs: {name: own.mean(0) for name, own in each(weights, inputs).items()}
+
+    _functional(mean_of_each)
+
+
+@case("single")
+def functional_with_second_derivatives() -> None:
+    def penalized(loss: Any) -> Any:
+        def norm(given: Any, inputs: torch.Tensor) -> Any:
+            return sum(each.pow(2).sum() for each in torch.func.grad(loss)(given, inputs).values())
+
+        return torch.func.grad(lambda given, inputs: loss(given, inputs) + 0.01 * norm(given, inputs))
+
+    _functional(penalized)
 
 
 @case()

@@ -113,6 +113,34 @@ def test_a_script_without_an_optimizer_is_looked_at_again(change: str, expected:
     assert "failed" not in ended.stderr, transcript(ended)
 
 
+SALIENCY = """
+m = net()
+for batch in x.split(4):
+    inputs = batch.clone().requires_grad_()
+    torch.autograd.grad(m(inputs).sum(), inputs)
+print("finished")
+"""
+
+
+def test_gradients_of_inputs_are_no_training(tmp_path: Path) -> None:
+    ended = run(tmp_path, SALIENCY)
+    assert ended.returncode == 0 and "no training was seen in this process" in ended.stderr, transcript(ended)
+
+
+PROVES = """
+import mpguard
+m = net(); o = sgd(m); train(m, o, 3)
+print(mpguard.prove(m, o, "bf16_mixed").verdict)
+try: mpguard.prove(m, o, "fp16_mixed")
+except mpguard.NotInForce: print("refused")
+"""
+
+
+def test_prove_between_looks_relies_on_the_last_one(tmp_path: Path) -> None:
+    ended = run(tmp_path, PROVES)
+    assert ended.returncode == 0 and ended.stdout.split() == ["in", "force", "refused"], transcript(ended)
+
+
 @pytest.mark.parametrize("cast", ["v.bfloat16()", "v.clone()"])
 def test_training_on_with_parameters_that_were_replaced_is_refused(tmp_path: Path, cast: str) -> None:
     """The optimizer would train tensors that the model no longer has."""
@@ -224,6 +252,15 @@ for step in range(20):
     if step == 10: accelerator.unwrap_model(m, keep_fp32_wrapper=False)  # it removes autocast from m too
 print("finished")
 """
+BACK_AND_FORTH = """
+m = net(); o = sgd(m)
+for epoch in range(4):
+    train(m, o, 6)
+    for p in m.parameters(): p.data = p.data.bfloat16()
+    with torch.no_grad(): m(x.bfloat16())
+    for p in m.parameters(): p.data = p.data.float()
+print("finished")
+"""
 SECOND = "m, n = net(), net(); train(m, sgd(m), 5); n.half(); o = sgd(n); train(n, o, 1); print('finished')"
 
 
@@ -235,6 +272,7 @@ SECOND = "m, n = net(), net(); train(m, sgd(m), 5); n.half(); o = sgd(n); train(
         (SWITCHED, "step 11: compute: fp32; asked: bf16"),
         (GROUP, "step 6: parameters: fp32 50 %, fp16 50 %, 4.22 k; asked: fp32"),
         (UNWRAPPED, "step 16: compute: fp32; asked: bf16"),
+        (BACK_AND_FORTH, "step 7: optimizer: SGD, weights fp32 rounded to bf16 since the last step"),
         (SECOND, "parameters: fp16, 2.11 k; asked: fp32"),
     ],
 )
@@ -266,6 +304,12 @@ def both(steps):
         loss.backward(); oa.step(); ob.step(); oa.zero_grad(); ob.zero_grad()
 both(3); a.requires_grad_(False); both(20); a.requires_grad_(True); both(60)
 """
+
+
+def test_an_optimizer_that_is_moved_has_loaded_no_checkpoint(tmp_path: Path) -> None:
+    again = "n = net(); p = sgd(n); p.load_state_dict(p.state_dict()); train(n, p, 3)"
+    ended = run(tmp_path, f"m = net(); o = sgd(m); train(m, o, 3); {again}")
+    assert ended.returncode == 0 and "checkpoint" not in ended.stderr, transcript(ended)
 
 
 @pytest.mark.parametrize(("script", "looks"), [(REPLACED, [1, 2]), (FROZEN_FOR_A_WHILE, [1, 2, 32, 64])])

@@ -21,11 +21,15 @@ from mpguard.runtime.patches import fp8_conversion, fp32_modules, master_weights
 from mpguard.runtime.patches.patch import Adjustment, AnyFunction, Patch
 from mpguard.runtime.plan import first_scale
 from mpguard.runtime.proof import account
-from mpguard.runtime.proof.observe import innermost, updated_by
+from mpguard.runtime.proof.gradients import are_applicable, safely
+from mpguard.runtime.proof.observe import innermost, name_of, updated_by
 from mpguard.targets.inject import Change, build
 
 #: The position of the inputs among the arguments of a backward pass, after the outputs.
 INPUTS = 3
+
+#: The position of `create_graph` among them.
+CREATE_GRAPH = 2
 
 
 def _mixed_precision(target: str, parameter: str, fields: tuple[str, ...]) -> Callable[[AnyFunction], AnyFunction]:
@@ -171,23 +175,35 @@ def _backward(original: AnyFunction) -> AnyFunction:
         if guard is not None and guard.meter is not None and accumulates:
             guard.meter.record_loss(t_outputs, scaled=guard.plan.policy.fp16)
         if guard is None or not guard.waiting:
+            applicable = guard is not None and guard.looks_at_passes and _are_applicable(args, accumulates)
             result = original(t_outputs, *args, **kwargs)
             cuda_graphs.backward_ended()
             if guard is not None and guard.listening and accumulates:
                 guard.backward_unrecorded(t_outputs)
-                guard.backward_ended([], accumulates=True)
+            if guard is not None and applicable:
+                guard.backward_ended([], accumulates=accumulates)
             return result
         guard.check_limits()
+        applicable = _are_applicable(args, accumulates)
         watched = guard.recorder.gradients.during_backward(t_outputs, accumulates)
         with guard.recorder.record_backward(t_outputs, accumulates, list(guard.optimizers)), watched as leaves:
             result = original(t_outputs, *args, **kwargs)
         cuda_graphs.backward_ended()
         if not accumulates and len(args) > INPUTS and args[INPUTS]:
-            guard.recorder.gradients.record_returned(args[INPUTS], result)
-        guard.backward_ended(leaves, accumulates=accumulates)
+            leaves = guard.recorder.gradients.record_returned(args[INPUTS], result)
+        if applicable:
+            guard.backward_ended(leaves, accumulates=accumulates)
         return result
 
     return run
+
+
+def _are_applicable(args: tuple[Any, ...], accumulates: bool) -> bool:
+    """True if a backward pass makes gradients that can be applied. args: of the call, after the outputs."""
+    if accumulates:
+        return True
+    inputs = args[INPUTS] if len(args) > INPUTS else None
+    return bool(inputs and safely(are_applicable, inputs, create_graph=bool(args[CREATE_GRAPH])))
 
 
 def _compiled_graph(original: AnyFunction) -> AnyFunction:
@@ -362,8 +378,8 @@ def _counted_step(hooked: AnyFunction) -> AnyFunction:
     @functools.wraps(hooked)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         guard = guards.current()
-        if guard is not None and guard.waiting:
-            guard.recorder.begin_step(self)
+        if guard is not None:
+            guard.step_begins(self)
         with account.step_of(self):
             result = hooked(self, *args, **kwargs)
         guard = guards.current()
@@ -402,9 +418,7 @@ def _load_state_dict(original: AnyFunction) -> AnyFunction:
         result = original(self, *args, **kwargs)
         guard = guards.current()
         if guard is not None:
-            saved = args[0] if args else kwargs.get("state_dict", {})
-            guard.observing_load(lambda: guard.loaded.states(self, saved))
-            guard.rearm()
+            guard.states_loaded(self, args[0] if args else kwargs.get("state_dict", {}))
         return result
 
     return load_state_dict
@@ -427,7 +441,7 @@ def _module_load_state_dict(original: AnyFunction) -> AnyFunction:
             guard.weights_loaded(self)
             for optimizer in {trained[key] for key in casts.replaced(before, self) & trained.keys()}:
                 _, place = casts.caller()
-                name = type(optimizer).__name__
+                name = name_of(optimizer)
                 what = f"{place}: load_state_dict(assign=True) replaces the parameters of {name} in the model"
                 guard.weights_cast(optimizer, what, casts.REPLACED_ADVICE)
         return result
@@ -503,7 +517,7 @@ def _module_apply(original: AnyFunction) -> AnyFunction:
         changed = {trained[key]: change for key, change in casts.narrowed(self, before).items() if key in trained}
         for optimizer, (old, new) in changed.items():
             method, place = casts.caller()
-            name = type(optimizer).__name__
+            name = name_of(optimizer)
             guard.weights_cast(optimizer, f"{place}: {method}() casts the weights of {name} from {old} to {new}")
         return result
 

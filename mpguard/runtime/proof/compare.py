@@ -12,7 +12,7 @@ from typing import Any
 
 from mpguard.nn import compile as compilation
 from mpguard.nn.fp8.filters import pattern_around
-from mpguard.policy.allow import FP32, FROZEN, LOCAL_SGD, LOSS_SCALING, QUANTIZED, STATES, Allowance
+from mpguard.policy.allow import BF16, FP32, FROZEN, IDLE_RANKS, LOCAL_SGD, LOSS_SCALING, QUANTIZED, STATES, Allowance
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.runtime.containment import has_failed
@@ -68,6 +68,11 @@ WIDER_ELEMENTS = 0.5
 
 #: The same where the products are inferred from autograd's graph, which shows neither attention nor what functions do.
 INFERRED_SHARE = 0.5
+
+#: What to do about weights whose values are rounded.
+ROUNDED_WEIGHTS = (
+    "What the small dtype rounds away of each update is lost: cast copies of the weights, not their values"
+)
 
 #: If more than this share of the products runs in kernels whose dtype is not known, nothing is proven.
 UNKNOWN_SHARE = 0.05
@@ -206,8 +211,18 @@ def compare(seen: Observed, plan: Plan) -> tuple[Row, ...]:
         if name in seen.errors:
             found = Row(name, "not observed", ok=None)
         rows += found if isinstance(found, list) else [found]
+    rows += _kept(seen, plan)
     rows += [Row(field, f"off: {reason}", "", None) for field, reason in seen.left_out.items()]
     return _with_allowances(rows, plan)
+
+
+def _kept(seen: Observed, plan: Plan) -> list[Row]:
+    """Show the parameters that the script keeps in BF16, as the run allows."""
+    if not seen.kept:
+        return []
+    found = ", ".join(f"{pattern} ({_amount(elements)})" for pattern, elements in seen.kept.items())
+    names = "; ".join(str(each) for each in plan.allow if each.kind == BF16 and each.value in seen.kept)
+    return [Row("kept in bf16", found, _updated_dtype(seen, plan).short, None, names)]
 
 
 def _with_allowances(rows: list[Row], plan: Plan) -> tuple[Row, ...]:
@@ -398,7 +413,7 @@ def _advice(row: Row, plan: Plan, seen: Observed) -> str:
             "optimizer when the model is complete, or call mpguard.convert before the first step"
         )
     if row.name == "optimizer" and seen.rounded_weights:
-        return ". What the small dtype rounds away of each update is lost: cast copies of the weights, not their values"
+        return f". {ROUNDED_WEIGHTS}"
     if row.name == "optimizer" and seen.rounded_states:
         return ". The script rounds the values of the states between the steps: leave them as the step has made them"
     if row.name == "optimizer" and _mostly(seen.masters, policy.master_dtype.short):
@@ -414,6 +429,8 @@ def _advice(row: Row, plan: Plan, seen: Observed) -> str:
             ". mpguard keeps the exact values only of layers that it converts itself: build them as nn.Linear, without "
             "quantized_model_init, and set fp8_param"
         )
+    if row.name == "parameters" and policy.master_dtype is Dtype.FP32 and {"bf16", "fp32"} <= seen.parameters.keys():
+        return ". If modules keep theirs in bf16 on purpose, name them: mpguard_allow: [{bf16: PATTERN}]"
     if row.name == "parameters" and policy.script_requirements:
         return f"; {policy.script_requirements}"
     return ""
@@ -459,16 +476,19 @@ def _compute_advice(seen: Observed, plan: Plan) -> str:
 
 def _allow_hint(products: Iterable[Computed], plan: Plan) -> str:
     """Return how to accept what computes in FP32."""
-    named = (each.module for each in products if each.module and each.dtype == "fp32")
+    wider = [each for each in products if each.dtype == "fp32"]
+    named = (each.module for each in wider if each.module)
     module = next((each for each in named if pattern_around(each, plan.policy.fp32_modules) is None), None)
-    return f": mpguard_allow: [{{fp32: {module}}}]" if module else " with --enforce warn"
+    place = module or next((each.place for each in wider if not each.module), None)
+    return f": mpguard_allow: [{{fp32: {place}}}]" if place else " with --enforce warn"
 
 
 def _engine(seen: Observed, plan: Plan) -> Row:
     names = {"none": "pipeline" if is_stage(seen) else NO_WRAPPER, "single": "single process"}
     found = names.get(seen.engine, seen.engine)
     asked = plan.strategy
-    if asked is None or (asked == "single" and seen.engine in ("single", "ddp") and seen.world_size == 1):
+    one = asked == "single" or (asked == "ddp" and seen.idle)
+    if asked is None or (one and seen.engine in ("single", "ddp") and seen.world_size == 1):
         return Row("engine", found, asked or "", None if asked is None else True)
     if asked == "ddp" and seen.engine == "tp":
         return Row("engine", "tensor parallel", asked, True)
@@ -480,6 +500,12 @@ def _engine(seen: Observed, plan: Plan) -> Row:
 
 
 def _processes(seen: Observed, plan: Plan) -> Row:
+    if seen.idle:
+        total = seen.world_size + seen.idle
+        found = f"{total}, of which {seen.idle} {'does' if seen.idle == 1 else 'do'} not train"
+        names = "; ".join(str(each) for each in plan.allow if each.kind == IDLE_RANKS)
+        wrong = plan.processes not in (None, total)
+        return Row("processes", found, str(plan.processes or total), False if wrong else None, "" if wrong else names)
     if plan.processes is None:
         ok = None if seen.launched in (1, seen.world_size) else False
         return Row("processes", str(seen.world_size), str(seen.launched), ok)
@@ -558,7 +584,7 @@ def _compute(seen: Observed, plan: Plan) -> Row:
     asked = plan.policy.compute_dtype.short + (" or fp8" if plan.policy.fp8 else "")
     products = _products(seen, trained=True)
     total = sum(each.flops for each in products)
-    if not total and not seen.matrices and not seen.inferred and 0 < seen.passes == seen.looked_at:
+    if not total and not seen.matrices and seen.passes and not seen.compiled:
         return Row("compute", NO_PRODUCTS, "", None)
     if not total:
         return Row("compute", f"{UNOBSERVED}: {seen.inferred}" if seen.inferred else UNOBSERVED, asked, None)
@@ -591,8 +617,14 @@ def _compute(seen: Observed, plan: Plan) -> Row:
 def _islands(products: Iterable[Computed], plan: Plan) -> dict[Computed, Allowance]:
     """Return the products in FP32 of modules that the run allows by a pattern, with what allows them."""
     patterns = {each.value: each for each in plan.allow if each.kind == FP32}
-    found = {each: pattern_around(each.module or "", patterns) for each in products if each.dtype == "fp32"}
+    found = {each: _pattern_of(each, patterns) for each in products if each.dtype == "fp32"}
     return {each: patterns[pattern] for each, pattern in found.items() if pattern is not None}
+
+
+def _pattern_of(product: Computed, patterns: Iterable[str]) -> str | None:
+    """Return the pattern that names where products ran: their module, or what the proof calls their place."""
+    place = product.module or product.place
+    return place if not product.module and place in patterns else pattern_around(product.module or "", patterns)
 
 
 def _rounded(seen: Observed, plan: Plan) -> list[str]:

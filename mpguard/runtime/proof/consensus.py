@@ -18,7 +18,7 @@ from typing import Any
 
 from mpguard.core.console import print_line
 from mpguard.runtime.proof.reductions import Fingerprint, compare_ranks
-from mpguard.runtime.ranks import rank, world_size
+from mpguard.runtime.ranks import numbers_of, rank, world_size
 
 #: Seconds that a rank waits at the first proof for the reports of the others. Gradients were reduced just before, so
 #: all ranks are at the same step; a rank that is not (it skips this step, or trains for itself) is not waited for:
@@ -92,7 +92,8 @@ class Round:
         """
         self.own = Report(failures, fingerprint, moment=moment)
         self.failures = failures
-        self.size, self.rank = world_size()[0], rank()
+        self.ranks, self.rank = numbers_of(world_size()[0]), rank()
+        self.size = len(self.ranks)
         self.store: Any = default_store() if self.size > 1 else None
         self._point = name
         self._noticed = False
@@ -129,7 +130,7 @@ class Round:
         """Return the ranks that have not reported, and have not ended."""
         if self.store is None:
             return []
-        absent = _missing(self.store, self._point, range(self.size))
+        absent = _missing(self.store, self._point, self.ranks)
         return [other for other in absent if not self.store.check([f"mpguard/ended/{other}"])]
 
     def _reported(self) -> bool:
@@ -157,15 +158,15 @@ class Round:
 
     def _combine_all(self) -> list[str]:
         """Collect the reports on rank 0, publish the combined list, and return it."""
-        absent = set(_missing(self.store, self._point, range(self.size)))
-        present = [other for other in range(self.size) if other not in absent]
+        absent = set(_missing(self.store, self._point, self.ranks))
+        present = [other for other in self.ranks if other not in absent]
         ended = [other for other in absent if self.store.check([f"mpguard/ended/{other}"])]
         keys = [*(f"mpguard/{self._point}/{other}" for other in present), *(f"mpguard/ended/{each}" for each in ended)]
         read = zip([*present, *ended], map(_read_report, _get_all(self.store, keys)), strict=True)
-        reports = [report for _, report in sorted(read, key=lambda pair: pair[0])]
-        if len({report.moment for report in reports}) > 1:
-            reports = [dataclasses.replace(report, fingerprint=None) for report in reports]
-        everywhere = combine(reports)
+        reports = dict(read)
+        if len({report.moment for report in reports.values()}) > 1:
+            reports = {each: dataclasses.replace(report, fingerprint=None) for each, report in reports.items()}
+        everywhere = combine([reports.get(each) for each in range(self.ranks[-1] + 1)])
         wait = READ_TIMEOUT if everywhere else READ_TIMEOUT_IN_FORCE
         _publish(self.store, self._point, everywhere, len(present) - 1, wait)
         return everywhere
@@ -183,7 +184,7 @@ def agree(point: str, report: Report, wait: float) -> Agreement:
     if store is None:
         return _gather(report, size)
     if rank() == 0:
-        return _collect(store, point, report, size, wait)
+        return _collect(store, point, report, wait)
     with contextlib.suppress(Exception):
         _write(store, point, report)
         # Rank 0 publishes the agreement after its own wait for the slowest rank.
@@ -243,24 +244,25 @@ def _publish(store: Any, point: str, result: Any, readers: int, wait: float) -> 
         time.sleep(0.01)
 
 
-def _collect(store: Any, point: str, own: Report, size: int, wait: float) -> Agreement:
+def _collect(store: Any, point: str, own: Report, wait: float) -> Agreement:
     """Collect the reports of all ranks on rank 0, publish the agreement, and return it."""
-    reports: list[Report | None] = [own, *[None] * (size - 1)]
+    others = numbers_of(world_size()[0])[1:]
+    reports: list[Report | None] = [own, *[None] * others[-1]]
     with contextlib.suppress(Exception):
-        complete = _poll(lambda: store.add(f"mpguard/{point}/reports", 0) >= size - 1, wait)
-        missing = set() if complete else set(_missing(store, point, range(1, size)))
-        present = [other for other in range(1, size) if other not in missing]
+        complete = _poll(lambda: store.add(f"mpguard/{point}/reports", 0) >= len(others), wait)
+        missing = set() if complete else set(_missing(store, point, others))
+        present = [other for other in others if other not in missing]
         for other, text in zip(present, _get_all(store, [f"mpguard/{point}/{each}" for each in present]), strict=True):
             reports[other] = _read_report(text)
-    absent = [other for other, report in enumerate(reports) if report is None]
+    absent = [other for other in others if reports[other] is None]
     agreement = Agreement(combine(reports), absent, own.next_look)
     with contextlib.suppress(Exception):
         wait = READ_TIMEOUT if agreement.failures else 0
-        _publish(store, point, dataclasses.asdict(agreement), size - 1 - len(absent), wait)
+        _publish(store, point, dataclasses.asdict(agreement), len(others) - len(absent), wait)
     return agreement
 
 
-def _missing(store: Any, point: str, ranks: range) -> list[int]:
+def _missing(store: Any, point: str, ranks: Sequence[int]) -> list[int]:
     """Return the ranks that have written no report. By bisection, so it costs a few requests per missing rank."""
     if not ranks or store.check([f"mpguard/{point}/{each}" for each in ranks]):
         return []
@@ -357,6 +359,8 @@ def _gather(report: Report, size: int) -> Agreement:
     """Combine the reports of all ranks with a collective, for process groups without a store."""
     import torch.distributed as dist
 
+    if size < dist.get_world_size():  # idle ranks would be waited for
+        return Agreement(report.failures, [], report.next_look)
     reports: list[Any] = [None] * size
     dist.all_gather_object(reports, report)
     return Agreement(combine(reports), [], reports[0].next_look)

@@ -177,15 +177,23 @@ class Gradients:
                 found[dtype] += elements
         return dict(found), max((self.passes[leaf] for leaf in own), default=0)
 
-    def record_returned(self, inputs: Iterable[Any], returned: Iterable[Any]) -> None:
-        """Record gradients that `torch.autograd.grad` returned: the script may add them up itself."""
-        if not self._depth and not is_capturing():
-            safely(self._add_returned, list(zip(inputs, returned, strict=False)))
+    def record_returned(self, inputs: Iterable[Any], returned: Iterable[Any]) -> list[torch.Tensor]:
+        """Record gradients that `torch.autograd.grad` returned, and return the leaves that they are of.
 
-    def _add_returned(self, pairs: list[tuple[Any, Any]]) -> None:
+        The script may add them up, or apply them, itself. What `torch.func.grad` differentiates are leaves too.
+        """
+        if self._depth or is_capturing():
+            return []
+        return safely(self._add_returned, list(zip(inputs, returned, strict=False))) or []
+
+    def _add_returned(self, pairs: list[tuple[Any, Any]]) -> list[torch.Tensor]:
         import torch
 
+        plain = [(unwrapped(leaf), made) for leaf, made in pairs if isinstance(made, torch.Tensor)]
+        leaves = [leaf for leaf, made in plain if leaf.is_leaf and leaf.is_floating_point()]
+        self.made |= {id(leaf): short(made.dtype) for leaf, made in plain if leaf.is_leaf}
         found = [(leaf, made) for leaf, made in pairs if isinstance(made, torch.Tensor) and leaf.is_leaf]
+        found = [(leaf, made) for leaf, made in found if unwrapped(leaf) is leaf]
         if len(self._sampled) < MODELS * LEAVES:
             new = [id(leaf) for leaf, _ in found if id(leaf) not in self._leaves]
             self._sampled |= set(new[:: max(1, len(new) // LEAVES)])
@@ -193,6 +201,7 @@ class Gradients:
         for leaf, made in found:
             if id(leaf) in self._sampled and not made.is_sparse:
                 self._add_to_sum(leaf, made)
+        return leaves
 
     def _check_sum(self, leaf: torch.Tensor, earlier: torch.Tensor) -> None:
         """Record if the gradient of a leaf, the sum of an earlier one and a new one, was rounded."""
@@ -319,6 +328,31 @@ def is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+def unwrapped(tensor: Any) -> Any:
+    """Return the tensor that a transform of `torch.func` has wrapped; another tensor unchanged."""
+    from torch._C import _functorch
+
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def are_applicable(inputs: Iterable[Any], *, create_graph: bool) -> bool:
+    """True if the gradients that `torch.autograd.grad` is going to return are those of a step, not a part of its loss.
+
+    A gradient that is differentiated again is a part of the loss. Transforms of `torch.func` create a graph always: of
+    nested ones the outermost counts, in whose level the inputs are wrapped.
+    """
+    from torch._C import _functorch
+
+    wrapped = next((each for each in inputs if _functorch.is_functorch_wrapped_tensor(each)), None)
+    if wrapped is None:
+        return not create_graph
+    stack = _functorch.get_interpreter_stack() or []
+    levels = [each.level() for each in stack if each.key() == _functorch.TransformType.Grad]
+    return not levels or levels == [_functorch.maybe_get_level(wrapped)]
+
+
 def leaves_behind(outputs: Iterable[Any]) -> list[torch.Tensor]:
     """Return the leaves whose `.grad` a backward pass adds to, from tensors or gradient edges."""
     return [node.variable for node in nodes_behind(outputs) if is_leaf(node)]
@@ -388,13 +422,13 @@ def _similar(one: torch.Tensor, other: torch.Tensor) -> bool:
     return float(a @ b) >= SIMILAR * lengths if lengths else float(a.norm()) == float(b.norm())
 
 
-def safely(look: Callable[..., Any], *arguments: Any) -> Any:
+def safely(look: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Call a function that looks at gradients; an error in it does not end the training."""
     import torch
 
     try:
         with torch.no_grad(), outside():
-            return look(*arguments)
+            return look(*arguments, **options)
     except Exception as error:
         log.debug("mpguard: gradients were not observed: %r", error)
         return None

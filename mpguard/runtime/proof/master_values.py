@@ -44,6 +44,14 @@ class MasterValues:
         """Look for weights that the step has rounded, and remember those that are exact now."""
         safely(self._end_step, optimizer)
 
+    def rounded_now(self, optimizer: Any) -> dict[str, int]:
+        """Return the number of an optimizer's sampled weights that were exact, and are rounded now, by dtype."""
+        return dict(safely(self._rounded_now, optimizer) or {})
+
+    def _rounded_now(self, optimizer: Any) -> Counter[str]:
+        exact = [own for own in _sampled(optimizer) if (known := self._exact.get(id(own))) and known() is own]
+        return Counter(dtype for own in exact if (dtype := rounding.rounded_to(sample(own))) is not None)
+
     def _begin_gap(self, optimizer: Any) -> None:
         for key, state in _sampled_states(optimizer):
             self._states[key] = sample(state).clone()
@@ -93,6 +101,13 @@ class MasterValues:
         self._exact.clear()
         self._before.clear()
         self._states.clear()
+
+
+def addresses(optimizer: Any) -> tuple[int, ...]:
+    """Return where the first and the last weight of an optimizer are in memory: `parameter.data = ...` changes it."""
+    groups = [group["params"] for group in optimizer.param_groups if group["params"]]
+    ends = (groups[0][0], groups[-1][-1]) if groups else ()
+    return tuple(int(local(own).data_ptr()) for own in ends)
 
 
 def _sampled_states(optimizer: Any) -> Iterator[tuple[tuple[int, str], Any]]:

@@ -10,13 +10,14 @@ import contextlib
 import dataclasses
 import gc
 import sys
+import types
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpguard.nn import compile as compilation
 from mpguard.nn import cuda_graphs
-from mpguard.nn.fp8.filters import plain_name
+from mpguard.nn.fp8.filters import pattern_around, plain_name
 from mpguard.policy.policy import Policy
 from mpguard.runtime import casts
 from mpguard.runtime.containment import report_own_failure
@@ -30,7 +31,7 @@ from mpguard.runtime.proof.products import bits, short
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
 from mpguard.runtime.proof.trace import Work
-from mpguard.runtime.ranks import world_size
+from mpguard.runtime.ranks import idle_ranks, world_size
 
 if TYPE_CHECKING:
     import torch
@@ -76,12 +77,13 @@ class Observed:
     engine: `single`, `none` (several processes, no wrapper), `ddp`, `fsdp1`, `fsdp2`, `tp` (tensor parallel, without
     another engine), `deepspeed-zeroN`.
     world_size: of the process group; 1 without one, whatever the launcher's variables are. launched: the launcher's.
+    idle: ranks of the group that the run declares never to train; they are not in `world_size`.
     computed: the products of the step. passes: its backward passes. looked_at: those in which they were observed.
     inferred: why the operators could not be recorded, so that the products are those that autograd's graph implies;
     empty if they were recorded. widened: elements of gradients and of saved activations that were converted to a wider
     dtype in backward, by the narrower one; rounded_in_backward: of those that went to a narrow dtype and back.
     masters, gradients, states: of the parameters that the optimizer updates. matrices: False if none
-    is a matrix, and the process has other optimizers, whose products are proven.
+    is a matrix, and the process has, or had, other optimizers, whose products are proven.
     accumulation: gradients that were added to earlier ones, in backward passes (`accumulated_passes`); of DeepSpeed
     its setting. rounded: sampled parameters whose FP32 sums were rounded, by the 16-bit dtype; rounded_weights: those
     whose FP32 values were, between steps or in one; rounded_states: those of whose states in FP32 the values were.
@@ -100,12 +102,15 @@ class Observed:
     modules: classes of the modules whose names have no letters, and of their models: `Linear of Sequential`.
     left_out: fields of the recipe that the run goes without, each with the reason.
     averaging: what averages the weights of all ranks in place of their gradients, and when.
+    kept: trained parameters that the script keeps in BF16, as the run allows: elements by pattern. They count nowhere
+    else.
     errors: the names of rows that could not be observed because mpguard's own code failed, with its exception.
     """
 
     engine: str = "single"
     world_size: int = 1
     launched: int = 1
+    idle: int = 0
     device: str = "cpu"
     step: int = 0
     skipped: int = 0
@@ -150,6 +155,7 @@ class Observed:
     modules: dict[str, str] = dataclasses.field(default_factory=dict)
     fp32: Fp32Modules | None = None
     averaging: str | None = None
+    kept: dict[str, int] = dataclasses.field(default_factory=dict)
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -187,20 +193,22 @@ def observe(
     *,
     policy: Policy,
     step: int = 1,
+    kept: Sequence[str] = (),
 ) -> Observed:
     """Return all facts about a process after a step, as plain data.
 
     models: the models to observe; an empty list is filled with those whose parameters the optimizer updates. policy:
-    explains why a layer is not FP8.
+    explains why a layer is not FP8. kept: patterns of modules whose parameters may be in BF16.
     """
     optimizer = innermost(optimizer)
     world, launched = world_size()
-    seen = Observed(step=step, world_size=world, launched=launched)
+    seen = Observed(step=step, world_size=world, launched=launched, idle=idle_ranks())
     seen.output = recorder.output
     with seen.observing(*ROWS):  # nothing else can be observed without the models
         updated = updated_by(optimizer)
         models += [] if models else models_of(updated)
         roots = list(models)
+        aside = _kept_in_bf16(roots, kept)
         modules = [pair for root in roots for pair in root.named_modules()]
         named = [(plain_name(name), module) for name, module in modules]
     if seen.errors:
@@ -213,7 +221,10 @@ def observe(
         for root in roots:
             seen.device = device_of(root)
             trained = (parameter for parameter in root.parameters() if parameter.requires_grad)
-            _count_parameters(seen.parameters, trained)
+            _count_parameters(seen.parameters, (own for own in trained if id(own) not in aside))
+            for own in root.parameters():
+                if own.requires_grad and id(own) in aside:
+                    seen.kept[aside[id(own)]] = seen.kept.get(aside[id(own)], 0) + own.numel()
             _count(seen.buffers, root.buffers())
         if not roots:
             _count_parameters(seen.parameters, updated)
@@ -228,10 +239,12 @@ def observe(
         seen.without_cuda_graphs = cuda_graphs.left_out() if cuda_graphs.MODES & set(seen.compile_modes) else 0
     with seen.observing("optimizer", "gradients"):
         _add_optimizer(seen, recorder, optimizer, roots)
+        _set_aside(seen, recorder, optimizer, aside)
     with seen.observing("accumulation"):
-        _add_accumulation(seen, recorder, updated, roots)
+        _add_accumulation(seen, recorder, [own for own in updated if id(own) not in aside], roots)
     with seen.observing("reduction", "coverage"):
         _add_reductions(seen, recorder, optimizer, roots)
+        _set_reduced_aside(seen)
         _add_fingerprint(seen, recorder, optimizer, roots, exact=policy.reduce_dtype.bits > 16)
     with seen.observing("scaler"):
         seen.scaler = recorder.scalers.get(id(optimizer))
@@ -255,6 +268,11 @@ def innermost(optimizer: Any) -> Any:
     while hasattr(optimizer, "optimizer") and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def name_of(optimizer: Any) -> str:
+    """Return what an optimizer is called in messages: its class, or what is in the place of one."""
+    return str(getattr(optimizer, "mpguard_name", "")) or type(optimizer).__name__
 
 
 def updated_by(optimizer: Any) -> list[torch.Tensor]:
@@ -478,13 +496,12 @@ def _add_optimizer(seen: Observed, recorder: Recorder, optimizer: Any, roots: li
 
     if optimizer is None:
         return
-    seen.optimizer = type(optimizer).__name__
+    seen.optimizer = name_of(optimizer)
     if id(optimizer) not in recorder.updated and isinstance(optimizer, torch.optim.Optimizer):
         recorder.record_step(optimizer)
     seen.masters, seen.gradients = map(dict, recorder.updated.get(id(optimizer), ({}, {})))
     flattened = seen.engine not in ("single", "ddp", "none")  # the parameters of other engines
-    alone = all(each is optimizer for each in recorder.gradients.optimizers)
-    seen.matrices = flattened or alone or any(own.ndim > 1 for own in updated_by(optimizer))
+    seen.matrices = flattened or not recorder.several or any(own.ndim > 1 for own in updated_by(optimizer))
     copies = [own for root in roots for own in root.parameters()]
     states = Counter(state_dtypes(optimizer, updated_by(optimizer), copies))
     for around in steps_around(optimizer):
@@ -492,6 +509,43 @@ def _add_optimizer(seen: Observed, recorder: Recorder, optimizer: Any, roots: li
     seen.states = dict(states)
     seen.rounded_weights = dict(recorder.values.rounded.get(id(optimizer), {}))
     seen.rounded_states = dict(recorder.values.rounded_states.get(id(optimizer), {}))
+
+
+def _kept_in_bf16(roots: list[nn.Module], patterns: Sequence[str]) -> dict[int, str]:
+    """Return the ids of the parameters in BF16 of modules that patterns name, each with its pattern."""
+    import torch
+
+    found = {}
+    for root in roots if patterns else ():
+        for name, own in root.named_parameters():
+            pattern = pattern_around(plain_name(name), patterns)
+            if pattern is not None and own.dtype is torch.bfloat16:
+                found[id(own)] = pattern
+    return found
+
+
+def _set_aside(seen: Observed, recorder: Recorder, optimizer: Any, aside: Mapping[int, str]) -> None:
+    """Take parameters that may be in BF16 out of what was observed of an optimizer."""
+    masters, gradients, states = map(Counter, (seen.masters, seen.gradients, seen.states))
+    for own in updated_by(optimizer) if aside else ():
+        made = short(own.grad.dtype) if own.grad is not None else recorder.gradients.made.get(id(own))
+        if id(own) in aside and made is not None:
+            masters[short(own.dtype)] -= own.numel()
+            gradients[made] -= own.numel()
+            of_own = types.SimpleNamespace(state={own: getattr(optimizer, "state", {}).get(own)})
+            states.subtract(state_dtypes(of_own, [own]))
+    if aside:
+        seen.masters, seen.gradients, seen.states = dict(+masters), dict(+gradients), dict(+states)
+
+
+def _set_reduced_aside(seen: Observed) -> None:
+    """Take the gradients of parameters that may be in BF16 out of what was reduced, once for each pass."""
+    kept = sum(seen.kept.values())
+    times = max(1, round(sum(seen.reductions.values()) / max(1, kept + sum(seen.parameters.values()))))
+    for counts in (seen.reductions, *seen.reductions_over.values()) if kept else ():
+        counts["bf16"] = counts.get("bf16", 0) - times * kept
+        if counts["bf16"] <= 0 and len(counts) > 1:
+            del counts["bf16"]
 
 
 def _add_accumulation(seen: Observed, recorder: Recorder, updated: list[torch.Tensor], roots: list[nn.Module]) -> None:

@@ -37,7 +37,8 @@ class Recorder:
     module output. backwards: number of backward passes. gradients: how they are accumulated and reduced. values: of the
     weights. updated: by the id of an optimizer, elements of weights and of gradients by dtype. scalers: facts about the
     scaler of an optimizer, by its id. te_recipes: the recipe of each call of a Transformer Engine module. averaging:
-    what averages the weights of all ranks in place of their gradients, and when.
+    what averages the weights of all ranks in place of their gradients, and when. several: True if the process has
+    created several optimizers, which need not exist any more.
     """
 
     def __init__(self, previous: Recorder | None = None, optimizers: Collection[Any] = ()) -> None:
@@ -61,6 +62,7 @@ class Recorder:
         self.scalers: dict[int, dict[str, Any]] = {}
         self.te_recipes: list[dict[str, Any]] = []
         self.averaging: str | None = previous.averaging if previous is not None else None
+        self.several: bool = previous is not None and previous.several
         self._open: Inferred | None = None  # of the backward pass that runs
         self._optimizers_exist = previous is not None
         self._scaled = False

@@ -16,6 +16,7 @@ from mpguard.nn.fp8.filters import plain_name
 from mpguard.runtime.proof import rounding
 from mpguard.runtime.proof.gradients import Gradients, local, sample
 from mpguard.runtime.proof.products import short
+from mpguard.runtime.ranks import world_size
 
 if TYPE_CHECKING:
     import torch
@@ -114,9 +115,7 @@ class Coverage:
 
 def coverage(optimizer: Any, roots: Sequence[nn.Module], engines: Iterable[Any], gradients: Gradients) -> Coverage:
     """Return what reduces the gradient of each parameter that has one. engines: DeepSpeed engines may be among them."""
-    import torch.distributed as dist
-
-    world = dist.get_world_size()
+    world = world_size()[0]
     parameters = [own for group in getattr(optimizer, "param_groups", None) or [] for own in group["params"]]
     found = Coverage()
     names = dict(_parameter_names(roots))
