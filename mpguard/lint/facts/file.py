@@ -14,7 +14,6 @@ import gc
 import re
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
 
 import libcst as cst
 
@@ -49,14 +48,11 @@ from mpguard.lint.project import summaries
 from mpguard.lint.project.requirements import Required
 from mpguard.lint.source.libcst_internals import Frames
 from mpguard.lint.source.source import Chunk, Source
+from mpguard.lint.source.test_paths import is_test
 
 #: A class in an imported module whose code is longer than this (in characters) is indexed by its name and its bases
 #: only: parsing hundreds of methods costs more than they contribute to the analysis of the importing file.
 LARGEST_IMPORTED = 100_000
-#: Folders of tests.
-_TEST_FOLDERS = frozenset({"test", "tests"})
-#: Names of scripts that measure the speed of a training step.
-_MEASURES = frozenset({"bench", "benchmark", "measure", "profile"})
 #: Events of training that a framework runs.
 _TRAINS: tuple[EventKind, ...] = ("prepare", "initialize", "trainer")
 #: Receivers that have a `step` method and are not optimizers: schedulers, profilers, environments, progress bars.
@@ -618,9 +614,8 @@ class Facts(FormerNames, former=_FORMER):
 
     @cached_property
     def is_test(self) -> bool:
-        """True for a file in a folder of tests (its own, and two above), or a benchmark: its loops measure."""
-        path = Path(self.path)
-        return not _TEST_FOLDERS.isdisjoint(path.parts[-4:-1]) or not _MEASURES.isdisjoint(path.stem.split("_"))
+        """True for a test or a benchmark."""
+        return is_test(self.path)
 
     @cached_property
     def may_keep_masters(self) -> bool:

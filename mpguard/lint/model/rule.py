@@ -165,9 +165,14 @@ class BaseRule:
 
 
 class Rule(BaseRule, kind=True):
-    """A rule about Python code. needs_config: it reports nothing in a file without launch configs."""
+    """A rule about Python code. needs_config: it reports nothing in a file without launch configs.
+
+    in_tests: it reports tests and benchmarks too, because it is about an interface (removed, deprecated, raising). By
+    default it is about what a training loses, and a loop that tests or measures something loses nothing.
+    """
 
     needs_config: ClassVar[bool] = False
+    in_tests: ClassVar[bool] = False
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         raise NotImplementedError

@@ -5,7 +5,7 @@ whole tree follows who uses a name of a file, so that facts can look at callers 
 """
 
 # Thousands of paths are handled here, and strings are several times faster than Path.
-# ruff: noqa: PTH118, PTH119, PTH120
+# ruff: noqa: PTH118, PTH120
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typing import NamedTuple
 from mpguard.core import tracked_fs
 from mpguard.core.tracked_fs import cached_per_run
 from mpguard.lint.project import tree
+from mpguard.lint.source.test_paths import is_test
 from mpguard.lint.source.token_search import TokenSearch
 
 #: The most files of a tree that are summarized.
@@ -290,7 +291,7 @@ def _users(
         return None
     found = set[str]()
     for path, names, decides in importers.get(file, ()):
-        if (_is_test(path) and not _is_test(file)) or (name and names and not names & {name, "*"}):
+        if (is_test(path) and not is_test(file)) or (name and names and not names & {name, "*"}):
             continue
         if decides:
             found.add(path)
@@ -303,11 +304,6 @@ def _users(
             return None
     found.discard(file)
     return sorted(found) if len(found) <= MOST_USERS else None
-
-
-def _is_test(path: str) -> bool:
-    folder, name = os.path.split(path)
-    return name.startswith(("test_", "conftest")) or os.path.basename(folder) in ("test", "tests")
 
 
 def _files(top: str) -> Iterator[str]:

@@ -28,6 +28,7 @@ class ApexAmp(Rule):
 
     code, name = "MPG305", "apex-amp"
     severity = "warning"
+    in_tests = True
     message = "`{what}` is unmaintained"
     help = "use torch.autocast and torch.amp.GradScaler, or BF16 and no scaler"
     triggers = (any_of(b"apex"), any_of(b"amp", b"fp16_utils", b"FP16_Optimizer"))

@@ -36,6 +36,7 @@ class AutocastNotEntered(Rule):
 
     code, name = "MPG304", "autocast-not-entered"
     severity = "error"
+    in_tests = True
     message = "`{call}` is never entered: nothing runs under it"
     help = "enter it: `with torch.autocast(...):`, or decorate a function with it"
     triggers = (any_of(b"autocast(", b"autocast as"),)

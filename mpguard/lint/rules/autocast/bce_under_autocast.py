@@ -49,6 +49,7 @@ class BceUnderAutocast(Rule):
 
     code, name = "MPG306", "bce-under-autocast"
     severity = "error"
+    in_tests = True
     message = "`{call}` raises under autocast"
     help = "use the form that takes logits, or compute the loss in FP32 under autocast(enabled=False)"
     triggers = (any_of(b"autocast"), any_of(b"BCELoss", b"binary_cross_entropy"))

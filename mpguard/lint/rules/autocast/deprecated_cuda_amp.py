@@ -64,6 +64,7 @@ class DeprecatedCudaAmp(Rule):
 
     code, name = "MPG302", "deprecated-cuda-amp"
     severity = "warning"
+    in_tests = True
     message = "`{old}` is deprecated; use `{new}`"
     help = "use torch.amp, which takes the device first"
     versions = {"torch": ">=2.4"}

@@ -46,6 +46,7 @@ class MixedTf32Apis(Rule):
 
     code, name = "MPG701", "mixed-tf32-apis"
     severity = "error"
+    in_tests = True
     message = "`{here}` together with `{there}`: {effect}"
     help = "Use `fp32_precision` alone, or the old switches alone"
     versions = {"torch": ">=2.9"}

@@ -162,7 +162,7 @@ def convert(state_dict):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        for cast in facts.events("cast") if not facts.is_test else ():
+        for cast in facts.events("cast"):
             # BF16 first: it represents fewer integers exactly.
             low = next((dtype for dtype in reversed(HALF_DTYPES) if cast.may_be(dtype)), None)
             if low is None:

@@ -27,6 +27,7 @@ class AllGatherWithRowwise(Rule):
 
     code, name = "MPG414", "all-gather-with-rowwise"
     severity = "error"
+    in_tests = True
     message = "float8 all-gather with the recipe `{recipe}`, whose weights are not scaled tensorwise"
     help = "turn all-gather off (weights are gathered in BF16), or use the tensorwise recipe"
     triggers = (any_of(_SETTING.encode()), any_of(b"rowwise", b"ROWWISE", b"AXISWISE"))

@@ -26,6 +26,7 @@ class DelayedScalingUnderCompile(Rule):
 
     code, name = "MPG402", "delayed-scaling-under-compile"
     severity = "error"
+    in_tests = True
     message = "`DelayedScaling` in a compiled function: Transformer Engine raises while the function is traced"
     help = "use Float8CurrentScaling, or enter the region around the call of the compiled model"
     triggers = (any_of(b"DelayedScaling"), any_of(b"compile"), any_of(b"autocast"), any_of(b"transformer_engine"))

@@ -67,6 +67,7 @@ class DeprecatedTeApi(Rule):
 
     code, name = "MPG406", "deprecated-te-api"
     severity = "warning"
+    in_tests = True
     message = "`{old}` is deprecated and will be removed from Transformer Engine; use `{new}`"
     help = "rename it; the names of its arguments changed too"
     versions = {"transformer_engine": ">=2.10"}

@@ -23,6 +23,7 @@ class E5m2Recipe(Rule):
 
     code, name = "MPG416", "e5m2-recipe"
     severity = "error"
+    in_tests = True
     message = "`{call}` selects pure E5M2, which Transformer Engine refuses"
     help = "use HYBRID (E4M3 forward, E5M2 backward) or E4M3"
     triggers = (any_of(b"E5M2"), any_of(b"Scaling(", b"RecipeKwargs(", b" as "))

@@ -32,6 +32,7 @@ class Float8ParamsDtype(Rule):
 
     code, name = "MPG403", "float8-params-dtype"
     severity = "error"
+    in_tests = True
     message = "parameters in {dtype}: no arithmetic exists for it"
     help = "keep the parameters in BF16 or FP32; FP8 comes from the recipe"
     triggers = (

@@ -49,6 +49,7 @@ class Fp8MisalignedDims(Rule):
 
     code, name = "MPG404", "fp8-misaligned-dims"
     severity = "error"
+    in_tests = True
     message = "{what} of {size}: FP8 needs multiples of {multiple}"
     help = "choose or pad to a multiple of {multiple}"
     triggers = (

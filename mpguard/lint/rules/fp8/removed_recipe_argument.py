@@ -60,6 +60,7 @@ class RemovedRecipeArgument(Rule):
 
     code, name = "MPG407", "removed-recipe-argument"
     severity = "error"
+    in_tests = True
     message = "`{argument}=` has no effect: `{recipe}` ignores it without a warning"
     help = "remove it; Transformer Engine 2.0 and later do not read it"
     versions = {"transformer_engine": ">=2.0"}

@@ -48,6 +48,7 @@ class DeprecatedAccelerateArgument(Rule):
 
     code, name = "MPG513", "deprecated-accelerate-argument"
     severity = "warning"
+    in_tests = True
     message = "{what}"
     versions = {"accelerate": ">=1.0"}
     triggers = (any_of(b"FP8RecipeKwargs", b"use_fp16", b"fp16="), any_of(b"accelerate"))

@@ -49,6 +49,7 @@ class LightningClipping(Rule):
 
     code, name = "MPG516", "lightning-clipping"
     severity = "error"
+    in_tests = True
     message = "{what}"
     triggers = (any_of(b"lightning"), any_of(b"precision"), any_of(b"clip_"))
     examples = (

@@ -59,6 +59,7 @@ class LightningPrecision(Rule):
 
     code, name = "MPG515", "lightning-precision"
     severity = "warning"
+    in_tests = True
     message = "{what}"
     triggers = (any_of(b"lightning"), any_of(b"precision", b"MixedPrecision"), any_of(b"Trainer(", b"Fabric("))
     examples = (

@@ -32,6 +32,7 @@ class TrainingArgumentsConflict(Rule):
 
     code, name = "MPG506", "training-arguments-conflict"
     severity = "error"
+    in_tests = True
     message = "`{one}=True` and `{other}=True`: {reason}"
     help = "keep one of the two"
     triggers = (any_of(b"TrainingArguments(", b"from trl", b"import trl"), any_of(b"fp16"), any_of(b"bf16"))

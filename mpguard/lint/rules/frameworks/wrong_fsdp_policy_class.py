@@ -60,6 +60,7 @@ class WrongFsdpPolicyClass(Rule):
 
     code, name = "MPG510", "wrong-fsdp-policy-class"
     severity = "error"
+    in_tests = True
     message = "{what} takes a `{wanted}`, but this is a `{found}`"
     help = "FSDP1 takes `MixedPrecision`, `fully_shard` (FSDP2) takes `MixedPrecisionPolicy`"
     triggers = (any_of(b"MixedPrecision"), any_of(b"mp_policy", b"mixed_precision"), any_of(b"fsdp"))

@@ -80,8 +80,8 @@ class MissingGradScaler(Rule):
     outside the linted tree, it is unknown whether a scaler exists, and the rule is silent: for a parameter without a
     known argument, an attribute that is not set in the tree, a base class that is not in the tree. It is silent, too,
     where another branch of the function scales the loss and this one has another flag. BF16 needs no scaler. A model
-    that is cast to FP16 by hand is reported by MPG101. Files under `test` or `tests`, and scripts called `benchmark`
-    or that only measure the speed of steps on one synthetic batch, are skipped: their loops measure or test something.
+    that is cast to FP16 by hand is reported by MPG101. Scripts that only measure the speed of steps on one synthetic
+    batch are skipped.
     A region whose `enabled` is a parameter that all calls in the files of the program set to False is off. An autocast
     without a dtype whose device is a variable is taken for that of a GPU, and a dtype that a parameter gives for its
     default.
@@ -1278,7 +1278,7 @@ class Trainer:
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.declared == "inference" or facts.may_keep_masters or facts.is_test:
+        if facts.declared == "inference" or facts.may_keep_masters:
             return
         if facts.training_use.only_measures_speed:
             return

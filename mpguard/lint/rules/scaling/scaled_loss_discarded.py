@@ -39,6 +39,7 @@ class ScaledLossDiscarded(Rule):
 
     code, name = "MPG213", "scaled-loss-discarded"
     severity = "error"
+    in_tests = True
     message = "the result of `{expr}` is discarded"
     help = "`scale` returns the scaled loss: call `backward()` on that"
     triggers = (any_of(b".scale("), any_of(b".backward("), any_of(b"scaler", b"Scaler"))

@@ -16,6 +16,7 @@ from mpguard.lint.model.rule import ConfigRule, Diagnostic, Rule
 from mpguard.lint.run import prefilter, runner
 from mpguard.lint.run.readers.context import Context, RuleOutput, not_checked, replaced_text
 from mpguard.lint.source.source import Source
+from mpguard.lint.source.test_paths import is_test
 from mpguard.lint.source.text import Unparsable
 
 if TYPE_CHECKING:
@@ -28,9 +29,11 @@ _TEMPLATE = re.compile(rb"\{\{ *\w[\w.]*[^{}:]*\}\}|\{%.*%\}")
 
 def check(data: bytes, context: Context) -> FileCheck:
     """Check Python code."""
+    left_out = [rule for rule in context.selected(Rule) if not rule.in_tests] if is_test(context.path) else []
+    selected = [rule for rule in context.selected(Rule) if rule not in left_out]
     rules = [
         rule
-        for rule in prefilter.relevant(data, context.selected(Rule), lambda: context.project.nearby(context.path, data))
+        for rule in prefilter.relevant(data, selected, lambda: context.project.nearby(context.path, data))
         if not rule.needs_config or context.project.configs_for(context.path)
     ]
     dict_rules = _rules_about_dicts(data, context)
@@ -65,7 +68,7 @@ def check(data: bytes, context: Context) -> FileCheck:
             context.project.forget(imported)
             return check(data, context)
         return _unparsable(data, context, _python_error(error, data, context.path))
-    ran = set(context.selection.codes) - {defect.code for defect in defects}
+    ran = set(context.selection.codes) - {defect.code for defect in defects} - {rule.code for rule in left_out}
     lines = Lines(source.text)
     comments = suppressions.in_python(lines) if has_suppressions or diagnostics else suppressions.NONE
     encode = functools.partial(_encoded, encoding=source.encoding, bom=source.bom)

@@ -1,0 +1,67 @@
+"""Tests and benchmarks are known by their names, and rules about what a training loses report nothing there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpguard.cli import main
+from mpguard.lint.model.rule import Rule, rules
+from mpguard.lint.source.test_paths import is_test
+
+#: The scaler does not step (MPG203), and its class is deprecated (MPG302).
+LOOP = """\
+import torch
+
+def test_step(model, loader):
+    scaler = torch.cuda.amp.GradScaler()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast("cuda", torch.float16):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        optimizer.step(){}
+"""
+
+
+@pytest.mark.parametrize(
+    "path", ["tests/step.py", "a/test/b/c/step.py", "test_step.py", "conftest.py", "tools/bench_step.py", "profile.py"]
+)
+def test_tests_and_benchmarks(path: str) -> None:
+    assert is_test(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["train.py", "a/contest.py", "latest/train.py", "tests/a/b/c/train.py", "benchmarks/train.py", "profiler.py"],
+)
+def test_other_files(path: str) -> None:
+    assert not is_test(path)
+
+
+@pytest.mark.parametrize(("name", "codes"), [("train.py", {"MPG203", "MPG302"}), ("test_train.py", {"MPG302"})])
+@pytest.mark.parametrize("named", [True, False])
+def test_what_is_reported(
+    name: str, codes: set[str], named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(LOOP.format(""), encoding="utf-8")
+    main(["lint", "--no-cache", "--format", "concise", name if named else "."])
+    out = capsys.readouterr().out
+    assert {code for code in rules() if f" {code} " in out} == codes, out
+
+
+def test_a_suppression_of_a_rule_that_is_left_out_is_not_unused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("test_train.py").write_text(LOOP.format("  # mpguard: ignore[MPG203]"), encoding="utf-8")
+    main(["lint", "--no-cache", "--select", "MPG0,MPG2", "--format", "concise", "."])
+    assert "MPG" not in capsys.readouterr().out
+
+
+def test_rules_about_interfaces_report_tests_too() -> None:
+    reported = {code for code, rule in rules(own_only=True).items() if issubclass(rule, Rule) and rule.in_tests}
+    assert {"MPG302", "MPG406", "MPG513"} <= reported and not {"MPG101", "MPG201", "MPG401"} & reported
