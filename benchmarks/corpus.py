@@ -40,26 +40,29 @@ FREQUENT = ("MPG302", "MPG305")
 #: Rules that became preview rules after they had been judged: the batches before that day count them, as they did then.
 PREVIEW_SINCE = {"MPG704": "2026-11-25"}
 SEED = 15
-HALVES = (
-    "open",
-    "held-out",
-    "fresh",
-    "latest",
-    "unseen",
-    "second",
-    "wide",
-    "wide2",
-    "wide3",
-    "wide4",
-    "wide5",
-    "wide6",
-    "wide7",
-    "wide8",
-    "wide9",
-    "wide10",
-    "wide11",
-    "wide12",
-)
+#: The sets of repositories, and the headings of their batches.
+HEADINGS = {
+    "open": "The open half",
+    "held-out": "The half that was held out",
+    "fresh": "Repositories that were chosen after the rules were done",
+    "latest": "Repositories that were in no list before",
+    "unseen": "Repositories of which nothing was read before the rules were frozen",
+    "second": "More of these, after the rules were fixed",
+    "wide": "120 repositories, a larger lot of which nothing was read before",
+    "wide2": "97 more, after the rules were fixed because of these",
+    "wide3": "54 more, after the rules were fixed because of those",
+    "wide4": "86 more, closed before the rules were changed again",
+    "wide5": "The other 85 of the same list",
+    "wide6": "97 more, after the rules were fixed because of those two",
+    "wide7": "114 more, closed before the rules were changed because of those",
+    "wide8": "The other 110 of that list",
+    "wide9": "119 more, closed before the rules were changed because of all lots before",
+    "wide10": "125 more, closed while the rules were changed by someone who had not seen them",
+    "wide11": "122 more, half of them libraries, closed while the rules were changed by others",
+    "wide12": "The other 122 of that list",
+    "all": "All",
+}
+HALVES = tuple(name for name in HEADINGS if name != "all")
 
 Key = tuple[str, str, int, str]
 
@@ -248,26 +251,7 @@ def section() -> Iterator[str]:
 
 
 def heading(batch: dict[str, Any]) -> str:
-    where = {
-        "open": "The open half",
-        "held-out": "The half that was held out",
-        "fresh": "Repositories that were chosen after the rules were done",
-        "latest": "Repositories that were in no list before",
-        "unseen": "Repositories of which nothing was read before the rules were frozen",
-        "second": "More of these, after the rules were fixed",
-        "wide": "120 repositories, a larger lot of which nothing was read before",
-        "wide2": "97 more, after the rules were fixed because of these",
-        "wide3": "54 more, after the rules were fixed because of those",
-        "wide4": "86 more, closed before the rules were changed again",
-        "wide5": "The other 85 of the same list",
-        "wide6": "97 more, after the rules were fixed because of those two",
-        "wide7": "114 more, closed before the rules were changed because of those",
-        "wide8": "The other 110 of that list",
-        "wide9": "119 more, closed before the rules were changed because of all lots before",
-        "wide10": "125 more, closed while the rules were changed by someone who had not seen them",
-        "all": "All",
-    }[batch["half"]]
-    return f"### {where}, {batch['date']}, commit {batch['linter'][:7]}"
+    return f"### {HEADINGS[batch['half']]}, {batch['date']}, commit {batch['linter'][:7]}"
 
 
 def _batch(batch: dict[str, Any]) -> Iterator[str]:
