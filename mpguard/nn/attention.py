@@ -37,6 +37,9 @@ SDPA = "sdpa"
 #: The attribute of a padding mask that was read before compiled code was called: True if it is all ones.
 MARK = "_mpguard_all_ones"
 
+#: Masks that are read in any case: a padded one among the first does not decide for the run.
+FIRST_MASKS = 4
+
 #: Calls in dynamo's graphs that keep the values of integers, calls that only place them elsewhere, and calls that add a
 #: number to all of them.
 CASTS = frozenset(("to", "bool", "int", "long", "contiguous", "clone"))
@@ -278,6 +281,11 @@ class _Masks:
     ones: int = 0
     padded: int = 0
 
+    @property
+    def are_read(self) -> bool:
+        """True while the next one is worth a look."""
+        return self.ones >= self.padded or self.ones + self.padded < FIRST_MASKS
+
     def count(self, ones: bool) -> bool:
         """Count a mask, and return what it is."""
         self.ones += ones
@@ -308,7 +316,7 @@ def read_mask(model: nn.Module, mask: Tensor | None) -> None:
     """Mark a padding mask that is all ones, if a model of transformers is trained with it.
 
     Reading waits for the device, and one more program is compiled for the first padded batch. Both stop where more
-    batches are padded than not.
+    batches are padded than not, after the first ones.
     """
     import torch
 
@@ -324,7 +332,7 @@ def read_mask(model: nn.Module, mask: Tensor | None) -> None:
             _models[model] = _Masks() if _takes_is_causal(model) else None
         masks = _models[model]
         if masks is not None:
-            vars(mask)[MARK] = masks.count(bool((mask == 1).all()) if masks.ones >= masks.padded else False)
+            vars(mask)[MARK] = masks.count(bool((mask == 1).all()) if masks.are_read else False)
     except Exception as error:
         log.debug("mpguard: attention: a mask is not known", exc_info=error)
 

@@ -249,6 +249,13 @@ def test_a_mask_is_read_while_most_batches_have_no_padding() -> None:
     assert not hasattr(again, attention.MARK)
 
 
+def test_a_first_batch_with_padding_does_not_decide_for_the_run() -> None:
+    compiled = Compiled(made("Llama"))
+    assert compiled.check(attention_mask=PADDED.clone()) == {"mask"}
+    assert compiled.check(attention_mask=ONES.clone()) == {"is_causal"}
+    assert compiled.check(attention_mask=PADDED.clone()) == set(), "both programs are there"
+
+
 def test_other_implementations_of_attention_get_what_they_got(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("eager", "flex_attention"):
         seen = []
