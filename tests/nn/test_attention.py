@@ -256,6 +256,19 @@ def test_a_first_batch_with_padding_does_not_decide_for_the_run() -> None:
     assert compiled.check(attention_mask=PADDED.clone()) == set(), "both programs are there"
 
 
+def test_masks_on_which_no_code_depends_are_read_only_at_first() -> None:
+    sizes = {**SIZES, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    encoder = Compiled(transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).train())
+    decoder = Compiled(made("Llama"))
+    marks: dict[str, list[bool]] = {"encoder": [], "decoder": []}
+    for _ in range(attention.FIRST_MASKS + 2):
+        for name, model in (("encoder", encoder), ("decoder", decoder)):
+            mask = ONES.clone()
+            model.call(input_ids=IDS, labels=IDS, attention_mask=mask)
+            marks[name].append(mask._mpguard_all_ones)
+    assert marks == {"encoder": [True] * attention.FIRST_MASKS + [False] * 2, "decoder": [True] * len(marks["decoder"])}
+
+
 def test_other_implementations_of_attention_get_what_they_got(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("eager", "flex_attention"):
         seen = []
