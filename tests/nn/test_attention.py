@@ -289,6 +289,20 @@ def test_other_implementations_of_attention_get_what_they_got(monkeypatch: pytes
         assert seen[0] == seen[1], name
 
 
+def test_attention_that_a_script_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def own_mask(*args: Any, **given: Any) -> Any:
+        return masking_utils.sdpa_mask(*args, **{**given, "allow_is_causal_skip": False})
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "own", sdpa_attention_forward)
+    monkeypatch.setitem(masking_utils.AttentionMaskInterface._global_mapping, "own", own_mask)
+    model = Compiled(made("Llama", attn_implementation="own"))
+    assert model.check(attention_mask=ONES.clone()) == {"mask"}, "its mask function makes one in eager code too"
+    assert model.check(attention_mask=PADDED) == set(), "the same program"
+
+
 def test_models_without_causal_attention_and_encoder_decoders() -> None:
     small = {"use_cache": False, "vocab_size": 64, "pad_token_id": 0, "decoder_start_token_id": 1}
     bart = {
