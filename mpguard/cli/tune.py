@@ -107,8 +107,9 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(report.as_json(), indent=2, allow_nan=False))
     else:
         write_lines(_lines(report, request, written=not options.no_write))
-        if failed or options.scratch is not None:
-            write_lines([[(f"The output of the runs is in {folder}.", "dim")]])
+    if failed or options.scratch is not None:
+        kept = f"The output of the runs is in {folder}."
+        print_line(f"mpguard tune: {kept}") if options.format == "json" else write_lines([[(kept, "dim")]])
     if received:
         return 128 + received[0]
     return int(winner is None)

@@ -37,6 +37,9 @@ SDPA = "sdpa"
 #: The attribute of a padding mask that was read before compiled code was called: True if it is all ones.
 MARK = "_mpguard_all_ones"
 
+#: Masks that are read in any case: a padded one among the first does not decide for the run.
+FIRST_MASKS = 4
+
 #: Calls in dynamo's graphs that keep the values of integers, calls that only place them elsewhere, and calls that add a
 #: number to all of them.
 CASTS = frozenset(("to", "bool", "int", "long", "contiguous", "clone"))
@@ -209,6 +212,8 @@ def _is_all_ones(node: Node) -> bool:
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
 
+    for masks in _called_last:
+        masks.asked = True
     install_guard(AttrSource(given.source, MARK).make_guard(GuardBuilder.EQUALS_MATCH))
     return bool(vars(given.example)[MARK])
 
@@ -273,10 +278,19 @@ def _same(one: Any, other: Any) -> bool:
 
 @dataclasses.dataclass
 class _Masks:
-    """The padding masks that a model was trained with. ones, padded: how many were, or were not, all ones."""
+    """The padding masks that a model was trained with. ones, padded: how many were, or were not, all ones.
+
+    asked: True if compiled code of the model depends on it. That of encoders never does.
+    """
 
     ones: int = 0
     padded: int = 0
+    asked: bool = False
+
+    @property
+    def are_read(self) -> bool:
+        """True while the next one is worth a look."""
+        return (self.asked and self.ones >= self.padded) or self.ones + self.padded < FIRST_MASKS
 
     def count(self, ones: bool) -> bool:
         """Count a mask, and return what it is."""
@@ -286,6 +300,9 @@ class _Masks:
 
 
 _models: weakref.WeakKeyDictionary[nn.Module, _Masks | None] = weakref.WeakKeyDictionary()
+
+#: The masks of the model that was called last, whose mask is the one that dynamo meets.
+_called_last: list[_Masks] = []
 
 
 def reading_masks(model: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -308,7 +325,7 @@ def read_mask(model: nn.Module, mask: Tensor | None) -> None:
     """Mark a padding mask that is all ones, if a model of transformers is trained with it.
 
     Reading waits for the device, and one more program is compiled for the first padded batch. Both stop where more
-    batches are padded than not.
+    batches are padded than not, and where no code depends on them; the first ones are read in any case.
     """
     import torch
 
@@ -324,7 +341,8 @@ def read_mask(model: nn.Module, mask: Tensor | None) -> None:
             _models[model] = _Masks() if _takes_is_causal(model) else None
         masks = _models[model]
         if masks is not None:
-            vars(mask)[MARK] = masks.count(bool((mask == 1).all()) if masks.ones >= masks.padded else False)
+            _called_last[:] = [masks]
+            vars(mask)[MARK] = masks.count(bool((mask == 1).all()) if masks.are_read else False)
     except Exception as error:
         log.debug("mpguard: attention: a mask is not known", exc_info=error)
 

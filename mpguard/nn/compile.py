@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -114,12 +115,14 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return module in _in_place
 
 
-def compile_in_place(model: nn.Module) -> bool:
+def compile_in_place(model: nn.Module, failed: Callable[[str], None] | None = None) -> bool:
     """Compile the models inside of wrappers with `Module.compile`, which keeps objects, names and `state_dict`.
 
     Of a deep model (`is_deep`) each block is compiled, and what is called outside of them. Returns True if something
     was compiled; False if the script has compiled the model, or a part of it, itself. If the script compiles it later,
     both become one graph. Compilation happens at the model's first call.
+
+    failed: takes what could not be compiled, and why, after which it is called as it is; None to raise torch's error.
     """
     if any(map(is_compiled, model.modules())):
         return False
@@ -131,7 +134,38 @@ def compile_in_place(model: nn.Module) -> bool:
     for each in called:
         _compile(each)
         _in_place.add(each)
+        if failed is not None:
+            each._compiled_call_impl = _falling_back(each, failed)
     return bool(called)
+
+
+def _falling_back(model: nn.Module, failed: Callable[[str], None]) -> Callable[..., Any]:
+    """Return a function that calls compiled code, or the model itself from the first call on that cannot be compiled.
+
+    An error of the model itself is raised again by the model. Code for a backward pass is compiled when it runs first;
+    that cannot be undone.
+    """
+    import torch
+    from torch._dynamo.exc import TorchDynamoException
+
+    call: Any = model._compiled_call_impl
+
+    @functools.wraps(call)
+    def call_or_fall_back(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return call(*args, **kwargs)
+        try:
+            return call(*args, **kwargs)
+        except TorchDynamoException as error:
+            reason = next(iter(str(error).strip().splitlines()), "")
+            kind = type(error).__name__
+        _in_place.discard(model)
+        model._compiled_call_impl = None
+        result = model(*args, **kwargs)
+        failed(f"{type(model).__name__} cannot be compiled ({kind}: {reason[:200]})")
+        return result
+
+    return call_or_fall_back
 
 
 def by_block(model: nn.Module) -> str:

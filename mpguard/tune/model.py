@@ -99,7 +99,7 @@ def step_time(trials: Sequence[Sequence[float]]) -> StepTime | None:
     within = statistics.fmean([_error_of_median(ms) ** 2 for ms in trials if ms])
     between = max(statistics.stdev(medians) if len(medians) > 1 else 0.0, RUN_TO_RUN * center)
     half = 1.96 * math.sqrt((within + between**2) / len(medians))
-    return StepTime(center, center - half, center + half)
+    return StepTime(center, max(center - half, 0.0), center + half)
 
 
 def _error_of_median(values: Sequence[float]) -> float:
@@ -159,13 +159,15 @@ class TuneReport:
     def winner(self) -> TuneRow | None:
         """The fastest row, or, of those that are as fast, the one that changes the config least; None without a row.
 
-        None as well if the search was interrupted.
+        Of those that change equally many fields, the faster one. None as well if the search was interrupted.
         """
         rows = self.eligible()
         if self.interrupted or not rows:
             return None
         best = min(rows, key=_ms)
-        return min((row for row in rows if not is_slower(row, best)), key=lambda row: len(row.candidate.overrides))
+        return min(
+            (row for row in rows if not is_slower(row, best)), key=lambda row: (len(row.candidate.overrides), _ms(row))
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return the output of `--format json`."""

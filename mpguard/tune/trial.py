@@ -40,7 +40,11 @@ GRACE = 5.0
 
 _MEMORY = re.compile(r"OutOfMemoryError|(CUDA|HIP) out of memory|can't allocate memory|MemoryError")
 _ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt)\b")
+_NO_INPUT = "EOFError: EOF when reading a line"
 _OWN = "mpguard: "
+
+#: Lines of mpguard in the output of a run: with rows below, which are indented.
+_PRINTED = re.compile(r"(mpguard\b|step \d+ (not )?proven|proven in force again|(not )?in force at step)")
 _REFUSED = re.compile(rf"{_OWN}(?:not in force: )?((?:rank [\d, ]+: )?not proven.*|(?<=not in force: ).*)")
 _CONTINUE = re.compile(r"\.?\s*\(use --enforce warn to continue\)")
 
@@ -166,12 +170,13 @@ def result(folder: Path, status: int | None, warmup: int, limit: float) -> Trial
     text = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
     log = [line.strip() for line in text.splitlines() if line.strip()]
     if status is None:
-        last = f"; its last output: {log[-1][:200]}" if log else ""
+        printed = _of_script(text)
+        last = f"; its last output: {printed[-1][:200]}" if printed else ""
         return TrialResult("failed", f"no end after {limit:g} s (--time-limit){last}")
     if refused := _refused(folder, log, status):
         return TrialResult("refused", _CONTINUE.sub("", refused))
     if status:
-        return TrialResult("failed", _error(log, status))
+        return TrialResult("failed", _error(_of_script(text), status))
     first = folder / "rank-0.json"
     if not first.exists():
         return TrialResult("failed", "the script ended without an optimizer step that mpguard can observe")
@@ -202,6 +207,17 @@ def _refused(folder: Path, log: Sequence[str], status: int) -> str:
     return "; ".join(proof["failures"]) or printed
 
 
+def _of_script(text: str) -> list[str]:
+    """Return the lines of a log that mpguard has not printed itself, without indentation."""
+    found: list[str] = []
+    own = False
+    for line in text.splitlines():
+        own = bool(_PRINTED.match(line)) or (own and line.startswith("  "))
+        if line.strip() and not own:
+            found.append(line.strip())
+    return found
+
+
 def _error(log: Sequence[str], status: int) -> str:
     """Return with which error a trial has ended, from the last line of its output that names one."""
     memory = next((line for line in reversed(log) if _MEMORY.search(line)), None)
@@ -210,4 +226,5 @@ def _error(log: Sequence[str], status: int) -> str:
     if status == 128 + signal.SIGKILL:
         return f"{OUT_OF_MEMORY}: a process was killed, as the host does when it has no memory left"
     named = next((line for line in reversed(log) if _ERROR.match(line)), log[-1] if log else "no output")
-    return f"exit status {status}: {named[:300]}"
+    reads = " (the script reads input, and tune gives it none)" if named.startswith(_NO_INPUT) else ""
+    return f"exit status {status}: {named[:300]}{reads}"

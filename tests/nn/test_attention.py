@@ -249,6 +249,26 @@ def test_a_mask_is_read_while_most_batches_have_no_padding() -> None:
     assert not hasattr(again, attention.MARK)
 
 
+def test_a_first_batch_with_padding_does_not_decide_for_the_run() -> None:
+    compiled = Compiled(made("Llama"))
+    assert compiled.check(attention_mask=PADDED.clone()) == {"mask"}
+    assert compiled.check(attention_mask=ONES.clone()) == {"is_causal"}
+    assert compiled.check(attention_mask=PADDED.clone()) == set(), "both programs are there"
+
+
+def test_masks_on_which_no_code_depends_are_read_only_at_first() -> None:
+    sizes = {**SIZES, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    encoder = Compiled(transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).train())
+    decoder = Compiled(made("Llama"))
+    marks: dict[str, list[bool]] = {"encoder": [], "decoder": []}
+    for _ in range(attention.FIRST_MASKS + 2):
+        for name, model in (("encoder", encoder), ("decoder", decoder)):
+            mask = ONES.clone()
+            model.call(input_ids=IDS, labels=IDS, attention_mask=mask)
+            marks[name].append(mask._mpguard_all_ones)
+    assert marks == {"encoder": [True] * attention.FIRST_MASKS + [False] * 2, "decoder": [True] * len(marks["decoder"])}
+
+
 def test_other_implementations_of_attention_get_what_they_got(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("eager", "flex_attention"):
         seen = []
@@ -267,6 +287,20 @@ def test_other_implementations_of_attention_get_what_they_got(monkeypatch: pytes
                 model(input_ids=IDS, attention_mask=ONES.clone())
             seen.append(graphs)
         assert seen[0] == seen[1], name
+
+
+def test_attention_that_a_script_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def own_mask(*args: Any, **given: Any) -> Any:
+        return masking_utils.sdpa_mask(*args, **{**given, "allow_is_causal_skip": False})
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "own", sdpa_attention_forward)
+    monkeypatch.setitem(masking_utils.AttentionMaskInterface._global_mapping, "own", own_mask)
+    model = Compiled(made("Llama", attn_implementation="own"))
+    assert model.check(attention_mask=ONES.clone()) == {"mask"}, "its mask function makes one in eager code too"
+    assert model.check(attention_mask=PADDED) == set(), "the same program"
 
 
 def test_models_without_causal_attention_and_encoder_decoders() -> None:

@@ -199,6 +199,40 @@ def test_the_choice_of_auto_and_what_is_lost_are_printed(tmp_path: Path, script:
     assert (found == "compiled") == ("is on here" in output), transcript(ended)
 
 
+FAILS = """
+def fails(graph, inputs): raise RuntimeError("the compiler is broken")
+torch._dynamo.register_backend(fails)
+compilation.BACKEND = "fails"
+"""
+
+
+@pytest.mark.parametrize("by_block", ["", "compilation.MOST_BLOCKS = 1\n"], ids=["whole", "by block"])
+def test_a_model_whose_compilation_fails_goes_on_as_it_is(tmp_path: Path, by_block: str) -> None:
+    ended = run(tmp_path, AUTO + FAILS + by_block + "train(m, adam(m)); assert m._compiled_call_impl is None", FP8)
+    assert ended.returncode == 0, transcript(ended)
+    what = "Block" if by_block else "Net"
+    line = (
+        f"mpguard: compile: auto is off here: {what} cannot be compiled (BackendCompilerFailed: backend='fails' raised:"
+    )
+    assert ended.stderr.count(line) == 1, transcript(ended)
+    made = proof(tmp_path / "proof.json")
+    assert made["verdict"] == "in force" and "3 of 3 Linear" in made["rows"]["fp8"]["found"], transcript(ended)
+    assert made["rows"]["compile"]["found"].startswith("not compiled"), transcript(ended)
+
+
+def test_an_error_of_the_model_is_its_own(tmp_path: Path) -> None:
+    """With a shape that does not fit, dynamo fails first."""
+    ended = run(
+        tmp_path, AUTO + "o = adam(m)\ntry: m(torch.ones(16, 33))\nexcept RuntimeError as e: print(repr(e))", FP8
+    )
+    assert "shape" in ended.stdout and "cannot be compiled" not in ended.stderr, transcript(ended)
+
+
+def test_a_failed_compilation_of_a_policy_that_demands_it_is_torchs_error(tmp_path: Path) -> None:
+    ended = run(tmp_path, FAILS + "train(m, adam(m))", f"{FP8}, compile: true")
+    assert ended.returncode == 1 and "the compiler is broken" in ended.stderr, transcript(ended)
+
+
 def test_what_cannot_be_compiled_and_must_be_is_refused(tmp_path: Path) -> None:
     script = "compilation.missing_requirement = lambda m: 'Triton is not installed'; train(m, adam(m))"
     ended = run(tmp_path, script, f"{FP8}, compile: true")

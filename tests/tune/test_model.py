@@ -42,6 +42,8 @@ def test_the_interval_has_the_scatter_of_steps_and_of_runs() -> None:
     assert again.high - again.low < calm.high - calm.low < scattered.high - scattered.low < apart.high - apart.low
     outlier = step_time([[10.0] * 19 + [1000.0]])
     assert outlier == calm, "a step in which a checkpoint is saved does not count"
+    short = step_time([[1.0, 20.0, 2.0]])
+    assert short and short.low == 0.0, "no step takes less than no time"
     assert step_time([]) is None and step_time([()]) is None
 
 
@@ -51,6 +53,7 @@ def test_the_winner_is_the_fastest_and_of_equals_the_one_that_changes_least() ->
     assert winner(bf16, row("fp8", 9.95, fp8=True, changed=3)) == "bf16"
     assert winner(bf16, row("fp8", 11.0, fp8=True, changed=3)) == "bf16"
     assert winner(row("configured", 10.05), bf16) == "configured"
+    assert winner(bf16, row("graphs", 9.95, changed=1)) == "graphs", "the faster one of those that change equally much"
     failed = TuneRow(bf16.candidate, [TrialResult("failed", "boom")])
     assert winner(failed) is None and winner(failed, row("fp8", 11.0, fp8=True)) == "fp8"
 

@@ -23,6 +23,9 @@ SCRIPT = PROGRAMS / "tuned.py"
 CONFIGURATION = TuneCandidate(CONFIGURED, {}, recipe("bf16_mixed"))
 WARMUP, STEPS = 4, 6
 
+#: What mpguard itself prints in a run.
+PROVEN = "step 1 proven in force on 1 process\n  compute        bf16\nin force at steps 1-2 of 6 (2 looks)"
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +103,12 @@ def test_what_takes_too_long_is_ended(tmp_path: Path) -> None:
         ("mpguard: compile: auto is on here: y\nKilled", 1, "failed", "exit status 1: Killed"),
         ("usage: train.py\ntrain.py: error: no --data", 2, "failed", "exit status 2: train.py: error: no --data"),
         ("mpguard: mp.yaml: y", 2, "refused", "mp.yaml: y"),
+        (f"mpguard 0.1.0\n  mixed_precision  bf16\nno shards\n{PROVEN}", 3, "failed", "exit status 3: no shards"),
+        (PROVEN, 3, "failed", "exit status 3: no output"),
+        ("mpguard 0.1.0\nTraceback:\n  File x\nEOFError: EOF when reading a line", 1, "failed",
+         "exit status 1: EOFError: EOF when reading a line (the script reads input, and tune gives it none)"),
+        (f"epoch 1\n{PROVEN}", None, "failed",
+         "no end after 60 s (--time-limit); its last output: epoch 1"),
         ("", 0, "failed", "the script ended without an optimizer step that mpguard can observe"),
         ("\nloading data\n", None, "failed", "no end after 60 s (--time-limit); its last output: loading data"),
     ],

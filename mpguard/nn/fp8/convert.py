@@ -256,10 +256,14 @@ def _compiled(model: nn.Module, policy: Policy) -> str:
         return f"off, {chosen.reason}" if chosen.on is False else ""
     if missing := compilation.missing_requirement(model):
         return f"off, {missing}, though {chosen.reason}"
-    compilation.compile_in_place(model)
+    compilation.compile_in_place(model, None if policy.compile is True else _warn_not_compiled)
     done = any(map(compilation.is_compiled_in_place, model.modules()))
     how = f"in place{compilation.by_block(model)}"
     return f"on, {how}: {chosen.reason}" if done else f"off, nothing here is called, though {chosen.reason}"
+
+
+def _warn_not_compiled(failure: str) -> None:
+    warnings.warn(f"mpguard: compile: auto is off here: {failure}, and runs as it is", stacklevel=2)
 
 
 def _check_policy(names: dict[int, str], before: dict[int, nn.Linear], policy: Policy) -> None:

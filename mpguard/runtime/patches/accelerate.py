@@ -14,6 +14,7 @@ from mpguard.nn import compile as compilation
 from mpguard.runtime import checkpoints
 from mpguard.runtime import guard as guards
 from mpguard.runtime.patches import fp8_conversion
+from mpguard.runtime.patches.compile import reporting_failures
 from mpguard.runtime.patches.patch import AnyFunction, Patch
 from mpguard.runtime.plan import with_first_scale
 from mpguard.targets.capabilities import fp8_weights
@@ -143,10 +144,11 @@ def _prepare(original: AnyFunction) -> AnyFunction:
             import torch
 
             models = [each for each in args if isinstance(each, torch.nn.Module)]
-            if any(compilation.is_deep(model) and compilation.compile_in_place(model) for model in models):
+            failed = reporting_failures(guard)
+            if any(compilation.is_deep(model) and compilation.compile_in_place(model, failed) for model in models):
                 self.state.dynamo_plugin.backend = type(self.state.dynamo_plugin.backend)("NO")
                 for model in models:
-                    compilation.compile_in_place(model)
+                    compilation.compile_in_place(model, failed)
                 guard.reporter.print_once("mpguard: the model is compiled in place, block by block")
         return original(self, *args, **kwargs)
 

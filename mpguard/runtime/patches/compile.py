@@ -6,6 +6,7 @@ This is for custom training loops. With an `Accelerator`, accelerate compiles wh
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpguard.nn import compile as compilation
@@ -41,12 +42,21 @@ def compile_models(guard: Guard, optimizer: torch.optim.Optimizer) -> None:
                 )
             else:
                 guard.reporter.print_once(f"mpguard: compile: auto is off here: {missing}, though {chosen.reason}")
-        elif compilation.compile_in_place(model):
+        elif compilation.compile_in_place(model, reporting_failures(guard)):
             blocks = compilation.by_block(model)
             auto = f"compile: auto is on here{blocks}: {chosen.reason}"
             guard.reporter.print_once(
                 f"mpguard: {auto if policy.compile == 'auto' else f'the model is compiled in place{blocks}'}"
             )
+
+
+def reporting_failures(guard: Guard) -> Callable[[str], None] | None:
+    """Return a function that prints what could not be compiled; None if the policy has compile=True: an error then."""
+
+    def report(failure: str) -> None:
+        guard.reporter.print_once(f"mpguard: compile: auto is off here: {failure}, and runs as it is")
+
+    return None if guard.plan.policy.compile is True else report
 
 
 def in_the_policys_mode(original: AnyFunction) -> AnyFunction:
