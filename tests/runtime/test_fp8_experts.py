@@ -37,6 +37,8 @@ elif engine == "fsdp2":
         fully_shard(block.mlp.experts, mesh=mesh)
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+if "compiled" in sys.argv:
+    model = torch.compile(model, backend="aot_eager")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 if engine.startswith("zero"):
     import deepspeed
@@ -64,6 +66,7 @@ FP8 = "{mpguard_recipe: bf16_with_fp8_rowwise_mixed, mpguard_overrides: {fp8_emu
 #: Words of the script -> the config.
 ENGINES: dict[str, dict[str, str]] = {
     "checkpoints": {},
+    "compiled": {},
     "ddp": {"distributed_type": "MULTI_CPU"},
     "fsdp2": {"distributed_type": "FSDP", "fsdp_config": "{fsdp_version: 2}"},
     "zero3": {"distributed_type": "DEEPSPEED", "deepspeed_config": "{zero_stage: 3}"},

@@ -376,19 +376,19 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
         _add_inferred(seen, recorder, roots, products.inferred)
         return
     places = _places(roots)
-    emulated = any(fp8.is_emulated(module) for root in roots for module in root.modules())
-    in_graphs = {dtype for dtype, _ in recorder.compiled}
+    emulated = {id(module) for root in roots for module in root.modules() if fp8.is_emulated(module)}
     trainable = {id(module) for root in roots for module in root.modules() if _is_trainable(module)}
     for trained, counted in ((True, products.trained), (False, products.frozen)):
         whole: Counter[Computed] = Counter()
         for ran, flops in counted.items():
             # Emulated FP8 layers multiply in FP32 inside of functions, which dynamo's graphs do not show.
-            in_fp8 = emulated and ran.compiled and ran.dtype == "fp32" and "fp32" not in in_graphs
-            work = dataclasses.replace(ran, dtype="fp8") if in_fp8 else ran
+            hidden = emulated and ran.compiled and ran.dtype == "fp32" and "fp32" not in recorder.trained_in_graphs
+            work = dataclasses.replace(ran, dtype="fp8") if hidden else ran
             for module, part in _modules_of(work, flops, recorder).items():
                 name, place = places.get(module) or (None, _unnamed(work, module, products.called or {}))
                 inside = name is not None and module not in trainable
-                whole[Computed(trained, work.dtype, 0, name, work.name or place, work.attention, inside)] += part
+                dtype = "fp8" if ran.compiled and module in emulated else work.dtype  # emulated experts: BF16
+                whole[Computed(trained, dtype, 0, name, work.name or place, work.attention, inside)] += part
         seen.computed += [dataclasses.replace(found, flops=flops) for found, flops in whole.most_common()]
 
 

@@ -52,6 +52,8 @@ class Recorder:
         self.engines: list[Any] = []
         self.account: StepAccount = StepAccount(None if previous is None else previous.account)
         self.compiled: Counter[tuple[str, int | None]] = Counter(previous.compiled if previous is not None else ())
+        #: The dtypes of products in graphs that were compiled with gradients.
+        self.trained_in_graphs: set[str] = set(previous.trained_in_graphs if previous is not None else ())
         self.weight_uses: set[graphs.WeightUse] = set(previous.weight_uses if previous is not None else ())
         self.attention_masks: Counter[str] = Counter(previous.attention_masks if previous is not None else ())
         self.output: str | None = None
@@ -155,8 +157,10 @@ class Recorder:
 
         is_module = "torch.nn.modules.module" in {kind.__module__ for kind in type(owner).__mro__}
         outermost = frozenset({id(owner)} if is_module else ())
-        self.compiled += graphs.products_in_graph(module, next(iter(outermost), None))
+        found = graphs.products_in_graph(module, next(iter(outermost), None))
+        self.compiled += found
         if torch.is_grad_enabled():
+            self.trained_in_graphs |= {dtype for dtype, _ in found}
             self.attention_masks += attention_masks.kernels_in_graph(module)
             self.weight_uses |= set(graphs.weight_uses(module, outermost))
 

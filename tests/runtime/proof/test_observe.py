@@ -311,6 +311,25 @@ def test_a_layer_added_after_the_optimizer_is_reported_with_advice(tmp_path: Pat
     )
 
 
+def test_generation_in_fp32_between_steps_is_no_training_in_fp32(tmp_path: Path) -> None:
+    """Outside of autocast a model is compiled again, and what is not in FP8 multiplies in FP32 there."""
+    script = """
+from transformers import LlamaConfig, LlamaForCausalLM
+m = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32, pad_token_id=0, eos_token_id=None))
+m.compile(backend="aot_eager"); o = adam(m); ids = torch.randint(3, 64, (4, 16))
+for _ in range(2):
+    m.train()
+    with amp(): loss = m(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward(); o.step(); o.zero_grad()
+    m.eval()
+    with torch.no_grad(): m.generate(ids[:2, :6], max_new_tokens=2, do_sample=False)
+"""
+    fields = "{fp8_emulate: true, backend: torchao, first_last_layers_bf16: false}"
+    ended = run(tmp_path, script, recipe=f"hopper_bf16_with_fp8_mixed, mpguard_overrides: {fields}")
+    assert ended.returncode == 0 and "in force at steps 1-2 (2 looks)" in ended.stderr, transcript(ended)
+
+
 def test_an_optimizer_of_other_parameters_has_a_message_of_its_own(tmp_path: Path) -> None:
     ended = run(tmp_path, "import copy; m = net(); o = adam(m); train(copy.deepcopy(m), o)")
     assert (
