@@ -15,7 +15,8 @@ Some changes are no mistakes, and are left out (the batches up to `wide10` count
 so there):
 
 - in code that nothing runs: a function or class that no file of the repository mentions elsewhere, a module without a
-  main part that none mentions, a test, and a trial on random tensors below `if __name__ == "__main__":`;
+  main part that none mentions, a test, and a trial on random tensors below `if __name__ == "__main__":`, or (since
+  `wide11`) in a function that makes its inputs as `torch.rand(2, 4)` and reads no data;
 - a cast in a program that only measures how fast steps are (a file or folder named `bench...`, `profile` or `speed`);
 - a key in a DeepSpeed config of a project that pins a DeepSpeed which still has it, or a misspelt section that is off;
 - positions that BF16 holds exactly (up to a small literal, a small default, the size of a batch or of a window) where
@@ -523,7 +524,9 @@ def batch_half(text: str) -> str | None:
             body = updated_node.body
             if self.changes or not isinstance(body, cst.IndentedBlock):
                 return updated_node
-            direct = [code(line) for line in body.body if isinstance(line, cst.SimpleStatementLine)]
+            direct = [
+                re.sub(r"(?m)^ *#.*", "", code(line)) for line in body.body if isinstance(line, cst.SimpleStatementLine)
+            ]
             if not any(".backward(" in line for line in direct):
                 return updated_node
             lines = list(body.body)
@@ -1088,6 +1091,9 @@ def words_of(folder: Path, repository: str, pattern: str, cache: dict[tuple[str,
 
 #: Files and folders of programs that only measure.
 _MEASURES = re.compile(r"(?i)(?:^|[/_.])(?:bench\w*|profil\w*|speed\w*)(?:[/_.]|$)")
+#: What makes random tensors of a fixed size; what gives other data.
+_TRIAL = re.compile(r"torch\.randn?\(\s*[\[(]?\d+,(?s:.*)\.backward\(")
+_READS_DATA = re.compile(r"(?i)loader|dataset|\bdata\b|batch|parse_args|open\(")
 _TEXTS = (".py", ".sh", ".yaml", ".yml", ".md", ".ipynb", ".json", ".toml", ".cfg", ".txt", "")
 
 
@@ -1120,6 +1126,8 @@ class Users:
         if re.match("if +__name__", own):
             return not re.search(r"torch\.rand", own) or bool(re.search(r"(?i)loader|dataset|parse_args|open\(", own))
         if "__main__" not in program.text and not self.mention(program, program.path.stem):
+            return False
+        if re.match("def +", own) and _TRIAL.search(own) and not _READS_DATA.search(own):
             return False
         defined = re.match(r"(?:async +)?(?:def|class) +(\w+)", own)
         if defined is None or (top and old[top - 1].startswith("@")) or defined[1] in ("main", "_mp_fn"):
