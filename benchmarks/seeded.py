@@ -22,6 +22,9 @@ so there):
 - positions that BF16 holds exactly (up to a small literal, a small default, the size of a batch or of a window) where
   no power or logarithm of them follows;
 - torch's clipping after gradients that the program unscales itself, and code that does not import the name `torch`;
+- an autocast that a constant of an imported module switches off, and an autocast in BF16 around a model whose module
+  has its own autocast, which needs the scaler (both since `wide11`);
+- a call that only a comment contains (since `wide11`);
 - an average that is copied but never updated: `weight_decay` says nothing about that.
 
 A batch of integers that is cast to FP16 counts as found by MPG110 too, which reports just that.
@@ -66,8 +69,9 @@ Mutate = Callable[[str], "str | None"]
 class Kind(NamedTuple):
     """One kind of mistake. rules: one of them has to see it; words: what a program contains; never: what it does not.
 
-    alone: words that no Python file and no list of requirements of the repository contains. trains: the mistake is none
-    in a program that only measures speed.
+    alone: words that no Python file and no list of requirements of the repository contains. imported: words that no
+    module of the repository that the program imports contains. trains: the mistake is none in a program that only
+    measures speed.
     """
 
     name: str
@@ -76,11 +80,13 @@ class Kind(NamedTuple):
     words: tuple[str, ...]
     never: str = ""
     alone: str = ""
+    imported: str = ""
     suffixes: tuple[str, ...] = (".py",)
     trains: bool = False
 
     def fits(self, text: str) -> bool:
-        return all(re.search(word, text) for word in self.words) and not (self.never and re.search(self.never, text))
+        run = re.sub(r"(?m)^ *#.*", "", text)  # a word in a comment is none of the program
+        return all(re.search(word, run) for word in self.words) and not (self.never and re.search(self.never, text))
 
 
 KINDS: list[Kind] = []
@@ -91,6 +97,7 @@ def kind(
     *words: str,
     never: str = "",
     alone: str = "",
+    imported: str = "",
     suffixes: tuple[str, ...] = (".py",),
     trains: bool = False,
 ) -> Callable[[Mutate], Mutate]:
@@ -99,7 +106,7 @@ def kind(
     def register(mutate: Mutate) -> Mutate:
         name = mutate.__name__.replace("_", "-")
         rules = tuple(f"MPG{code}" for code in codes.split())
-        KINDS.append(Kind(name, rules, mutate, words, never, alone, suffixes, trains))
+        KINDS.append(Kind(name, rules, mutate, words, never, alone, imported, suffixes, trains))
         return mutate
 
     return register
@@ -271,7 +278,11 @@ OTHER = r"apex|deepspeed|accelerat|lightning|\bpl\."
 FP16_LOOP = (r"GradScaler\(", r"autocast\(", r"\.scale\(.*\)\.backward\(", r"[sS]caler\.step\(")
 
 
-@kind("201", *FP16_LOOP, never=OTHER + r"|bfloat16|bf16")
+#: A constant that switches autocast off.
+AMP_OFF = r"(?m)^ *(?:use_)?amp(?: *: *bool)? *= *False *$"
+
+
+@kind("201", *FP16_LOOP, never=OTHER + r"|bfloat16|bf16", imported=AMP_OFF)
 def scaler_removed(text: str) -> str | None:
     """Remove the scaler altogether, where nothing else mentions it."""
     new = _without_scaler(text)
@@ -280,7 +291,7 @@ def scaler_removed(text: str) -> str | None:
     return None if re.search("[sS]caler", rest) else new
 
 
-@kind("202 201", *FP16_LOOP, never=OTHER + r"|bfloat16|bf16")
+@kind("202 201", *FP16_LOOP, never=OTHER + r"|bfloat16|bf16", imported=AMP_OFF)
 def scaler_scales_nothing(text: str) -> str | None:
     return _without_scaler(text)
 
@@ -398,7 +409,12 @@ def unscale_twice(text: str) -> str | None:
     return changed(text, Insert(again, after=True))
 
 
-@kind("207", *FP16_LOOP, never=OTHER + r"|bfloat16|bf16|GradScaler\([^)\n]*enabled")
+@kind(
+    "207",
+    *FP16_LOOP,
+    never=OTHER + r"|bfloat16|bf16|GradScaler\([^)\n]*enabled",
+    imported=AMP_OFF + r"|autocast\(",
+)
 def autocast_fp16_to_bf16(text: str) -> str | None:
     return changed(text, Replace(_autocast_with("torch.bfloat16")))
 
@@ -1089,6 +1105,18 @@ def words_of(folder: Path, repository: str, pattern: str, cache: dict[tuple[str,
     return cache[repository, pattern]
 
 
+def imports(folder: Path, program: Program, pattern: str) -> bool:
+    """True if a module of the repository that the program imports contains the pattern."""
+    where = folder / program.repository.replace("/", "+")
+    roots = [each for each in program.path.parents if each.is_relative_to(where)]
+    for module, name in re.findall(r"(?m)^ *(?:from|import) +\.*([\w.]+)(?: +import +(\w+))?", program.text):
+        for path in {module.replace(".", "/"), f"{module}.{name}".replace(".", "/")}:
+            for file in (root / f"{path}.py" for root in roots):
+                if file.is_file() and re.search(pattern, file.read_text("utf-8", "replace")):
+                    return True
+    return False
+
+
 #: Files and folders of programs that only measure.
 _MEASURES = re.compile(r"(?i)(?:^|[/_.])(?:bench\w*|profil\w*|speed\w*)(?:[/_.]|$)")
 #: What makes random tensors of a fixed size; what gives other data.
@@ -1152,6 +1180,8 @@ def run(folder: Path, which: str, per_kind: int, kinds: Iterable[Kind]) -> Itera
             if each.trains and _MEASURES.search(path):
                 continue
             if each.alone and words_of(folder, program.repository, each.alone, alone):
+                continue
+            if each.imported and imports(folder, program, each.imported):
                 continue
             tried[program.repository] += 1
             if tried[program.repository] > TRIES:
