@@ -15,12 +15,16 @@ Some changes are no mistakes, and are left out (the batches up to `wide10` count
 so there):
 
 - in code that nothing runs: a function or class that no file of the repository mentions elsewhere, a module without a
-  main part that none mentions, a test, and a trial on random tensors below `if __name__ == "__main__":`;
+  main part that none mentions, a test, and a trial on random tensors below `if __name__ == "__main__":`, or (since
+  `wide11`) in a function that makes its inputs as `torch.rand(2, 4)` and reads no data;
 - a cast in a program that only measures how fast steps are (a file or folder named `bench...`, `profile` or `speed`);
 - a key in a DeepSpeed config of a project that pins a DeepSpeed which still has it, or a misspelt section that is off;
 - positions that BF16 holds exactly (up to a small literal, a small default, the size of a batch or of a window) where
   no power or logarithm of them follows;
 - torch's clipping after gradients that the program unscales itself, and code that does not import the name `torch`;
+- an autocast that a constant of an imported module switches off, and an autocast in BF16 around a model whose module
+  has its own autocast, which needs the scaler (both since `wide11`);
+- a call that only a comment contains (since `wide11`);
 - an average that is copied but never updated: `weight_decay` says nothing about that.
 
 A batch of integers that is cast to FP16 counts as found by MPG110 too, which reports just that.
@@ -65,8 +69,9 @@ Mutate = Callable[[str], "str | None"]
 class Kind(NamedTuple):
     """One kind of mistake. rules: one of them has to see it; words: what a program contains; never: what it does not.
 
-    alone: words that no Python file and no list of requirements of the repository contains. trains: the mistake is none
-    in a program that only measures speed.
+    alone: words that no Python file and no list of requirements of the repository contains. imported: words that no
+    module of the repository that the program imports contains. trains: the mistake is none in a program that only
+    measures speed.
     """
 
     name: str
@@ -75,11 +80,13 @@ class Kind(NamedTuple):
     words: tuple[str, ...]
     never: str = ""
     alone: str = ""
+    imported: str = ""
     suffixes: tuple[str, ...] = (".py",)
     trains: bool = False
 
     def fits(self, text: str) -> bool:
-        return all(re.search(word, text) for word in self.words) and not (self.never and re.search(self.never, text))
+        run = re.sub(r"(?m)^ *#.*", "", text)  # a word in a comment is none of the program
+        return all(re.search(word, run) for word in self.words) and not (self.never and re.search(self.never, text))
 
 
 KINDS: list[Kind] = []
@@ -90,6 +97,7 @@ def kind(
     *words: str,
     never: str = "",
     alone: str = "",
+    imported: str = "",
     suffixes: tuple[str, ...] = (".py",),
     trains: bool = False,
 ) -> Callable[[Mutate], Mutate]:
@@ -98,7 +106,7 @@ def kind(
     def register(mutate: Mutate) -> Mutate:
         name = mutate.__name__.replace("_", "-")
         rules = tuple(f"MPG{code}" for code in codes.split())
-        KINDS.append(Kind(name, rules, mutate, words, never, alone, suffixes, trains))
+        KINDS.append(Kind(name, rules, mutate, words, never, alone, imported, suffixes, trains))
         return mutate
 
     return register
@@ -270,7 +278,11 @@ OTHER = r"apex|deepspeed|accelerat|lightning|\bpl\."
 FP16_LOOP = (r"GradScaler\(", r"autocast\(", r"\.scale\(.*\)\.backward\(", r"[sS]caler\.step\(")
 
 
-@kind("201", *FP16_LOOP, never=OTHER + r"|bfloat16|bf16")
+#: A constant that switches autocast off.
+AMP_OFF = r"(?m)^ *(?:use_)?amp(?: *: *bool)? *= *False *$"
+
+
+@kind("201", *FP16_LOOP, never=OTHER + r"|bfloat16|bf16", imported=AMP_OFF)
 def scaler_removed(text: str) -> str | None:
     """Remove the scaler altogether, where nothing else mentions it."""
     new = _without_scaler(text)
@@ -279,7 +291,7 @@ def scaler_removed(text: str) -> str | None:
     return None if re.search("[sS]caler", rest) else new
 
 
-@kind("202 201", *FP16_LOOP, never=OTHER + r"|bfloat16|bf16")
+@kind("202 201", *FP16_LOOP, never=OTHER + r"|bfloat16|bf16", imported=AMP_OFF)
 def scaler_scales_nothing(text: str) -> str | None:
     return _without_scaler(text)
 
@@ -397,7 +409,12 @@ def unscale_twice(text: str) -> str | None:
     return changed(text, Insert(again, after=True))
 
 
-@kind("207", *FP16_LOOP, never=OTHER + r"|bfloat16|bf16|GradScaler\([^)\n]*enabled")
+@kind(
+    "207",
+    *FP16_LOOP,
+    never=OTHER + r"|bfloat16|bf16|GradScaler\([^)\n]*enabled",
+    imported=AMP_OFF + r"|autocast\(",
+)
 def autocast_fp16_to_bf16(text: str) -> str | None:
     return changed(text, Replace(_autocast_with("torch.bfloat16")))
 
@@ -523,7 +540,9 @@ def batch_half(text: str) -> str | None:
             body = updated_node.body
             if self.changes or not isinstance(body, cst.IndentedBlock):
                 return updated_node
-            direct = [code(line) for line in body.body if isinstance(line, cst.SimpleStatementLine)]
+            direct = [
+                re.sub(r"(?m)^ *#.*", "", code(line)) for line in body.body if isinstance(line, cst.SimpleStatementLine)
+            ]
             if not any(".backward(" in line for line in direct):
                 return updated_node
             lines = list(body.body)
@@ -1086,8 +1105,23 @@ def words_of(folder: Path, repository: str, pattern: str, cache: dict[tuple[str,
     return cache[repository, pattern]
 
 
+def imports(folder: Path, program: Program, pattern: str) -> bool:
+    """True if a module of the repository that the program imports contains the pattern."""
+    where = folder / program.repository.replace("/", "+")
+    roots = [each for each in program.path.parents if each.is_relative_to(where)]
+    for module, name in re.findall(r"(?m)^ *(?:from|import) +\.*([\w.]+)(?: +import +(\w+))?", program.text):
+        for path in {module.replace(".", "/"), f"{module}.{name}".replace(".", "/")}:
+            for file in (root / f"{path}.py" for root in roots):
+                if file.is_file() and re.search(pattern, file.read_text("utf-8", "replace")):
+                    return True
+    return False
+
+
 #: Files and folders of programs that only measure.
 _MEASURES = re.compile(r"(?i)(?:^|[/_.])(?:bench\w*|profil\w*|speed\w*)(?:[/_.]|$)")
+#: What makes random tensors of a fixed size; what gives other data.
+_TRIAL = re.compile(r"torch\.randn?\(\s*[\[(]?\d+,(?s:.*)\.backward\(")
+_READS_DATA = re.compile(r"(?i)loader|dataset|\bdata\b|batch|parse_args|open\(")
 _TEXTS = (".py", ".sh", ".yaml", ".yml", ".md", ".ipynb", ".json", ".toml", ".cfg", ".txt", "")
 
 
@@ -1121,6 +1155,8 @@ class Users:
             return not re.search(r"torch\.rand", own) or bool(re.search(r"(?i)loader|dataset|parse_args|open\(", own))
         if "__main__" not in program.text and not self.mention(program, program.path.stem):
             return False
+        if re.match("def +", own) and _TRIAL.search(own) and not _READS_DATA.search(own):
+            return False
         defined = re.match(r"(?:async +)?(?:def|class) +(\w+)", own)
         if defined is None or (top and old[top - 1].startswith("@")) or defined[1] in ("main", "_mp_fn"):
             return True
@@ -1144,6 +1180,8 @@ def run(folder: Path, which: str, per_kind: int, kinds: Iterable[Kind]) -> Itera
             if each.trains and _MEASURES.search(path):
                 continue
             if each.alone and words_of(folder, program.repository, each.alone, alone):
+                continue
+            if each.imported and imports(folder, program, each.imported):
                 continue
             tried[program.repository] += 1
             if tried[program.repository] > TRIES:

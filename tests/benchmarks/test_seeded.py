@@ -89,6 +89,32 @@ def test_a_program_without_the_place_is_left_alone() -> None:
     assert KINDS["scale-dropped"].mutate(PLAIN) is None
 
 
+def test_what_only_a_comment_contains_is_not_in_a_program() -> None:
+    assert KINDS["update-dropped"].fits(SCALED)
+    assert not KINDS["update-dropped"].fits(SCALED.replace("scaler = torch", "# scaler = torch"))
+
+
+def test_words_are_looked_for_in_the_modules_that_a_program_imports(tmp_path: Path) -> None:
+    folder = tmp_path / "o+r" / "scripts"
+    (folder / "parts").mkdir(parents=True)
+    (folder / "parts" / "net.py").write_text("import torch\n\nwith torch.autocast('cuda'):\n    pass\n")
+    (folder / "other.py").write_text("AMP = 1\n")
+    program = seeded.Program("o/r", folder / "train.py", "import other\nfrom parts.net import Net\n")
+    assert seeded.imports(tmp_path, program, r"autocast\(")
+    assert seeded.imports(tmp_path, program._replace(text="from parts import net\n"), r"autocast\(")
+    assert not seeded.imports(tmp_path, program._replace(text="import other\n"), r"autocast\(")
+
+
+def test_a_trial_on_random_tensors_trains_nothing(tmp_path: Path) -> None:
+    trial = "import torch\n\ndef run(model):\n    x = torch.rand(2, 4)\n    model(x).sum().backward()\n\nrun(Net())\n"
+    real = trial.replace("(model)", "(model, loader)").replace("torch.rand(2, 4)", "next(loader)")
+    users = seeded.Users(tmp_path)
+    for lines, counts in ((trial, False), (real, True)):
+        text = lines + 'if __name__ == "__main__":\n    pass\n'
+        program = seeded.Program("o/r", tmp_path / "o+r" / "train.py", text)
+        assert users.run(program, text.replace("    model(x)", "    model.half()\n    model(x)")) is counts
+
+
 def test_kinds_have_names_of_their_own_and_rules_that_there_are() -> None:
     assert len(KINDS) == len(seeded.KINDS)
     assert {code for each in seeded.KINDS for code in each.rules} <= set(rules(own_only=True))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 
 import libcst as cst
@@ -439,9 +439,12 @@ class Facts(FormerNames, former=_FORMER):
         """True if a function is passed as a value, so that code outside the call graph may call it."""
         return self.of(scope).graph.escapes(scope)
 
-    def programs_of(self, scope: Scope) -> set[Scope]:
-        """Return the functions of the tree that run in a program that runs this one."""
-        return self.of(scope).graph.programs_of(scope)
+    def programs_of(self, scope: Scope, into: Callable[[Scope], bool] = lambda _: True) -> set[Scope]:
+        """Return the functions of the tree that run in a program that runs this one.
+
+        into: True for a callee that is of interest, with what it calls.
+        """
+        return self.of(scope).graph.programs_of(scope, into)
 
     def reachable(self, scope: Scope) -> set[Scope]:
         """Return the functions of the tree connected with this one by calls, in either direction.

@@ -332,14 +332,14 @@ class CallGraph:
         """
         return self._closure([scope], lambda each: self.facts.of(each).graph._neighbours(each))
 
-    def programs_of(self, scope: Scope) -> set[Scope]:
+    def programs_of(self, scope: Scope, into: Callable[[Scope], bool] = lambda _: True) -> set[Scope]:
         """Return the functions of the tree that run in a program that runs this one.
 
         They are what calls it, directly or not, with its classes, and what these call. `reachable` contains the other
-        users of its helpers as well.
+        users of its helpers as well. into: True for a callee that is of interest, with what it calls.
         """
         callers = self._closure([scope], lambda each: self.facts.of(each).graph._runs_it(each))
-        return self._closure(callers, lambda each: self.facts.of(each).graph._runs(each))
+        return self._closure(callers, lambda each: list(filter(into, self.facts.of(each).graph._runs(each))))
 
     def _closure(self, start: Iterable[Scope], following: Callable[[Scope], list[Scope]]) -> set[Scope]:
         """Return some functions, and all that follow from them."""

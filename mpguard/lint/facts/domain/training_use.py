@@ -138,13 +138,18 @@ class TrainingUse:
             self.facts.frozen_params.is_frozen_name(whole[0]) or self.has_adapters(whole[0], cast.call)
         ):
             return None
-        training = self._training(self._reach(cast, guards[0], whole))
+        reach = self._reach(cast, guards[0], whole)
+        training = self._training(reach, weights=whole is not None or self.is_module(cast))
         if training is None or (training.by_engine and whole is None and not self.is_module(cast)):
             return None  # the inputs of a model that an engine may run in low precision
         return training
 
-    def _training(self, reach: Reach) -> Training | None:
-        if reach.meets("peft") or reach.meets("frozen"):
+    def _training(self, reach: Reach, weights: bool = False) -> Training | None:
+        """Return what trains with a value.
+
+        weights: it is a model. An optimizer trains it even if a frozen model takes its output.
+        """
+        if reach.meets("peft") or (reach.meets("frozen") and not (weights and reach.meets("optimizer"))):
             return None
         sinks = tuple(sink for sink in reach.training_sinks if not self._by_engine(sink))
         return Training(reach, sinks, len(sinks) < len(reach.training_sinks)) if sinks else None
@@ -443,8 +448,10 @@ class TrainingUse:
         """
         if self._all_keep_masters or weights.training.reach.meets("initialize"):
             return True
-        starts = [weights.event.scope, *(sink.call.scope for sink in weights.training.sinks)]
-        near = {each for scope in starts for each in self.facts.programs_of(scope) if each.kind != "class"}
+        takes = (sink.call.scope for sink in weights.training.sinks if sink.kind != "backward")
+        starts = dict.fromkeys((weights.event.scope, *takes))
+        programs = (self.facts.programs_of(scope, _may_shard) for scope in starts)
+        near = {each for program in programs for each in program if each.kind != "class"}
         return any(map(self._mentions_sharding, near))
 
     @cached_property
@@ -603,6 +610,11 @@ class TrainingUse:
             if isinstance(record, Call) and record.name.endswith(("Arguments", "Config", "Args"))
         ]
         return records[0] if len(records) == 1 else None
+
+
+def _may_shard(callee: Scope) -> bool:
+    """True if a callee may shard a model: not a module by what it defines, nor what saves or loads a checkpoint."""
+    return callee.kind == "function" and not _CHECKPOINT.search(callee.name)
 
 
 def _only_counts(loop: cst.For) -> bool:

@@ -157,8 +157,16 @@ def may_be_scaled(
     return any(
         event.scope in program and compatible(event.guard, guard)
         for event in facts.events("framework")
-        if not is_super(event.subject)
+        if not is_super(event.subject) and not _is_own_backward(event, program, facts)
     )
+
+
+def _is_own_backward(event: Event, program: set[Scope], facts: Facts) -> bool:
+    """True for `self.backward(loss)` of a class that defines this method in the program: what it does counts."""
+    owner = event.scope.owner
+    if dotted(event.subject) != "self" or owner is None or facts.base_unknown(owner):
+        return False
+    return any(each.scope in program for each in facts.functions(event.call))
 
 
 def arm_scales(loss: Event, facts: Facts) -> bool:

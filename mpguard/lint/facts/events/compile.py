@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.events.event import Event, aliases, called, finds
-from mpguard.lint.facts.syntax.nodes import constant
+from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, compatible
 from mpguard.lint.facts.syntax.records import Call, Scope, Use
 from mpguard.lint.facts.values import project_words
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 #: Functions that may compile, by words in their names: `maybe_compile(model)`.
 _COMPILES = re.compile("|".join(("compile", *project_words.COMPILING_FUNCTIONS)))
+#: Of these, functions that take a compiled model apart, or ask for one.
+_UNWRAPS = re.compile(r"(?i)^_*(?:un|is_|has_|was_|strip_|remove_)")
+#: The step of an optimizer: its compilation leaves the model as it is.
+_OPTIMIZER_STEP = re.compile(r"(?i)(?:^|[._])opt(?:im|imizer)?s?\.step$")
 #: Functions that a flag is passed to and that do not compile.
 _ONLY_READS = re.compile(r"(?i)print|log|info|warn|str$|bool$|add_argument|write")
 _COMPILE_OPTIONS = frozenset(
@@ -38,6 +42,8 @@ def _compiles(facts: Facts) -> Iterator[Event]:
         paths = [path for _, path in facts.paths(call)]
         if call.is_statement and paths == ["torch.compile"] and call.node.args:
             continue  # the compiled model is dropped
+        if _OPTIMIZER_STEP.search(dotted(call.argument(0, "model"))):
+            continue
         if any(path.startswith(("torch.", "torch_xla.")) for path in paths) or (
             call.receiver is not None and not paths and call.name == "compile"
         ):
@@ -63,7 +69,7 @@ def compiled(facts: Facts, guard: PathCondition = ALWAYS, model: Event | None = 
     ):
         return True
     for name, calls in facts.calls.items():
-        if _COMPILES.search(name) and name != "compile":
+        if name != "compile" and may_compile(name):
             may = (call for call in calls if compatible(facts.guard_of(call), guard))
             if not all(_only_keeps(call, facts) for call in may):
                 return True
@@ -76,6 +82,11 @@ def compiled(facts: Facts, guard: PathCondition = ALWAYS, model: Event | None = 
         for uses in scope.uses.values()
         for use in uses
     )
+
+
+def may_compile(function: str) -> bool:
+    """True if a function may compile, by its name."""
+    return bool(_COMPILES.search(function)) and not _UNWRAPS.search(function)
 
 
 def _may_compile(facts: Facts, use: Use, model: Event | None) -> bool:

@@ -9,17 +9,18 @@ from mpguard.lint import Bad, Call, Diagnostic, Edit, Facts, Fix, Good, Object, 
 
 #: Contexts in which a call is a probe for an error or a warning.
 _PROBES = re.compile(r"(?i)raises|warns|warnings|subtest|suppress")
-#: Kinds of contexts that are entered.
-_CONTEXTS = frozenset({"autocast", "accelerator_autocast"})
+#: Kinds of contexts that are entered; a function with `autocast` in its name may choose one, or be one by `yield`.
+_CONTEXTS = frozenset({"autocast", "accelerator_autocast", "fp8_autocast", "nullcontext", "context"})
 
 
 class AutocastNotEntered(Rule):
     """An autocast context is created but never entered.
 
     ## What it does
-    Reports `torch.autocast(...)`, its deprecated forms and `accelerator.autocast()` if the call is a statement of its
-    own, is assigned to a name of a function or script that is never used, or is the left operand of `and`. A context is
-    truthy, so `with torch.autocast("cuda") and torch.no_grad():` enters only the second one.
+    Reports `torch.autocast(...)`, its deprecated forms, `accelerator.autocast()`, `autocast(...)` of Transformer Engine
+    and functions of the project with such a name that return or are a context manager, if the call is a statement of
+    its own, is assigned to a name of a function or script that is never used, or is the left operand of `and`. A
+    context is truthy, so `with torch.autocast("cuda") and torch.no_grad():` enters only the second one.
 
     ## Why is this bad
     `torch.autocast` is a context manager: it has no effect until `with` or a decorator enters it. The code below it
@@ -244,6 +245,71 @@ def train(args, model, loader, optimizer):
         optimizer.step()
 """,
         ),
+        Bad(
+            """\
+import contextlib
+
+import torch
+import transformer_engine.pytorch as te
+
+class Precision:
+    def __init__(self, dtype, factory):
+        self.dtype, self.factory = dtype, factory
+
+    def autocast(self):
+        if self.dtype is None:
+            return contextlib.nullcontext()
+        return self.factory("cuda", dtype=self.dtype)
+
+class Manager:
+    @contextlib.contextmanager
+    def autocast(self, enabled=True):
+        with torch.autocast("cuda", enabled=enabled):
+            yield
+
+def train(model, loader, optimizer, recipe, dtype):
+    precision = Precision(dtype, torch.autocast)
+    manager = Manager()
+    for x in loader:
+        te.autocast(enabled=True, recipe=recipe)  # !
+        precision.autocast()  # !
+        manager.autocast()  # !
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import contextlib
+
+import torch
+import transformer_engine.pytorch as te
+
+class Precision:
+    def __init__(self, dtype, factory):
+        self.dtype, self.factory = dtype, factory
+
+    def autocast(self):
+        if self.dtype is None:
+            return contextlib.nullcontext()
+        return self.factory("cuda", dtype=self.dtype)
+
+class Switch:
+    def enable_autocast(self):
+        self.on = True
+
+def train(model, loader, optimizer, recipe, dtype):
+    precision = Precision(dtype, torch.autocast)
+    Switch().enable_autocast()
+    context = te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+    for x in loader:
+        with te.autocast(enabled=True, recipe=recipe), precision.autocast(), context:
+            loss = model(x)
+        loss.backward()
+        optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -260,10 +326,10 @@ def train(args, model, loader, optimizer):
     def _created(self, facts: Facts) -> Iterator[Call]:
         created = [event.call for event in facts.events("autocast")]
         yield from created
-        for call in facts.calls.get("autocast", ()):
+        for call in (each for name, calls in facts.calls.items() if name.endswith("autocast") for each in calls):
             atoms = [each.atom for each in facts.evaluate(call.node, call)] if call not in created else []
             if any(isinstance(atom, Object) and atom.kind in _CONTEXTS for atom in atoms):
-                yield call  # Accelerate's, or one of a `partial` or a `lambda`
+                yield call  # Accelerate's or Transformer Engine's, or one of a `partial`, a `lambda` or a function
 
     def _is_probe(self, call: Call, facts: Facts) -> bool:
         """True if the call only tries whether there is such an autocast: alone in a `try`, or in `pytest.raises`."""

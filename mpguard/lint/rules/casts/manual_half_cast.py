@@ -1059,6 +1059,45 @@ def sample(model, latent, loader):
         optimizer.step()
 """
         ),
+        Bad(
+            """\
+import torch
+
+def train(net, judge, loader):
+    for p in judge.parameters():
+        p.requires_grad = False
+    net.half()  # !
+    optimizer = torch.optim.AdamW(net.parameters())
+    for x in loader:
+        judge(net(x)).sum().backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def train(net, judge, loader):
+    for p in judge.parameters():
+        p.requires_grad = False
+    optimizer = torch.optim.AdamW(net.parameters())
+    for x in loader:
+        judge(net(x)).sum().backward()
+        optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def train(net, judge, loader):
+    judge.half()
+    for p in judge.parameters():
+        p.requires_grad = False
+    optimizer = torch.optim.AdamW(net.parameters())
+    for x in loader:
+        judge(net(x).half()).sum().backward()
+        optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

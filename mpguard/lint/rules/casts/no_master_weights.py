@@ -4,6 +4,30 @@ from collections.abc import Iterator
 
 from mpguard.lint import Bad, Diagnostic, Dtype, Facts, Good, Note, Rule, any_of
 
+_SHARDED_CHECKPOINTS = {
+    "pyproject.toml": "",
+    "checkpoints.py": """\
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+FSDP_STRATEGIES = ("full", "grad")
+
+def rank():
+    return dist.get_rank()
+
+def shard(model):
+    return FSDP(model)
+
+def load_checkpoint(path, model, optimizer):
+    inner = unwrap(model)
+    inner.load_state_dict(torch.load(path))
+
+def unwrap(model):
+    return model.module if isinstance(model, FSDP) else model
+""",
+}
+
 
 class NoMasterWeights(Rule):
     """All parameters are BF16 and a plain optimizer updates them.
@@ -20,7 +44,8 @@ class NoMasterWeights(Rule):
     ## Known limits
     Silent for adapters, quantized loads and frozen models; for optimizers with stochastic rounding
     (`bf16_stochastic_round=True`), Kahan summation or FP32 masters, which are not among the recognized ones; and where
-    the functions that train the model mention DeepSpeed, FSDP or Megatron, whose optimizers may keep masters. A Trainer
+    the functions that train the model, other than those for checkpoints, mention DeepSpeed, FSDP or Megatron, whose
+    optimizers may keep masters. A Trainer
     is checked if its `TrainingArguments` are in the file, or parsed by `HfArgumentParser` from launch lines in the tree
     that are fully known.
     """
@@ -276,6 +301,39 @@ def rounded(loader, tower):
         model(tower(x)).sum().backward()
         optimizer.step()
 """
+        ),
+        Bad(
+            """\
+import torch
+from checkpoints import load_checkpoint, rank
+
+def train(loader):
+    model = torch.nn.Linear(8, 8)
+    model = model.to(torch.bfloat16)  # !
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    load_checkpoint("last.pt", model, optimizer)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+    return rank()
+""",
+            files=_SHARDED_CHECKPOINTS,
+        ),
+        Good(
+            """\
+import torch
+from checkpoints import load_checkpoint, shard
+
+def train(loader):
+    model = torch.nn.Linear(8, 8)
+    model = shard(model.to(torch.bfloat16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    load_checkpoint("last.pt", model, optimizer)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+            files=_SHARDED_CHECKPOINTS,
         ),
     )
 

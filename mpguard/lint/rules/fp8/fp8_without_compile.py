@@ -19,8 +19,30 @@ from mpguard.lint import (
     dotted,
     fp8_facts,
     launched_compiled,
+    may_compile,
     python_edits,
 )
+
+_COMPILES_OPTIMIZER = {
+    "pyproject.toml": "",
+    "helpers.py": """\
+import torch
+
+def build_optimizer(model):
+    opt = torch.optim.AdamW(model.parameters())
+    opt.step = torch.compile(opt.step)
+    return opt
+
+def load_checkpoint(model):
+    _unwrap_compiled(model).load_state_dict(torch.load("last.pt"))
+
+def _unwrap_compiled(model):
+    return getattr(model, "_orig_mod", model)
+
+def compile_model(model):
+    return torch.compile(model)
+""",
+}
 
 
 class Fp8WithoutCompile(Rule):
@@ -500,6 +522,78 @@ def main(args, loader):
         optimizer.step()
 """
         ),
+        Bad(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+from helpers import build_optimizer, load_checkpoint
+
+def main(args, loader, step):
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = build_optimizer(model)
+    convert_to_float8_training(model)  # !
+    load_checkpoint(model)
+    for x in loader:
+        step(model, x).backward()
+        optimizer.step()
+""",
+            files=_COMPILES_OPTIMIZER,
+            fixed="""\
+import torch
+from torchao.float8 import convert_to_float8_training
+from helpers import build_optimizer, load_checkpoint
+
+def main(args, loader, step):
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = build_optimizer(model)
+    convert_to_float8_training(model)
+    model = torch.compile(model)
+    load_checkpoint(model)
+    for x in loader:
+        step(model, x).backward()
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def main(loader, epoch, forward):
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_to_float8_training(model)  # !
+    epoch(forward, optimizer, loader)
+""",
+            fixed="""\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def main(loader, epoch, forward):
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_to_float8_training(model)
+    model = torch.compile(model)
+    epoch(forward, optimizer, loader)
+""",
+        ),
+        Good(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+from helpers import build_optimizer, compile_model
+
+def main(args, loader, step):
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = build_optimizer(model)
+    convert_to_float8_training(model)
+    model = compile_model(model)
+    for x in loader:
+        step(model, x).backward()
+        optimizer.step()
+""",
+            files=_COMPILES_OPTIMIZER,
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -537,6 +631,8 @@ def main(args, loader):
             return False
         if self._is_looped(event, facts) or any(each.scope is event.scope for each in facts.events("backward")):
             return False  # the function trains, so it is no helper that only converts
+        if any(facts.kinds(each.node, each) & {"optimizer", "own_optimizer"} for each in event.scope.calls):
+            return False  # nor does a helper make an optimizer
         reach = facts.flow.forward_key(event.key, event.call)
         return not reach.sinks and not reach.outside
 
@@ -559,7 +655,7 @@ def main(args, loader):
         return any(
             compiled.scope in run for other in others if other is not facts for compiled in other.events("compile")
         ) or any(
-            "compile" in each.name and each.name != "compile"
+            "compile" in each.name and each.name != "compile" and may_compile(each.name)
             for scope in run
             if facts.of(scope) is not facts
             for each in scope.calls

@@ -1275,6 +1275,56 @@ class Trainer:
         self.optimizer.step()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, amp):
+        self.model, self.amp = model, amp
+        self.optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(self, x):
+        loss = self.forward(x)
+        self.backward(loss)
+
+    def forward(self, x):
+        with torch.autocast("cuda", enabled=self.amp):
+            return self.model(x).sum()
+
+    def backward(self, loss):
+        loss.backward()  # !
+        self.optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, amp):
+        self.model, self.amp = model, amp
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda", enabled=amp)
+
+    def train(self, x):
+        loss = self.forward(x)
+        self.backward(loss)
+
+    def forward(self, x):
+        with torch.autocast("cuda", enabled=self.amp):
+            return self.model(x).sum()
+
+    def backward(self, loss):
+        if self.amp:
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            loss.backward()
+            self.optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
