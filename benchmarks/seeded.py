@@ -16,15 +16,15 @@ so there):
 
 - in code that nothing runs: a function or class that no file of the repository mentions elsewhere, a module without a
   main part that none mentions, a test, and a trial on random tensors below `if __name__ == "__main__":`, or (since
-  `wide11`) in a function that makes its inputs as `torch.rand(2, 4)` and reads no data;
+  `wide12`) in a function that makes its inputs as `torch.rand(2, 4)` and reads no data;
 - a cast in a program that only measures how fast steps are (a file or folder named `bench...`, `profile` or `speed`);
 - a key in a DeepSpeed config of a project that pins a DeepSpeed which still has it, or a misspelt section that is off;
 - positions that BF16 holds exactly (up to a small literal, a small default, the size of a batch or of a window) where
   no power or logarithm of them follows;
 - torch's clipping after gradients that the program unscales itself, and code that does not import the name `torch`;
 - an autocast that a constant of an imported module switches off, and an autocast in BF16 around a model whose module
-  has its own autocast, which needs the scaler (both since `wide11`);
-- a call that only a comment contains (since `wide11`);
+  has its own autocast, which needs the scaler (both since `wide12`);
+- a call that only a comment contains (since `wide12`);
 - an average that is copied but never updated: `weight_decay` says nothing about that.
 
 A batch of integers that is cast to FP16 counts as found by MPG110 too, which reports just that.
