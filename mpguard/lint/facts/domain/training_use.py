@@ -213,7 +213,7 @@ class TrainingUse:
             named = (key for key in keys if key and not self.facts.frozen_params.is_frozen_name(key))
             key = next(named, "")
             return (key, binding) if key else None
-        if isinstance(over, cst.Call) and isinstance(over.func, cst.Attribute) and over.func.attr.value in _PARTS:
+        if isinstance(over, cst.Call) and isinstance(over.func, cst.Attribute) and _is_parts(over.func.attr.value):
             over = over.func.value
         elif isinstance(over, cst.Attribute):  # model.layers
             over = over.value
@@ -343,9 +343,30 @@ class TrainingUse:
                     continue  # a helper that returns the dtype of a name, which is not known
                 loaded = event.kind == "load"
                 training = self._loaded(event, dtype, guards[0]) if loaded else self.cast(event, dtype)
-                if training is not None:
+                if training is not None and not self._cast_back(event):
                     self._weights[dtype].append(Weights(event, dtype, guards[0], training))
         return self._weights[dtype]
+
+    def _cast_back(self, event: Event) -> bool:
+        """True if a loop casts the trained parameters back to FP32, after the cast of the model, in the same function.
+
+        for p in net.parameters(): p.data = p.data.float()
+        """
+        bound = self._bound(event.call)
+        model = bound.key if bound is not None else event.key
+        return any(
+            each.order > event.order
+            and key.endswith(".data")
+            and isinstance(each.value, cst.Call)
+            and dotted(each.value.func) in {f"{key}.{name}" for name in UPCASTS}
+            and PathCondition(each.guard - event.guard).flags() <= {"requires_grad"}
+            and any(
+                loop.kind == "for" and (looped := self._looped(loop)) is not None and looped[0] == model
+                for loop in self.facts.values.reaching(key.removesuffix(".data"), each.scope, each.order)
+            )
+            for key, bindings in event.scope.bindings.items()
+            for each in bindings
+        )
 
     def _loaded(self, load: Event, dtype: AnyDtype, guard: PathCondition) -> Training | None:
         call = load.call
@@ -603,6 +624,11 @@ class TrainingUse:
             if isinstance(record, Call) and record.name.endswith(("Arguments", "Config", "Args"))
         ]
         return records[0] if len(records) == 1 else None
+
+
+def _is_parts(method: str) -> bool:
+    """True for the iterators over the parts of a model, and for a method of its own such as `trainable_parameters`."""
+    return method in _PARTS or method.endswith("_parameters")
 
 
 def _only_counts(loop: cst.For) -> bool:
