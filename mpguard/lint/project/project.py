@@ -157,6 +157,12 @@ class Project:
             top = tree.top_of(Path(path).absolute().parent)
             return launch_lines.in_tree(top).get(tracked_fs.real_path(path), ())
 
+    def launches_given(self, path: str) -> tuple[Launch, ...]:
+        """Return the launch lines of the tree that give a Python file to another script, as its config."""
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(Path(path).absolute().parent)
+            return launch_lines.given_in_tree(top).get(tracked_fs.real_path(path), ())
+
     def named_in(self, name: str, path: str) -> Path | None:
         """Return the file that a command in a file names, if it is in the tree."""
         with tracked_fs.recording_for(path):

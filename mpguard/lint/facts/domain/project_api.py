@@ -22,6 +22,9 @@ class ProjectApi(Protocol):
     def launches_of(self, path: str) -> tuple[Launch, ...]:
         """Return the launch lines of the tree that start a file."""
 
+    def launches_given(self, path: str) -> tuple[Launch, ...]:
+        """Return the launch lines of the tree that give a Python file to another script, as its config."""
+
     def declared(self, path: str) -> Literal["training", "inference"] | None:
         """Return the role that `training-paths` and `inference-paths` declare for a file, or None."""
 
@@ -78,6 +81,9 @@ class NoProject:
         return ()
 
     def launches_of(self, path: str) -> tuple[Launch, ...]:  # noqa: ARG002
+        return ()
+
+    def launches_given(self, path: str) -> tuple[Launch, ...]:  # noqa: ARG002
         return ()
 
     def declared(self, path: str) -> Literal["training", "inference"] | None:  # noqa: ARG002
