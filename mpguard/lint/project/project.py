@@ -293,6 +293,13 @@ class Project:
                 return True
             return references.exports_all(file) and references.is_installable(top)
 
+    def method_used_elsewhere(self, path: str, name: str) -> bool:
+        """True if other code may use a method of this name of a class of a file; outside of a project, it may."""
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(file.parent)
+            return not tree.is_project(top) or references.may_call(top, file, name)
+
     def looked_up(self, path: str) -> bool:
         """True if code of the project of a file may get a class by a name that is not in the code."""
         with tracked_fs.recording_for(path):

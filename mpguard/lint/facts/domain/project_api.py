@@ -61,6 +61,9 @@ class ProjectApi(Protocol):
     def used_elsewhere(self, path: str, name: str = "") -> bool:
         """True if other code may use a top-level name of a module; without a name, the module itself."""
 
+    def method_used_elsewhere(self, path: str, name: str) -> bool:
+        """True if other code may use a method of this name of a class of a file; outside of a project, it may."""
+
     def looked_up(self, path: str) -> bool:
         """True if code of the project of a file may get a class by a name that is not in the code."""
 
@@ -117,6 +120,9 @@ class NoProject:
         return False
 
     def used_elsewhere(self, path: str, name: str = "") -> bool:  # noqa: ARG002
+        return True
+
+    def method_used_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
         return True
 
     def looked_up(self, path: str) -> bool:  # noqa: ARG002
