@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
     from mpguard.lint.facts.syntax.records import Scope
 
-_GRADIENT = re.compile(r"grad\b")
+_GRADIENT = re.compile(r"\.grad\b|[\"']grad[\"']")
 _IS_INSTANCE = re.compile(r"isinstance\(([\w.]+), ?([\w.]+)\)")
 
 
