@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
     from mpguard.lint.facts.syntax.records import Scope
 
+#: Base classes of libraries whose own `step` applies nothing.
+_WITHOUT_STEP = frozenset({"torch.optim.Optimizer", "torch.optim.optimizer.Optimizer", "object"})
 _GRADIENT = re.compile(r"\.grad\b|[\"']grad[\"']")
 _IS_INSTANCE = re.compile(r"isinstance\(([\w.]+), ?([\w.]+)\)")
 
@@ -35,12 +37,16 @@ def _reads_no_gradients(atom: Atom) -> bool:
 
 
 def _is_without(cls: Scope, facts: Facts) -> bool:
-    """True if neither a class with a `step` nor its base classes in the project read gradients, or step another one."""
+    """True if neither a class nor its base classes in the project read gradients, or step another optimizer."""
     facts.need_all()
     bases = facts.graph.bases(cls)
     return (
         _GRADIENT.search(stripped(cls.chunk.text)) is None
         and not any(call.name == "step" for scope in cls.descendants() for call in scope.calls)
-        and (cls.method("step") is not None or any(isinstance(base, Class) for base in bases))
-        and all(_is_without(base.scope, base.facts) if isinstance(base, Class) else base != "" for base in bases)
+        and all(
+            _is_without(base.scope, base.facts)
+            if isinstance(base, Class)
+            else base in _WITHOUT_STEP or (base != "" and cls.method("step") is not None)
+            for base in bases
+        )
     )
