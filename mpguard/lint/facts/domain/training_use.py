@@ -131,7 +131,7 @@ class TrainingUse:
             return None
         if self.facts.kinds(cast.subject, cast.call) & {"engine", "pipeline", "criterion"}:
             return None
-        if _CRITERION.search(cast.key) and self.is_module(cast):
+        if (_CRITERION.search(cast.key) and self.is_module(cast)) or self._is_quantized_next(cast):
             return None
         whole = self._cast_model(cast)
         if whole is not None and (
@@ -142,6 +142,19 @@ class TrainingUse:
         if training is None or (training.by_engine and whole is None and not self.is_module(cast)):
             return None  # the inputs of a model that an engine may run in low precision
         return training
+
+    def _is_quantized_next(self, cast: Event) -> bool:
+        """True if integers replace the weights after a cast: `net.half().quantize(4)`, `net = net.quantize(4)`."""
+        bound = self._bound(cast.call)
+        return any(
+            call.scope is cast.scope
+            and not call.guard - cast.guard
+            and (
+                call.receiver is cast.call.node
+                or (bound is not None and call.order > bound.order and dotted(call.receiver) == bound.key)
+            )
+            for call in self.facts.calls.get("quantize", ())
+        )
 
     def _training(self, reach: Reach) -> Training | None:
         if reach.meets("peft") or reach.meets("frozen"):
