@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.domain import backends as backends
     from mpguard.lint.facts.domain import fp8
     from mpguard.lint.facts.domain import lightning as lightning
+    from mpguard.lint.facts.domain import own_optimizers as own_optimizers
     from mpguard.lint.facts.domain import unscaled_steps as unscaled_steps
     from mpguard.lint.facts.domain import unused as unused
     from mpguard.lint.facts.domain import wrappers as wrappers
@@ -220,6 +221,7 @@ _MODULES = {
     "library_names": "mpguard.lint.facts.values.api_names",
     "lightning": "mpguard.lint.facts.domain.lightning",
     "mp_yaml": "mpguard.document.mp_yaml",
+    "own_optimizers": "mpguard.lint.facts.domain.own_optimizers",
     "python_edits": "mpguard.lint.model.python_edits",
     "recipes": "mpguard.policy.recipes",
     "settings": "mpguard.core.settings",

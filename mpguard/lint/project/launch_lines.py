@@ -246,6 +246,18 @@ def in_tree(top: Path) -> Mapping[str, tuple[Launch, ...]]:
     return {script: tuple(launches) for script, launches in found.items()}
 
 
+@cached_per_run
+def given_in_tree(top: Path) -> Mapping[str, tuple[Launch, ...]]:
+    """Return real path of a Python file -> the lines of its tree that give it to another script, as its config."""
+    found: dict[str, list[Launch]] = {}
+    for launch in (each for launches in in_tree(top).values() for each in launches):
+        for word in launch.arguments:
+            file = located(word.text, launch.path, top) if word.text and word.text.endswith(".py") else None
+            if file is not None:
+                found.setdefault(tracked_fs.real_path(file), []).append(launch)
+    return {file: tuple(launches) for file, launches in found.items()}
+
+
 def files_seen(top: str) -> str:
     """Return the digest of the names of a tree's files that may contain launch lines."""
     return tracked_fs.names_digest(_launch_files(top))

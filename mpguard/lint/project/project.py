@@ -157,6 +157,12 @@ class Project:
             top = tree.top_of(Path(path).absolute().parent)
             return launch_lines.in_tree(top).get(tracked_fs.real_path(path), ())
 
+    def launches_given(self, path: str) -> tuple[Launch, ...]:
+        """Return the launch lines of the tree that give a Python file to another script, as its config."""
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(Path(path).absolute().parent)
+            return launch_lines.given_in_tree(top).get(tracked_fs.real_path(path), ())
+
     def named_in(self, name: str, path: str) -> Path | None:
         """Return the file that a command in a file names, if it is in the tree."""
         with tracked_fs.recording_for(path):
@@ -286,6 +292,13 @@ class Project:
             if not tree.is_project(top) or references.may_use(top, file, name):
                 return True
             return references.exports_all(file) and references.is_installable(top)
+
+    def method_used_elsewhere(self, path: str, name: str) -> bool:
+        """True if other code may use a method of this name of a class of a file; outside of a project, it may."""
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(file.parent)
+            return not tree.is_project(top) or references.may_call(top, file, name)
 
     def looked_up(self, path: str) -> bool:
         """True if code of the project of a file may get a class by a name that is not in the code."""

@@ -43,7 +43,7 @@ _NAMES_DEEPSPEED = re.compile(rb"(?i)deepspeed|HfArgumentParser|TrainingArgument
 #: The tables of a pyproject.toml with which a package is built.
 _BUILDS = re.compile(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
 #: Kinds of questions.
-_USES, _LOOKS_UP, _READS, _ASKS = "use ", "looks up", "reads deepspeed", "asks for "
+_USES, _LOOKS_UP, _READS, _ASKS, _CALLS = "use ", "looks up", "reads deepspeed", "asks for ", "calls "
 _RUNS = "runs"
 _LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "COPYING")
 #: Folders of a project's examples.
@@ -68,6 +68,11 @@ def may_read_deepspeed(top: Path, file: Path) -> bool:
 def may_ask_for(top: Path, word: str) -> bool:
     """True if a script, config or text of a project contains a word, in lower or upper case: code does not count."""
     return _asked(top, "", _ASKS + word)
+
+
+def may_call(top: Path, file: Path, name: str) -> bool:
+    """True if another file of a project may use a method of a class of a file, by its name."""
+    return _asked(top, file, _CALLS + name)
 
 
 def is_copied_example(file: Path) -> bool:
@@ -109,6 +114,9 @@ def answer(top: str, file: str, question: str) -> bool:
             return any(word in _content(each).lower() for each in files if not each.endswith(PYTHON))
         if question == _RUNS:
             return any(_uses(each, file, "") and not _is_in_copy(each, top) for each in files if each != file)
+        if question.startswith(_CALLS):
+            method = question.removeprefix(_CALLS).encode()
+            return any(_may_call(each, method) for each in files if each != file)
         name = question.removeprefix(_USES)
         return any(_uses(each, file, name) for each in files if each != file)
 
@@ -182,6 +190,20 @@ def _uses(user: str, file: str, name: str) -> bool:
     if user.lower().endswith(MARKDOWN):
         return any(word.search(part) for part in _MARKDOWN_CODE.findall(data))
     return word.search(data) is not None
+
+
+def _may_call(user: str, method: bytes) -> bool:
+    """True if a file may use a method of a class elsewhere; a class that uses its own of this name does not."""
+    data = _content(user)
+    if method not in data:
+        return False
+    word = re.escape(method)
+    if not user.endswith(PYTHON):
+        return re.search(rb"\b%s\b" % word, data) is not None
+    code = stripped(data)
+    if re.search(rb"^[ \t]+(?:async[ \t]+)?def[ \t]+%s\b" % word, code, re.M):
+        code = re.sub(rb"\bself\.%s\b" % word, b"", code)
+    return re.search(rb"\.\s*%s\b|[\"']%s[\"']" % (word, word), code) is not None
 
 
 def _code_uses(code: bytes, user: str, file: str, name: str) -> bool:

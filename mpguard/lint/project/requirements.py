@@ -19,6 +19,9 @@ _LARGEST = 1 << 18
 #: The number of folders that are searched: a file's own, and those above it.
 _MOST_FOLDERS = 12
 _CUDA = re.compile(r"(?:\bcu(1[1-3])(\d)\b|\bnvidia/cuda:(\d\d)\.(\d+))")
+#: NVIDIA's images by year and month, and a version that was released later than the images before this one.
+_IMAGE = re.compile(r"\bnvcr\.io/nvidia/pytorch:(\d\d)\.(\d\d)-")
+_NOT_IN_IMAGES = {"transformer_engine": ((25, 9), "<2.9")}
 #: One bound of a rule's `versions`.
 RANGE = re.compile(r"(>=|<)(\d+(?:\.\d+)*)")
 _CLAUSE = re.compile(r"([<>=!~^]=?=?)\s*v?(\d+(?:\.\d+)*)")
@@ -78,19 +81,28 @@ def required(folder: str, top: str, package: str) -> Required:
     tagged = re.compile(
         rf"(?<![\w./-]){name}(?:\[[\w, -]*\])?\s*@\s*git\+[^\s\"'@]+@v?(\d+(?:\.\d+)*)\b", re.IGNORECASE
     )
+    repository = re.compile(
+        rf"git\+[^\s\"'@]+/{name.replace('[-_.]', '[-_.]?')}(?:\.git)?@v?(\d+(?:\.\d+)*)(?![\w.])", re.IGNORECASE
+    )
     start, last = Path(folder), Path(top)
     if tracked_fs.is_file(last / "__init__.py"):  # without a pyproject.toml, setup.py is next to the package
         last = last.parent
+    images: set[tuple[int, int]] = set()
     for place in [start, *start.parents][:_MOST_FOLDERS]:
         specifiers: list[str] = []
+        is_nearest = not images
         cuda: set[tuple[int, int]] = set()
         for file in _files(place):
             text = _text(file)
             if file.name == "METADATA":
                 text = text.partition("\n\n")[0]  # the README follows
             specifiers += wanted.findall(text)
-            specifiers += [f"=={version}" for version in tagged.findall(text)]
+            specifiers += [f"=={version}" for version in (tagged.findall(text) or repository.findall(text))]
+            images |= {(int(year), int(month)) for year, month in _IMAGE.findall(text)} if is_nearest else set()
             cuda |= {(int(a or c), int(b or d)) for a, b, c, d in _CUDA.findall(text)}
+        if not specifiers and is_nearest and images and package in _NOT_IN_IMAGES:
+            first, bound = _NOT_IN_IMAGES[package]
+            specifiers += [bound] if max(images) < first else []
         if specifiers or cuda:
             return _bounds(specifiers, next(iter(cuda)) if len(cuda) == 1 else None)
         if place == last:

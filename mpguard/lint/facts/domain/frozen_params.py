@@ -74,11 +74,20 @@ class FrozenModels:
             elif method in ("parameters", "named_parameters") and self._optimized(call):
                 trained = True
             frozen = frozen or self._freezes(use, method, call)
+        frozen = frozen or self._is_frozen_layer(name)
         for binding in made.get(name, ()):
             chain = _method_chain(binding.value)
             frozen = frozen or chain.get("requires_grad_") == (False,) or self._returned_by_freezer(binding)
             evaluated = evaluated or "eval" in chain
         return frozen or self._passed_to_freezer(name) or (evaluated and not trained)
+
+    def _is_frozen_layer(self, name: str) -> bool:
+        """True for a layer without bias whose weight is frozen: `layer.weight.requires_grad_(False)`."""
+        methods, made = self._by_name()
+        return any(
+            use.path.endswith(f"{name}.weight.{method}") and self._freezes(use, method, call)
+            for use, method, call in methods.get("weight", ())
+        ) and all(_has_no_bias(binding.value) for binding in made.get(name, ()))
 
     def _by_name(self) -> tuple[dict[str, list[tuple[Use, str, cst.Call]]], dict[str, list[Binding]]]:
         """Return, by the last name of an object, the calls of its methods and its bindings."""
@@ -176,6 +185,15 @@ def _clears_grad(scope: Scope, loop: cst.For) -> bool:
             if use.path == f"{key}.requires_grad_" and loop in use.loops:
                 return True
     return False
+
+
+def _has_no_bias(node: cst.CSTNode | None) -> bool:
+    """True for a layer that is created with `bias=False`; methods may follow."""
+    while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and isinstance(node.func.value, cst.Call):
+        node = node.func.value
+    return isinstance(node, cst.Call) and any(
+        arg.keyword is not None and arg.keyword.value == "bias" and constant(arg.value) == (False,) for arg in node.args
+    )
 
 
 def _method_chain(node: cst.CSTNode | None) -> dict[str, tuple[object] | None]:

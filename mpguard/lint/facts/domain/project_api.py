@@ -22,6 +22,9 @@ class ProjectApi(Protocol):
     def launches_of(self, path: str) -> tuple[Launch, ...]:
         """Return the launch lines of the tree that start a file."""
 
+    def launches_given(self, path: str) -> tuple[Launch, ...]:
+        """Return the launch lines of the tree that give a Python file to another script, as its config."""
+
     def declared(self, path: str) -> Literal["training", "inference"] | None:
         """Return the role that `training-paths` and `inference-paths` declare for a file, or None."""
 
@@ -58,6 +61,9 @@ class ProjectApi(Protocol):
     def used_elsewhere(self, path: str, name: str = "") -> bool:
         """True if other code may use a top-level name of a module; without a name, the module itself."""
 
+    def method_used_elsewhere(self, path: str, name: str) -> bool:
+        """True if other code may use a method of this name of a class of a file; outside of a project, it may."""
+
     def looked_up(self, path: str) -> bool:
         """True if code of the project of a file may get a class by a name that is not in the code."""
 
@@ -78,6 +84,9 @@ class NoProject:
         return ()
 
     def launches_of(self, path: str) -> tuple[Launch, ...]:  # noqa: ARG002
+        return ()
+
+    def launches_given(self, path: str) -> tuple[Launch, ...]:  # noqa: ARG002
         return ()
 
     def declared(self, path: str) -> Literal["training", "inference"] | None:  # noqa: ARG002
@@ -111,6 +120,9 @@ class NoProject:
         return False
 
     def used_elsewhere(self, path: str, name: str = "") -> bool:  # noqa: ARG002
+        return True
+
+    def method_used_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
         return True
 
     def looked_up(self, path: str) -> bool:  # noqa: ARG002

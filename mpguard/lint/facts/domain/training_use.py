@@ -131,7 +131,7 @@ class TrainingUse:
             return None
         if self.facts.kinds(cast.subject, cast.call) & {"engine", "pipeline", "criterion"}:
             return None
-        if _CRITERION.search(cast.key) and self.is_module(cast):
+        if (_CRITERION.search(cast.key) and self.is_module(cast)) or self._is_quantized_next(cast):
             return None
         whole = self._cast_model(cast)
         if whole is not None and (
@@ -143,6 +143,19 @@ class TrainingUse:
         if training is None or (training.by_engine and whole is None and not self.is_module(cast)):
             return None  # the inputs of a model that an engine may run in low precision
         return training
+
+    def _is_quantized_next(self, cast: Event) -> bool:
+        """True if integers replace the weights after a cast: `net.half().quantize(4)`, `net = net.quantize(4)`."""
+        bound = self._bound(cast.call)
+        return any(
+            call.scope is cast.scope
+            and not call.guard - cast.guard
+            and (
+                call.receiver is cast.call.node
+                or (bound is not None and call.order > bound.order and dotted(call.receiver) == bound.key)
+            )
+            for call in self.facts.calls.get("quantize", ())
+        )
 
     def _training(self, reach: Reach, weights: bool = False) -> Training | None:
         """Return what trains with a value.
@@ -218,7 +231,7 @@ class TrainingUse:
             named = (key for key in keys if key and not self.facts.frozen_params.is_frozen_name(key))
             key = next(named, "")
             return (key, binding) if key else None
-        if isinstance(over, cst.Call) and isinstance(over.func, cst.Attribute) and over.func.attr.value in _PARTS:
+        if isinstance(over, cst.Call) and isinstance(over.func, cst.Attribute) and _is_parts(over.func.attr.value):
             over = over.func.value
         elif isinstance(over, cst.Attribute):  # model.layers
             over = over.value
@@ -348,9 +361,30 @@ class TrainingUse:
                     continue  # a helper that returns the dtype of a name, which is not known
                 loaded = event.kind == "load"
                 training = self._loaded(event, dtype, guards[0]) if loaded else self.cast(event, dtype)
-                if training is not None:
+                if training is not None and not self._cast_back(event):
                     self._weights[dtype].append(Weights(event, dtype, guards[0], training))
         return self._weights[dtype]
+
+    def _cast_back(self, event: Event) -> bool:
+        """True if a loop casts the trained parameters back to FP32, after the cast of the model, in the same function.
+
+        for p in net.parameters(): p.data = p.data.float()
+        """
+        bound = self._bound(event.call)
+        model = bound.key if bound is not None else event.key
+        return any(
+            each.order > event.order
+            and key.endswith(".data")
+            and isinstance(each.value, cst.Call)
+            and dotted(each.value.func) in {f"{key}.{name}" for name in UPCASTS}
+            and PathCondition(each.guard - event.guard).flags() <= {"requires_grad"}
+            and any(
+                loop.kind == "for" and (looped := self._looped(loop)) is not None and looped[0] == model
+                for loop in self.facts.values.reaching(key.removesuffix(".data"), each.scope, each.order)
+            )
+            for key, bindings in event.scope.bindings.items()
+            for each in bindings
+        )
 
     def _loaded(self, load: Event, dtype: AnyDtype, guard: PathCondition) -> Training | None:
         call = load.call
@@ -615,6 +649,11 @@ class TrainingUse:
 def _may_shard(callee: Scope) -> bool:
     """True if a callee may shard a model: not a module by what it defines, nor what saves or loads a checkpoint."""
     return callee.kind == "function" and not _CHECKPOINT.search(callee.name)
+
+
+def _is_parts(method: str) -> bool:
+    """True for the iterators over the parts of a model, and for a method of its own such as `trainable_parameters`."""
+    return method in _PARTS or method.endswith("_parameters")
 
 
 def _only_counts(loop: cst.For) -> bool:

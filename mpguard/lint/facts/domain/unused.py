@@ -28,6 +28,12 @@ _ENTRIES = frozenset({"main", "_mp_fn"})
 _COMMON_BASES = frozenset({"", "object", "nn.Module", "torch.nn.Module", "Module", "ABC"})
 #: Code that may get a function of its own file by a name that comes from outside.
 _BY_NAME = re.compile(r"(?<![\w.])(?:(?:globals|locals|vars)\(\)|eval\()|sys\.modules")
+#: A method in the text of a class.
+_METHOD = re.compile(
+    r"^(?P<decorated>[ \t]+@[^\n]*\n)?(?P<indent>[ \t]+)(?:async[ \t]+)?def[ \t]+(?P<name>\w+)[ \t]*\(", re.M
+)
+#: Code that gets an attribute by a name that is not in the code.
+_GETS_ATTRIBUTE = re.compile(r"\bgetattr\([^,\n]*,\s*(?![\s\"'])|\b(?:methodcaller|attrgetter)\(")
 _MAIN = re.compile(r"if[ \t]*\(?__name__[ \t]*==")
 _RANDOM = re.compile(r"\btorch\.(?:rand|randn|randint|ones)\(")
 #: Names of functions and objects that give data, or arguments.
@@ -85,12 +91,32 @@ class UnusedDefinitions:
             return False
         if chunk.defines is None:
             return self._is_trial(chunk)
+        if self._is_unused_method(chunk, place):
+            return True
         users = [chunk]
         for each in users:
             if self._is_root(each):
                 return False
             users += [user for user in self._chunks if user not in users and each.defines in self._words[user]]
         return True
+
+    def _is_unused_method(self, chunk: Chunk, place: int) -> bool:
+        """True in a method that nothing calls, of a class that overrides nothing: its name is nowhere else."""
+        bases = _BASES.search(chunk.text)
+        before = chunk.text[: max(place - self._facts.source.offset(chunk.start), 0)]
+        if not chunk.text.startswith("class ") or (bases is not None and bases[1] not in ("", "object")):
+            return False
+        methods = [each for each in _METHOD.finditer(before) if each["indent"] == _first_indent(chunk.text)]
+        if not methods or methods[-1]["decorated"] or methods[-1]["name"].startswith("__"):
+            return False
+        name, path = methods[-1]["name"], self._facts.path
+        code = stripped(self._facts.file_text)
+        return not (
+            re.search(rf"\.\s*{name}\b|[\"']{name}[\"']", code)
+            or _GETS_ATTRIBUTE.search(code)
+            or (not name.startswith("_") and self._facts.project.is_library(path))
+            or self._facts.project.method_used_elsewhere(path, name)
+        )
 
     def _is_trial(self, chunk: Chunk) -> bool:
         """True for a trial of a module on random tensors: `if __name__ == "__main__":` in a file that others import."""
@@ -143,3 +169,9 @@ class UnusedDefinitions:
         bases = _BASES.search(chunk.text)
         is_derived = bases is not None and bases[1] not in _COMMON_BASES
         return is_derived and self._facts.project.looked_up(self._facts.path)
+
+
+def _first_indent(text: str) -> str:
+    """Return the indentation of the body of a class."""
+    found = re.search(r"^([ \t]+)(?:@|(?:async[ \t]+)?def\b)", text, re.M)
+    return found[1] if found is not None else ""

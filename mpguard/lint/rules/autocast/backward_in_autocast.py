@@ -3,6 +3,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+import libcst as cst
+
 from mpguard.lint import (
     Bad,
     Call,
@@ -15,6 +17,7 @@ from mpguard.lint import (
     Region,
     Rule,
     any_of,
+    dotted,
     library_names,
     python_edits,
     text_of,
@@ -30,6 +33,8 @@ _AFTER = frozenset({
 _SUMS = frozenset({"sum", "mean", "keys", "values", "items", "get", "item", "len", "zip", "range"})
 #: Names of helpers in other modules that are searched for a backward pass. Limited by name: each costs a file to read.
 _HELPER = re.compile(r"(?i)backward|scaler$")
+#: The dtype of the weights themselves, in which autocast casts none of them.
+_OF_WEIGHTS = re.compile(r"(?:\.weight|\bparameters\(\)\))\.dtype$")
 #: A function with more callers than these is not checked: the work grows with each caller.
 _CALLERS = 8
 
@@ -56,7 +61,8 @@ class BackwardInAutocast(Rule):
 
     ## Known limits
     A region that is entered in another file is seen only around a call of the function, and only if one of the two
-    files takes a `step`: others measure memory or speed, and so does a function whose gradients no optimizer applies.
+    files takes a `step`: others measure memory or speed, and so does a function whose gradients no optimizer applies,
+    or that clears them in a `finally`. Callers under `no_grad` do not count, nor a region in the dtype of the weights.
     Tests (`test_...`) are not reported, since they may do this on purpose, nor is the context of the forward pass if it
     is entered again for the backward pass alone: a `torch.autograd.Function` without `custom_bwd` needs it.
     Accelerate's autocast around nothing but a sum of losses is not reported: the prepared model enters its own.
@@ -467,6 +473,49 @@ def train(args, model, loader, optimizer, scaler):
         scaler.update()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+def warm_up(model, optimizer, x):
+    try:
+        with torch.autocast("cuda"):
+            model(x).sum().backward()
+    finally:
+        optimizer.zero_grad()
+
+def train(model, optimizer, loader):
+    warm_up(model, optimizer, next(loader))
+    for x in loader:
+        try:
+            with torch.autocast("cuda"):
+                model(x).sum().backward()  # !
+            optimizer.step()
+        finally:
+            optimizer.zero_grad()
+
+def in_dtype_of_weights(model, optimizer, loader):
+    dtype, other = model.head.weight.dtype, torch.bfloat16
+    for x in loader:
+        with torch.autocast("cuda", dtype=model.head.weight.dtype):
+            model(x).sum().backward()
+        with torch.autocast("cuda", dtype=other):
+            model(x).sum().backward()  # !
+        optimizer.step()
+
+class Trainer:
+    def loss(self, x):
+        loss = self.model(x).sum()
+        if torch.is_grad_enabled():
+            loss.backward()
+            self.optimizer.step()
+        return loss
+
+    def predict(self, x):
+        with torch.no_grad(), torch.autocast("cuda"):
+            return self.loss(x)
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -477,6 +526,8 @@ def train(args, model, loader, optimizer, scaler):
             region = self._region(event.call, facts)
             if region is None or self._is_on_purpose(event.call) or self._computes_nothing(event, region, facts):
                 continue
+            if self._is_thrown_away(event.call) or self._casts_no_weights(region, facts):
+                continue
             if event.kind == "framework" or facts.has_step(event.scope):
                 made = region.call
                 notes = (Note("the region", made.span, facts.elsewhere(made)),) if made is not None else ()
@@ -485,7 +536,7 @@ def train(args, model, loader, optimizer, scaler):
 
         for call in [call for name, calls in facts.calls.items() if _HELPER.search(name) for call in calls]:
             inner = self._backward_in_helper(call, facts) if self._region(call, facts) is not None else None
-            if inner is not None:
+            if inner is not None and not self._is_thrown_away(call, inner):
                 notes = (Note("its backward pass", inner.span, facts.elsewhere(inner)),)
                 yield self.at(call, call=facts.short(call.node), notes=notes)
 
@@ -497,6 +548,40 @@ def train(args, model, loader, optimizer, scaler):
                 if plain and not any(region.kind != "no_grad" for region in function.facts.regions(inner)):
                     return inner if function.facts is not facts or self._region(inner, facts) is None else None
         return None
+
+    def _is_thrown_away(self, call: Call, inner: Call | None = None) -> bool:
+        """True if no step follows, and a `finally` clears the gradients: `optimizer.zero_grad()`, as in a warm-up."""
+        scopes = (call.scope, inner.scope) if inner is not None else (call.scope,)
+        calls = [each for scope in scopes for each in scope.calls]
+        clears = [each.line for each in calls if each.name == "zero_grad"]
+        if not clears or any(each.name == "step" for each in calls):
+            return False
+        return any(
+            isinstance(node, cst.Try)
+            and node.finalbody is not None
+            and any(each is call.line for each in self._inside(node.body))
+            and any(each is line for line in clears for each in self._inside(node.finalbody))
+            for node in self._inside(call.scope.node)
+        )
+
+    def _inside(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """Yield the statements in a statement."""
+        for child in node.children:
+            if isinstance(child, (cst.BaseStatement, cst.BaseSuite)):
+                yield child
+                yield from self._inside(child)
+
+    def _casts_no_weights(self, region: Region, facts: Facts) -> bool:
+        """True if the dtype of a region is that of the weights: `dtype=model.head.weight.dtype`."""
+        given = region.call.argument(1, "dtype") if region.call is not None else None
+        if given is None or region.call is None:
+            return False
+        home = facts.of(region.call)
+        key = dotted(given)
+        values = [bound.value for bound in home.bindings(key, region.call)] if key and "." not in key else [given]
+        return bool(values) and all(
+            value is not None and _OF_WEIGHTS.search(text_of(value)) is not None for value in values
+        )
 
     def _is_on_purpose(self, call: Call) -> bool:
         """True if the context of the forward pass is entered again for the backward pass alone.
@@ -546,6 +631,8 @@ def train(args, model, loader, optimizer, scaler):
         outer: Region | None = None
         for each in callers if len(callers) <= _CALLERS else ():
             its = facts.of(each)
+            if its.is_inference(each):
+                continue
             trains = its is facts or facts.calls.get("step") or its.calls.get("step")
             outer = self._region(each, its, depth - 1) if trains else None
             if outer is None:

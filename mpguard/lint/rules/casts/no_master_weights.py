@@ -335,6 +335,37 @@ def train(loader):
 """,
             files=_SHARDED_CHECKPOINTS,
         ),
+        Bad(
+            """\
+import torch
+
+def fit(make, data):
+    base = torch.nn.Linear(8, 8, bias=False).to(torch.bfloat16)
+    base.weight.requires_grad_(False)
+    net = make(base)
+    optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad])
+    for x in data:
+        net(x).sum().backward()
+        optimizer.step()
+
+def fit_registers(make, data):
+    adapter = make().to(device="cuda", dtype=torch.bfloat16)
+    for param in adapter.trainable_parameters():
+        param.data = param.data.float()
+    optimizer = torch.optim.AdamW(adapter.parameters())
+    for x in data:
+        adapter(x).sum().backward()
+        optimizer.step()
+
+def fit_head(make, data):
+    head = torch.nn.Linear(8, 8).to(torch.bfloat16)  # !
+    head.bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW(head.parameters())
+    for x in data:
+        head(x).sum().backward()
+        optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

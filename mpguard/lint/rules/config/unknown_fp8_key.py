@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 
 #: Values that are in force without the key.
-_DEFAULTS = {"backward_prefetch": ("NO_PREFETCH", None)}
+_DEFAULTS = {
+    "backward_prefetch": ("NO_PREFETCH", None),
+    "amax_history_len": (1024,),
+    "amax_compute_algo": ("most_recent",),
+}
 #: Names of keys about precision or offloading.
 _PRECISION = re.compile(r"precision|dtype|float|amp(?:_|$)|(?:fp|bf|int)\d|half|offload")
 
@@ -50,7 +54,7 @@ class UnknownFp8Key(ConfigRule):
     ## Known limits
     In `fsdp_config` and `deepspeed_config` a key is reported if its name is about precision or offloading, or if it is
     clear which one is meant. A value that is in force without the key is not reported (`NO_PREFETCH` for
-    `fsdp_backward_prefetch_policy`).
+    `fsdp_backward_prefetch_policy`, 1024 for `amax_history_length`).
     The keys are those of accelerate 1.15.0. A key that a newer accelerate reads is reported until mpguard supports it.
     Not reported, except mpguard's own keys, if the project requires an accelerate older than 1.0: it reads other names.
     SageMaker configs, which accelerate reads in another way, are not checked.
@@ -87,6 +91,19 @@ fp8_config:
   amax_history_len: 16
   amax_compute_algo: max
 """,
+        ),
+        Good(
+            """\
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+mixed_precision: fp8
+num_processes: 8
+fp8_config:
+  backend: TE
+  amax_history_length: 1024
+  amax_compute_algorithm: most_recent
+""",
+            name="mp.yaml",
         ),
         Bad(
             """\

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import libcst as cst
@@ -26,6 +27,9 @@ from mpguard.lint import (
 #: DDP's hooks that send the gradients in a lower precision.
 _HOOKS = {"fp16_compress_hook": Dtype.FP16, "bf16_compress_hook": Dtype.BF16}
 
+#: Options of a script that then trains nothing.
+_EVALUATES = re.compile(r"--(?:evaluate|(?:eval|test|predict|inference|infer)[-_]only)$")
+
 
 class LowPrecisionReduction(Rule):
     """FSDP or DDP reduces gradients in BF16 or FP16.
@@ -48,8 +52,8 @@ class LowPrecisionReduction(Rule):
     ## Known limits
     If an option selects FP32 or a lower precision, the choice is assumed to be intended. Policies of models that are
     frozen or only evaluated, under `torch.no_grad`, in tests, and policies that are only compared are not reported, nor
-    is one that has a name which nothing in its project mentions. If the use of the policy is not visible otherwise, it
-    is assumed to train.
+    is one in a config that is only launched with `--eval-only`, or whose name nothing in its project mentions. If the
+    use of the policy is not visible otherwise, it is assumed to train.
     """
 
     code, name = "MPG509", "low-precision-reduction"
@@ -251,9 +255,55 @@ bf16_policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bflo
                 "pyproject.toml": "",
             },
         ),
+        Good(
+            """\
+import torch
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+fsdp = dict(
+    sharding_strategy=ShardingStrategy.NO_SHARD,
+    mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+)
+""",
+            name="m0.py",
+            files={
+                "main.py": "cfg = load(sys.argv[1])\n",
+                "README.md": "```\ntorchrun main.py m0.py --load-from m0.pth --eval-only\n```\n",
+                "pyproject.toml": "",
+            },
+        ),
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+fsdp = dict(
+    sharding_strategy=ShardingStrategy.NO_SHARD,
+    mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),  # !
+)
+""",
+            name="m0.py",
+            files={
+                "main.py": "cfg = load(sys.argv[1])\n",
+                "README.md": "```\ntorchrun --nproc_per_node=4 main.py m0.py --load-from m0.pth --eval-only\n"
+                "torchrun --nproc_per_node=4 main.py m0.py --out m0.pth\n```\n",
+                "pyproject.toml": "",
+            },
+            fixed="""\
+import torch
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+fsdp = dict(
+    sharding_strategy=ShardingStrategy.NO_SHARD,
+    mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+)
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if self._only_evaluates(facts):
+            return
         for policy in facts.events("policy"):
             above = facts.parent(policy.call.node)
             if policy.call.starred or facts.is_inference(policy.call):
@@ -274,6 +324,14 @@ bf16_policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bflo
                     fix=self._fix(policy, given, facts),
                 )
         yield from self._hooks(facts)
+
+    def _only_evaluates(self, facts: Facts) -> bool:
+        """True for a config module that all launch lines of the project give to a script which only evaluates."""
+        launches = facts.project.launches_given(facts.path)
+        return bool(launches) and all(
+            any(word.text is not None and _EVALUATES.match(word.text) for word in launch.arguments)
+            for launch in launches
+        )
 
     def _hooks(self, facts: Facts) -> Iterator[Diagnostic]:
         """Yield the hooks that compress the gradients of DDP, unless an option selects them."""

@@ -8,13 +8,16 @@ from mpguard.lint import (
     Diagnostic,
     Event,
     Facts,
+    Flag,
     Good,
     Note,
     Object,
+    PathCondition,
     Rule,
     Wrap,
     any_of,
     compatible,
+    implies,
     wrappers,
 )
 
@@ -32,8 +35,8 @@ class ManualAmpUnderDeepspeed(Rule):
     scales a loss that DeepSpeed's FP16 mode scales again, and its step bypasses the engine.
 
     ## Known limits
-    Not reported if the config enables `torch_autocast`, or the code writes this section into it, in evaluation, and for
-    an engine that is a parameter, which is unknown.
+    Not reported if the config enables `torch_autocast`, or the code writes this section into it, under a flag that is
+    read from this section, in evaluation, and for an engine that is a parameter, which is unknown.
     """
 
     code, name = "MPG505", "manual-amp-under-deepspeed"
@@ -163,6 +166,32 @@ def from_outside(engine, loader):
             engine.backward(engine(x))
 """
         ),
+        Bad(
+            """\
+import json
+
+import deepspeed
+import torch
+
+def train(args, net, loader):
+    with open(args.deepspeed_config) as file:
+        config = json.load(file)
+    use_autocast = config.get("torch_autocast", {}).get("enabled", False)
+    half = config.get("bf16", {}).get("enabled", False)
+    engine, _, _, _ = deepspeed.initialize(model=net, config=args.deepspeed_config)
+    for x in loader:
+        if use_autocast:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = engine(x).sum()
+        elif half:
+            with torch.autocast("cuda", dtype=torch.bfloat16):  # !
+                loss = engine(x).sum()
+        else:
+            loss = engine(x).sum()
+        engine.backward(loss)
+        engine.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -176,12 +205,26 @@ def from_outside(engine, loader):
                 place = region.call
                 if place is None or place in reported or facts.of(place) is not facts or facts.is_inference(place):
                     continue
+                if self._follows_config(place, guard, facts):
+                    continue
                 if compatible(guard, wrap.guard) and not wrappers.other_way(guard, "deepspeed"):
                     reported.add(place)
                     yield self._found(place, call, wrap, facts)
         for scale in facts.events("scale"):
             if not wrappers.other_way(scale.guard, "deepspeed"):
                 yield from self._scaled(scale, reported, facts)
+
+    def _follows_config(self, place: Call, guard: PathCondition, facts: Facts) -> bool:
+        """True if a region is entered only under a flag that the code reads from the `torch_autocast` section."""
+        entered = place.guard.joined(guard)
+        return any(
+            implies(entered, PathCondition([Flag(flag)]))
+            and any(
+                bound.value is not None and "torch_autocast" in facts.text(bound.value, bound)
+                for bound in facts.bindings(flag, place)
+            )
+            for flag in entered.flags()
+        )
 
     def _scaled(self, scale: Event, reported: set[Call], facts: Facts) -> Iterator[Diagnostic]:
         """Yield torch scalers that scale the loss of an engine."""

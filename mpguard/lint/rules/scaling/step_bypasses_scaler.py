@@ -27,6 +27,7 @@ from mpguard.lint import (
     dotted,
     implies,
     negated,
+    own_optimizers,
     python_edits,
     scaler_class,
     trace_facts,
@@ -84,7 +85,8 @@ class StepBypassesScaler(Rule):
     between `backward` and `step` reads the scale (`get_scale`: the gradients may be unscaled by hand), and if the step
     is under a check of finiteness. `unscale_` alone is not enough: nothing then skips a step that overflowed. A
     constant scale by choice (`GradScaler(2**10)`, never stepped nor updated) before Adam, which divides it out, is not
-    reported.
+    reported, nor a step that gets the scaler (`optimizer.step(scaler=scaler)`), follows gradients that the code sets to
+    a difference of weights, or is of an optimizer in the project that reads no gradients.
     """
 
     code, name = "MPG203", "step-bypasses-scaler"
@@ -848,6 +850,97 @@ def train(args, attack, model, optimizer, loader):
             optimizer.zero_grad()
 """,
         ),
+        Good(
+            """\
+import torch
+
+class Averages(torch.optim.Optimizer):
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["sum"] / self.state[p]["count"]
+
+def step(optimizer, scaler, loss):
+    scaler.scale(loss).backward()
+    if isinstance(optimizer, Averages):
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+    scaler.update()
+
+def passed(model, optimizer, losses):
+    scaler = torch.amp.GradScaler("cuda")
+    for loss in losses:
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer.inner)
+        optimizer.step(scaler=scaler)
+        scaler.update()
+
+def pseudo_gradients(model, inner, outer_optimizer, kept, losses):
+    scaler = torch.amp.GradScaler("cuda")
+    for i, loss in enumerate(losses):
+        scaler.scale(loss).backward()
+        scaler.step(inner)
+        scaler.update()
+        if i % 500 == 0:
+            for old, param in zip(kept, model.parameters()):
+                param.grad = old.data - param.data
+            outer_optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+class Momentum(torch.optim.Optimizer):
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data -= p.grad
+
+def step(optimizer, scaler, loss):
+    scaler.scale(loss).backward()
+    if isinstance(optimizer, Momentum):
+        optimizer.step()  # !
+    else:
+        scaler.step(optimizer)
+    scaler.update()
+
+def decayed(model, optimizer, losses):
+    scaler = torch.amp.GradScaler("cuda")
+    for loss in losses:
+        scaler.scale(loss).backward()
+        for param in model.parameters():
+            param.grad = param.grad - param.grad.mean()
+        optimizer.step()  # !
+""",
+            fixed="""\
+import torch
+
+class Momentum(torch.optim.Optimizer):
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data -= p.grad
+
+def step(optimizer, scaler, loss):
+    scaler.scale(loss).backward()
+    if isinstance(optimizer, Momentum):
+        scaler.step(optimizer)
+    else:
+        scaler.step(optimizer)
+    scaler.update()
+
+def decayed(model, optimizer, losses):
+    scaler = torch.amp.GradScaler("cuda")
+    for loss in losses:
+        scaler.scale(loss).backward()
+        for param in model.parameters():
+            param.grad = param.grad - param.grad.mean()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -876,10 +969,37 @@ def train(args, attack, model, optimizer, loader):
                 continue
             if place and not self._surely_after(backward, step):
                 continue
+            if self._gets_scaler(step, facts) or self._sets_gradients(backward, step, facts):
+                continue
+            if own_optimizers.ignores_gradients(step, facts):
+                continue
             scale = scaled[backward]
             if compatible(step.guard, facts.guard_of(backward), facts.traces.enabled(scale.subject, scale.call)):
                 return _Bypass(step, scale, before, all(each in scaled for each in before))
         return None
+
+    def _gets_scaler(self, step: Event, facts: Facts) -> bool:
+        """True for an optimizer with a `step` of its own that takes the scaler: `optimizer.step(scaler=scaler)`."""
+        return any(
+            "scaler" in facts.kinds(arg.value, step.call) or "scaler" in facts.short(arg.value).lower()
+            for arg in step.call.node.args
+        )
+
+    def _sets_gradients(self, backward: Call, step: Event, facts: Facts) -> bool:
+        """True if the code sets the gradients after the backward pass, from other values than gradients."""
+        return any(
+            key.endswith(".grad") and bound.value is not None and not self._from_gradients(bound.value, facts)
+            for key, bindings in step.scope.bindings.items()
+            for bound in bindings
+            if (bound.scope is not backward.scope or backward.order < bound.order)
+            and bound.order < step.order
+            and implies(step.guard, bound.guard)
+        )
+
+    def _from_gradients(self, value: cst.BaseExpression, facts: Facts) -> bool:
+        """True for None, and for a value that may be computed from gradients: only differences are known not to be."""
+        is_difference = isinstance(value, cst.BinaryOperation) and isinstance(value.operator, cst.Subtract)
+        return not is_difference or "grad" in facts.short(value)
 
     def _constant(self, scale: Event, step: Event, facts: Facts) -> bool:
         """True if the scale is a constant by choice, which Adam divides out.

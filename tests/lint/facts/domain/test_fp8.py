@@ -34,6 +34,15 @@ NEW = "import transformer_engine.pytorch as te\n\nwith te.autocast(recipe=recipe
         ("requirements.txt", "my-transformer-engine==9.9", Required()),
         ("pyproject.toml", '"transformer-engine@git+https://github.com/NVIDIA/T.git@v1.1"', Required((1, 1), (1, 2))),
         ("requirements.txt", "transformer-engine @ git+https://github.com/NVIDIA/T.git@main", Required()),
+        (
+            "Dockerfile",
+            "RUN pip install git+https://github.com/nvidia/TransformerEngine.git@v2.4\n",
+            Required((2, 4), (2, 5)),
+        ),
+        ("Dockerfile", "RUN pip install git+https://github.com/nvidia/TransformerEngine.git@stable\n", Required()),
+        ("Dockerfile", "RUN pip install git+https://github.com/me/my-transformer-engine.git@v2.4\n", Required()),
+        ("Dockerfile", "ARG IMAGE=nvcr.io/nvidia/pytorch:25.08-py3\n", Required(below=(2, 9))),
+        ("Dockerfile", "FROM nvcr.io/nvidia/pytorch:26.04-py3\n", Required()),
         ("requirements.txt", "--index-url https://download.pytorch.org/whl/cu124\ntorch", Required(cuda=(12, 4))),
         ("Dockerfile", "FROM nvidia/cuda:12.9.1-devel\n", Required(cuda=(12, 9))),
     ],
@@ -52,6 +61,15 @@ def test_the_nearest_file_that_names_it_decides(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "requirements.txt").write_text("transformer-engine==1.9")
     assert required(str(tmp_path / "other"), str(tmp_path), "transformer_engine").before((2, 0))
+
+
+def test_an_image_further_up_does_not_count_where_a_nearer_one_is_named(tmp_path: Path) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "Dockerfile").write_text("FROM nvcr.io/nvidia/pytorch:24.05-py3\n")
+    assert required(str(tmp_path / "other"), str(tmp_path), "transformer_engine").before((2, 9))
+    (tmp_path / "app" / "Dockerfile").write_text("FROM nvcr.io/nvidia/pytorch:26.04-py3\n")
+    assert required(str(tmp_path / "app"), str(tmp_path), "transformer_engine") == Required()
 
 
 def test_setup_py_is_next_to_the_package(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ def facts_of(code: str) -> Facts:
         ("for m in model.modules():\n    m.half()", "float16"),
         ("for p in model.parameters():\n    p.data = p.data.half()", "float16"),
         ("def low(m):\n    m.half()\nmodel.apply(low)", "float16"),
+        ("model = torch.nn.Linear(8, 8).half()\nif later:\n    model = model.quantize(4)", "float16"),
         ("model.apply(lambda m: m.half())", "float16"),
     ],
 )
@@ -54,6 +55,9 @@ def test_low_precision_weights_are_found_with_their_optimizer(code: str, dtype: 
         "model = get_peft_model(model, config)\nmodel.half()",
         "model = AutoModel.from_pretrained('x', dtype=torch.float16, load_in_4bit=True)",
         "model = AutoModel.from_pretrained('x', dtype=torch.float16, **arguments)",
+        "model = Net().half()\nmodel = model.quantize(bits=4)",
+        "model = Net().half().quantize(4)",
+        "model = torch.nn.Linear(8, 8).half()\nfor p in model.parameters():\n    p.data = p.data.float()",
         "for p in model.parameters():\n    if not p.requires_grad:\n        p.data = p.data.half()",
         "x = torch.randn(8).half()",
         "other = torch.nn.Linear(8, 8).half()",

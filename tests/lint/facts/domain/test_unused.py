@@ -20,6 +20,8 @@ def {}:
 """
 TRAIN = f"import torch\n\n{LOOP}"
 CLASS = "import torch\n\nclass Run(Base):\n" + "".join(f"    {line}\n" for line in LOOP.splitlines())
+METHOD = "import torch\nclass Run:\n" + "".join(f"    {line}\n" for line in LOOP.splitlines())
+METHOD = METHOD.replace("{}", "fit(self, model, loader, optimizer)") + "    def other(self): ...\n\nRun().other()\n"
 TRIAL = """\
     scaler = torch.amp.GradScaler("cuda")
     for _ in range(10):
@@ -67,6 +69,10 @@ UNUSED = {
         "demo/a.py": TRAIN.format("fit(model, loader, optimizer)"),
         "a.py": "def fit(model): ...\n",
         "b.py": "from a import fit\n\nfit(1)\n",
+    },
+    "it is a method, and others have their own function or method of this name": {
+        "a.py": METHOD,
+        "b.py": "from c import fit\n\nclass Other:\n    def fit(self): self.fit()\n\nfit(1)\n",
     },
     "its file is a module that is tried on random tensors": {
         "a.py": "import torch\n\nif __name__ == '__main__':\n    x = torch.rand(8, 8)\n" + TRIAL,
@@ -134,6 +140,20 @@ USED = {
         "pkg/__init__.py": "",
         "pkg/a.py": TRAIN.format("fit(model, loader, optimizer)"),
     },
+    "it is a method, and its name is called on an object": {
+        "a.py": METHOD,
+        "b.py": "def go(run, data): run.fit(1, data, 3)\n",
+    },
+    "it is a method, and a subclass may call it": {
+        "a.py": METHOD,
+        "b.py": "from a import Run\n\nclass Other(Run):\n    def go(self): self.fit(1, 2, 3)\n",
+    },
+    "it is a method, and a string names it": {"a.py": METHOD, "b.py": "getattr(run, 'fit')(1, 2, 3)\n"},
+    "it is a method that may override another one": {"a.py": METHOD.replace("Run:", "Run(Base):")},
+    "it is a method that is called by a name from outside": {
+        "a.py": METHOD.replace("Run().other()", "getattr(Run(), input())()")
+    },
+    "it is a method of the interface of a package": {"setup.py": "", "pkg/__init__.py": "", "pkg/a.py": METHOD},
     "its class may be chosen by a name": {
         "a.py": CLASS.format("fit(self, model, loader, optimizer)"),
         "b.py": "import importlib, sys\n\nrun = getattr(importlib.import_module('a'), sys.argv[1])\n",
