@@ -38,7 +38,7 @@ def test_every_form_is_read(given: object, expected: tuple[Allowance, ...]) -> N
         ("frozen: fp17", "allow: `frozen`: `fp17` is not a dtype"),
         ("states: int8", "allow: `states`: `int8` is not a dtype"),
         ("local_sgd: 8", "`local_sgd` has the value '8'; nothing may follow the name"),
-        ({"fp32": 3}, "a pattern of module names is needed"),
+        ({"fp32": 1.5}, "a pattern of module names is needed"),
         ([3], "3 is not the name of a deviation"),
         (3, "a list is needed"),
     ],

@@ -65,7 +65,7 @@ def test_s06_unknown_keys_of_sections_are_accepted(tmp_path: Path) -> None:
     keys = {
         "fp8_config": "{backend: TE, recipe: rowwise}",
         "fsdp_config": "{mixed_precision_policy: fp16}",
-        "deepspeed_config": "{colour: red}",
+        "deepspeed_config": "{bf16_enabled: true}",
         "dynamo_config": "{colour: red}",
     }
     path = config(tmp_path, mixed_precision="fp8", **keys)
