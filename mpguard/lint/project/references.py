@@ -81,14 +81,26 @@ def is_copied_example(file: Path) -> bool:
     place = next((place for place, folder in enumerate(above) if folder.name in _EXAMPLES), None)
     if place is None:
         return False
-    copied = next((each for each in above[place + 1 :] if _is_package_of_its_own(each)), None)
-    top = next((each for each in copied.parents if tree.is_project(each)), None) if copied is not None else None
-    return top is not None and not _asked(top, file, _RUNS)
+    for folder in above[place + 1 :]:
+        top = next((each for each in folder.parents if tree.is_project(each)), None)
+        if top is not None and _is_copy(folder, top):
+            return not _asked(top, file, _RUNS)
+    return False
 
 
-def _is_package_of_its_own(folder: Path) -> bool:
-    """True if a folder contains a package with a license of its own."""
-    return any(tracked_fs.exists(folder / name) for name in _LICENSES) and is_installable(folder)
+def _is_copy(folder: Path, top: Path) -> bool:
+    """True if a folder contains a package with another license than its project.
+
+    The project's own package, in a folder such as `python`, may repeat its license.
+    """
+    own = _license(folder)
+    return own is not None and is_installable(folder) and own != _license(top)
+
+
+def _license(folder: Path) -> list[bytes] | None:
+    """Return the words of a folder's license; None if it has none."""
+    found = next((path for name in _LICENSES if tracked_fs.is_file(path := folder / name)), None)
+    return None if found is None else (tracked_fs.read_up_to(found, LARGEST) or b"").split()
 
 
 def _asked(top: Path, file: Path | str, question: str) -> bool:
@@ -122,9 +134,9 @@ def answer(top: str, file: str, question: str) -> bool:
 
 
 def _is_in_copy(file: str, top: str) -> bool:
-    """True if a file is in a package of its own below the top of a project."""
+    """True if a file is in a copy of another package below the top of a project."""
     return any(
-        _is_package_of_its_own(each) for each in Path(file).parents if each.is_relative_to(top) and str(each) != top
+        _is_copy(each, Path(top)) for each in Path(file).parents if each.is_relative_to(top) and str(each) != top
     )
 
 

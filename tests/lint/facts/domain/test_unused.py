@@ -265,6 +265,8 @@ COPY = {
         (COPY, []),
         ({**COPY, "lib/pyproject.toml": "[project]\n"}, []),
         ({**COPY, "b/setup.py": "", "b/LICENSE": "", "b/README.md": "    python examples/tune.py\n"}, []),
+        ({**COPY, "LICENSE": "MIT License", "lib/LICENSE": "Apache License"}, []),
+        ({**COPY, "LICENSE": "MIT\n License", "lib/LICENSE": "MIT License"}, ["lib/examples/tune.py:9"]),
         ({**COPY, "run.sh": "cd lib/examples && python tune.py\n"}, ["lib/examples/tune.py:9"]),
         ({name: text for name, text in COPY.items() if "LICENSE" not in name}, ["lib/examples/tune.py:9"]),
         ({name.removeprefix("lib/"): text for name, text in COPY.items()}, ["examples/tune.py:9"]),
