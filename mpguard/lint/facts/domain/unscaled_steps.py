@@ -170,12 +170,24 @@ def _is_own_backward(event: Event, program: set[Scope], facts: Facts) -> bool:
 
 
 def arm_scales(loss: Event, facts: Facts) -> bool:
-    """True if the loss is multiplied by a scale, or another branch in its function scales one: it is meant so."""
+    """True if the loss is multiplied by a scale, or another branch in its function scales one: it is meant so.
+
+    Or if its function scales it where there is a scaler (`if scaler is not None: loss = scaler.scale(loss)`): whether
+    there is one is decided elsewhere, as the autocast is.
+    """
     if _SCALED_BY_HAND.search(facts.short(loss.subject)):
         return True
     tested = (flag for flag in loss.guard.flags() if _MAY_BE_SCALER.search(flag))
     return any(not compatible(loss.guard, ALWAYS.given(Flag(flag))) for flag in tested) or any(
-        scale.scope is loss.scope and not compatible(scale.guard, loss.guard) for scale in facts.events("scale")
+        scale.scope is loss.scope
+        and (
+            not compatible(scale.guard, loss.guard)
+            or (
+                scale.order < loss.order
+                and dotted(scale.call.receiver).rpartition(".")[2] in PathCondition(scale.guard - loss.guard).flags()
+            )
+        )
+        for scale in facts.events("scale")
     )
 
 

@@ -1325,6 +1325,46 @@ class Trainer:
             self.optimizer.step()
 """,
         ),
+        Good(
+            """\
+import contextlib
+import torch
+
+class Trainer:
+    def __init__(self, amp, optimizer):
+        self.optimizer = optimizer
+        if amp:
+            self.context, self.scaler = torch.cuda.amp.autocast, torch.cuda.amp.GradScaler()
+        else:
+            self.context, self.scaler = contextlib.nullcontext, None
+
+    def step(self, batch):
+        with self.context():
+            loss = self.model(batch).sum()
+        loss = self.scaler.scale(loss) if self.scaler else loss
+        loss.backward()
+        if self.scaler:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+
+def step(model, batch, optimizer, amp, scaler=None):
+    if amp:
+        with torch.cuda.amp.autocast():
+            loss = model(batch).sum()
+    else:
+        loss = model(batch).sum()
+    if scaler is not None:
+        loss = scaler.scale(loss)
+    loss.backward()
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
