@@ -69,6 +69,9 @@ def _version(parts: tuple[int, ...]) -> Version:
 def required(folder: str, top: str, package: str) -> Required:
     """Return what the nearest files that name a package require of it, from a folder up to the top of its tree.
 
+    Where they have no upper bound, that of files further up holds: the list of a copied example does not lift the pin
+    of the project around it.
+
     The files are searched as text: only some of them (pyproject.toml, METADATA) have requirements in the syntax that
     `packaging.requirements` reads, and the others are setup.py, Dockerfiles, and tables of Poetry and conda.
     """
@@ -87,6 +90,7 @@ def required(folder: str, top: str, package: str) -> Required:
     start, last = Path(folder), Path(top)
     if tracked_fs.is_file(last / "__init__.py"):  # without a pyproject.toml, setup.py is next to the package
         last = last.parent
+    found: Required | None = None
     images: set[tuple[int, int]] = set()
     for place in [start, *start.parents][:_MOST_FOLDERS]:
         specifiers: list[str] = []
@@ -104,10 +108,13 @@ def required(folder: str, top: str, package: str) -> Required:
             first, bound = _NOT_IN_IMAGES[package]
             specifiers += [bound] if max(images) < first else []
         if specifiers or cuda:
-            return _bounds(specifiers, next(iter(cuda)) if len(cuda) == 1 else None)
+            bounds = _bounds(specifiers, next(iter(cuda)) if len(cuda) == 1 else None)
+            found = bounds if found is None else found.bounded(bounds.below)
+            if found.below is not None:
+                break
         if place == last:
             break
-    return Required()
+    return found or Required()
 
 
 def _files(folder: Path) -> list[Path]:

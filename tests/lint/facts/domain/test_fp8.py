@@ -81,6 +81,24 @@ def test_setup_py_is_next_to_the_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("nearest", "expected"),
+    [
+        ("transformer-engine >= 1.5", Required((1, 5), (1, 11, 1))),
+        ("transformer-engine >= 2.0", Required((2, 0))),
+        ("transformer-engine == 2.1.0", Required((2, 1, 0), (2, 1, 1))),
+    ],
+)
+def test_an_upper_bound_further_up_holds_where_the_nearest_list_has_none(
+    nearest: str, expected: Required, tmp_path: Path
+) -> None:
+    example = tmp_path / "copied" / "examples"
+    example.mkdir(parents=True)
+    (tmp_path / "requirements.txt").write_text("transformer-engine==1.11.0")
+    (example / "requirements.txt").write_text(nearest)
+    assert required(str(example), str(tmp_path), "transformer_engine") == expected
+
+
+@pytest.mark.parametrize(
     ("wheels", "expected"),
     [(("ours",), Required((1, 13, 0), (1, 13, 1))), (("ours", "other"), Required())],  # several are an environment
 )
