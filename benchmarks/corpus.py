@@ -60,6 +60,8 @@ HEADINGS = {
     "wide10": "125 more, closed while the rules were changed by someone who had not seen them",
     "wide11": "122 more, half of them libraries, closed while the rules were changed by others",
     "wide12": "The other 122 of that list",
+    "wide13": "120 more, closed while the rules were changed by others",
+    "wide14": "The other 120 of that list",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")
