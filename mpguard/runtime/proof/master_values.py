@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from mpguard.policy.dtype import Dtype
 from mpguard.runtime.proof import rounding
 from mpguard.runtime.proof.gradients import LEAVES, is_allocated, is_capturing, local, safely, sample
-
-if TYPE_CHECKING:
-    import torch
 
 
 class MasterValues:
@@ -29,8 +25,8 @@ class MasterValues:
         self.rounded: dict[int, Counter[str]] = {}
         self.rounded_states: dict[int, Counter[str]] = {}
         self._exact: dict[int, weakref.ref[Any]] = {} if previous is None else previous._exact
-        self._before: dict[int, torch.Tensor] = {}
-        self._states: dict[tuple[int, str], torch.Tensor] = {}  # after the last step
+        self._before: dict[int, list[int]] = {}  # bits of the samples
+        self._states: dict[tuple[int, str], list[int]] = {}  # after the last step
 
     def begin_gap(self, optimizer: Any) -> None:
         """Take samples of an optimizer's states between two steps: the second one finds whether they were rounded."""
@@ -49,46 +45,53 @@ class MasterValues:
         return dict(safely(self._rounded_now, optimizer) or {})
 
     def _rounded_now(self, optimizer: Any) -> Counter[str]:
-        exact = [own for own in _sampled(optimizer) if (known := self._exact.get(id(own))) and known() is own]
-        return Counter(dtype for own in exact if (dtype := rounding.rounded_to(sample(own))) is not None)
+        exact = [own for own in _sampled(optimizer) if self._is_exact(own)]
+        rounded = map(rounding.rounded_bits, _bits(exact))
+        return Counter(dtype for dtype in rounded if dtype is not None)
+
+    def _is_exact(self, own: Any) -> bool:
+        known = self._exact.get(id(own))
+        return known is not None and known() is own
 
     def _begin_gap(self, optimizer: Any) -> None:
-        for key, state in _sampled_states(optimizer):
-            self._states[key] = sample(state).clone()
+        self._states |= _state_bits(optimizer)
 
     def _end_gap(self, optimizer: Any) -> None:
         found = self.rounded_states[id(optimizer)] = Counter()
-        for key, state in _sampled_states(optimizer):
-            before, now = self._states.pop(key, None), sample(state)
-            if before is None or before.shape != now.shape or rounding.rounded_to(before) is not None:
+        earlier, self._states = self._states, {}
+        for key, now in (_state_bits(optimizer) if earlier else {}).items():
+            before = earlier.pop(key, [])
+            if len(before) != len(now) or rounding.rounded_bits(before) is not None:
                 continue
-            dtype = rounding.rounded_to(now)
-            if dtype is not None and bool((now == before.to(Dtype.parse(dtype).torch).to(now.dtype)).all()):
+            dtype = rounding.rounded_bits(now)
+            if dtype is not None and rounding.rounded(before, dtype) == now:
                 found[dtype] += 1
+        self._states |= earlier  # those of other optimizers
 
     def _begin_step(self, optimizer: Any) -> None:
         self._end_gap(optimizer)
         found = self.rounded[id(optimizer)] = Counter()
-        for own in _sampled(optimizer):
-            before = self._before[id(own)] = sample(own).clone()
-            known = self._exact.get(id(own))
-            dtype = rounding.rounded_to(before) if known is not None and known() is own else None
+        sampled = _sampled(optimizer)
+        for own, before in zip(sampled, _bits(sampled), strict=True):
+            self._before[id(own)] = before
+            dtype = rounding.rounded_bits(before) if self._is_exact(own) else None
             if dtype is not None:
                 found[dtype] += 1
 
     def _end_step(self, optimizer: Any) -> None:
         found = self.rounded.get(id(optimizer), Counter())
-        for own in _sampled(optimizer):
-            before, after = self._before.pop(id(own), None), sample(own)
-            if before is None or before.shape != after.shape:
+        sampled = _sampled(optimizer)
+        for own, after in zip(sampled, _bits(sampled), strict=True):
+            before = self._before.pop(id(own), [])
+            if len(before) != len(after):
                 continue
-            changed = after != before
-            if before[changed].unique().numel() < rounding.ENOUGH:  # type: ignore[no-untyped-call]
+            changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
+            if len({old for old, _ in changed}) < rounding.ENOUGH:
                 continue  # weights that began as zeros or ones are what the step has added
-            dtype = rounding.rounded_to(after[changed])
+            dtype = rounding.rounded_bits(new for _, new in changed)
             if dtype is not None:
                 found[dtype] += 1
-            elif rounding.rounded_to(after) is None:
+            elif rounding.rounded_bits(after) is None:
                 self._exact[id(own)] = weakref.ref(own)
 
     def forget_weight(self, number: int) -> None:
@@ -120,6 +123,17 @@ def _sampled_states(optimizer: Any) -> Iterator[tuple[tuple[int, str], Any]]:
             whole = type(local(state)) is torch.Tensor and state.dtype is torch.float32
             if whole and local(state).shape == local(own).shape:
                 yield (id(own), str(name)), state
+
+
+def _bits(tensors: Iterable[Any]) -> list[list[int]]:
+    """Return the bits of the samples of tensors in FP32."""
+    return rounding.bits_of([sample(each) for each in tensors])
+
+
+def _state_bits(optimizer: Any) -> dict[tuple[int, str], list[int]]:
+    """Return the bits of the samples of an optimizer's states, by the id of the parameter and the name."""
+    states = dict(_sampled_states(optimizer))
+    return dict(zip(states, _bits(states.values()), strict=True))
 
 
 def _sampled(optimizer: Any) -> list[Any]:

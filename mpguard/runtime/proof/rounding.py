@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
+
+from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
     import torch
@@ -18,23 +23,57 @@ ENOUGH = 24
 #: gradients are exact in BF16 without any rounding.
 LAST_BIT_SHARE = 0.2
 
+#: The bits of an FP32 exponent: all are set in an infinity, and in what is not a number.
+_EXPONENT = 0x7F800000
+
 #: Largest relative error of a sum in FP32, and smallest one of a sum in FP16, of numbers that do not cancel.
 EXACT, COARSE = 2.0**-18, 2.0**-14
+
+
+def bits_of(samples: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return the bits of each sample of FP32 values, as integers of 32 bits.
+
+    Each device is read once: a GPU has to finish its work for each transfer, and few operators run while a step is
+    recorded.
+    """
+    import torch
+
+    found: list[list[int]] = [[]] * len(samples)
+    places: defaultdict[torch.device, list[int]] = defaultdict(list)
+    for place, values in enumerate(samples):
+        places[values.device].append(place)
+    for on_device in places.values():
+        read = iter(torch.cat([samples[place] for place in on_device]).view(torch.int32).tolist())
+        for place in on_device:
+            found[place] = list(itertools.islice(read, samples[place].numel()))
+    return found
 
 
 def rounded_to(values: torch.Tensor) -> str | None:
     """Return the 16-bit dtype of which all values (FP32, not zero) are; None if there is none, or too few values."""
     import torch
 
-    values = values.unique()  # type: ignore[no-untyped-call]
-    if values.dtype is not torch.float32 or values.numel() < ENOUGH or not bool(torch.isfinite(values).all()):
+    return rounded_bits(bits_of([values])[0]) if values.dtype is torch.float32 else None
+
+
+def rounded_bits(bits: Iterable[int]) -> str | None:
+    """Return the 16-bit dtype of which all values (FP32, not zero) are. bits: theirs, see `bits_of`."""
+    different = set(bits)
+    if len(different) < ENOUGH or any(each & _EXPONENT == _EXPONENT for each in different):  # infinite, or no number
         return None
-    bits = values.contiguous().view(torch.int32)
     for dtype, unused in UNUSED_BITS.items():
-        ends_in_zeros = not bool((bits & ((1 << unused) - 1)).any())
-        if ends_in_zeros and float(((bits >> unused) & 1).float().mean()) >= LAST_BIT_SHARE:
+        ends_in_zeros = not any(each & ((1 << unused) - 1) for each in different)
+        if ends_in_zeros and sum(each >> unused & 1 for each in different) >= LAST_BIT_SHARE * len(different):
             return dtype
     return None
+
+
+def rounded(bits: Iterable[int], dtype: str) -> list[int]:
+    """Return the bits of FP32 values after they were rounded to a 16-bit dtype."""
+    import torch
+
+    values = torch.tensor(list(bits), dtype=torch.int32).view(torch.float32)
+    return list(values.to(Dtype.parse(dtype).torch).float().view(torch.int32).tolist())
 
 
 def summed_in(found: torch.Tensor, parts: torch.Tensor, terms: int) -> str | None:
