@@ -116,10 +116,10 @@ class Project:
             return self._gpu or settings.nearest(Path(path)).gpu
 
     def required(self, path: str, package: str) -> Required:
-        """Return the versions of a package that the project of a file requires."""
+        """Return the versions of a package that the project of a file requires, and the one around its copy."""
         folder = Path(path).absolute().parent
         with tracked_fs.recording_for(path):
-            return required(str(folder), str(tree.top_of(folder)), package)
+            return required(str(folder), str(tree.outermost(folder)), package)
 
     def declared(self, path: str) -> Literal["training", "inference"] | None:
         """Return the kind of a file that `training-paths` and `inference-paths` declare."""
