@@ -1,4 +1,4 @@
-"""The versions of a package that the project of a file requires: by pyproject.toml, requirements*.txt and others."""
+"""The versions of a package that the project of a file requires: by pyproject.toml, requirements*.txt, a README ..."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 #: Files that name requirements; `requirements/*.txt` too.
 _FILES = ("pyproject.toml", "setup.py", "setup.cfg", "environment.yml", "environment.yaml", "Dockerfile")
+#: Texts whose commands install packages: `pip install deepspeed==0.6.3`.
+_INSTRUCTIONS = ("README.md", "README.rst", "INSTALL.md")
+_INSTALLS = re.compile(r"\b(?:pip3?|conda|mamba) install\b((?:[^\n`\\]|\\\n)*)")
 _LARGEST = 1 << 18
 #: The number of folders that are searched: a file's own, and those above it.
 _MOST_FOLDERS = 12
@@ -76,6 +79,7 @@ def required(folder: str, top: str, package: str) -> Required:
     `packaging.requirements` reads, and the others are setup.py, Dockerfiles, and tables of Poetry and conda.
     """
     name = re.sub(r"[-_.]", "[-_.]", re.escape(package).replace(r"\-", "-").replace(r"\_", "_"))
+    name = "(?:py)?torch" if package == "torch" else name  # its name in conda
     wanted = re.compile(
         rf"(?<![\w./-]){name}(?:[-_](?:torch|cu\d+))?(?:\[[\w, -]*\])?(?:[\"']?\s*=\s*[\"']|\s*[(\"']?)\s*"
         r"((?:[<>=!~^]=?=?\s*v?[\d.*]+(?:\s*,\s*)?)+)",
@@ -98,8 +102,6 @@ def required(folder: str, top: str, package: str) -> Required:
         cuda: set[tuple[int, int]] = set()
         for file in _files(place):
             text = _text(file)
-            if file.name == "METADATA":
-                text = text.partition("\n\n")[0]  # the README follows
             specifiers += wanted.findall(text)
             specifiers += [f"=={version}" for version in (tagged.findall(text) or repository.findall(text))]
             images |= {(int(year), int(month)) for year, month in _IMAGE.findall(text)} if is_nearest else set()
@@ -119,7 +121,7 @@ def required(folder: str, top: str, package: str) -> Required:
 
 def _files(folder: Path) -> list[Path]:
     """Return the files of a folder that may name requirements."""
-    found = [folder / name for name in _FILES if tracked_fs.is_file(folder / name)]
+    found = [folder / name for name in (*_FILES, *_INSTRUCTIONS) if tracked_fs.is_file(folder / name)]
     found += [folder / name for name in tracked_fs.list_names(folder, (".txt",)) if "requirements" in name]
     wheels = tracked_fs.list_names(folder, (".dist-info",))
     if len(wheels) == 1:  # an unpacked wheel; several are an environment
@@ -129,12 +131,16 @@ def _files(folder: Path) -> list[Path]:
     ]
 
 
+@cached_per_run
 def _text(path: Path) -> str:
-    """Return the text of a file; empty for one that cannot be read."""
+    """Return the text of a file that names requirements; of instructions, the arguments of what installs packages."""
     try:
-        return (tracked_fs.read_up_to(path, _LARGEST) or b"").decode("utf-8", "replace")
+        text = (tracked_fs.read_up_to(path, _LARGEST) or b"").decode("utf-8", "replace")
     except OSError:
         return ""
+    if path.name in _INSTRUCTIONS:
+        return "\n".join(_INSTALLS.findall(text))
+    return text.partition("\n\n")[0] if path.name == "METADATA" else text  # the README follows
 
 
 def _bounds(specifiers: list[str], cuda: tuple[int, int] | None) -> Required:
@@ -151,9 +157,9 @@ def _bounds(specifiers: list[str], cuda: tuple[int, int] | None) -> Required:
         low = below = None
         for operator, text in _CLAUSE.findall(specifier):
             version = Version(text).release
-            if operator in (">=", ">", "==", "===", "~=", "^"):
+            if operator in (">=", ">", "=", "==", "===", "~=", "^"):
                 low = version
-            if operator in ("==", "==="):
+            if operator in ("=", "==", "==="):
                 below = (*version[:-1], version[-1] + 1)
             elif operator == "~=" and len(version) > 1:
                 below = (*version[:-2], version[-2] + 1)
