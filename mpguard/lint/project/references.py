@@ -10,10 +10,8 @@ counts as a reference.
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from mpguard.core import tracked_fs
@@ -114,7 +112,7 @@ def _asked(top: Path, file: Path | str, question: str) -> bool:
 def answer(top: str, file: str, question: str) -> bool:
     """Answer a question, without recording what was read."""
     with tracked_fs.untracked():
-        files = _own_files(top) if question == _RUNS else _files(top)
+        files = _files(top)
         if len(files) > MOST_FILES:
             return True
         if question == _LOOKS_UP:
@@ -127,12 +125,19 @@ def answer(top: str, file: str, question: str) -> bool:
             word = question.removeprefix(_ASKS).encode()
             return any(word in _content(each).lower() for each in files if not each.endswith(PYTHON))
         if question == _RUNS:
-            return any(_uses(each, file, "") for each in files)
+            return any(_uses(each, file, "") and not _is_in_copy(each, top) for each in files if each != file)
         if question.startswith(_CALLS):
             method = question.removeprefix(_CALLS).encode()
             return any(_may_call(each, method) for each in files if each != file)
         name = question.removeprefix(_USES)
         return any(_uses(each, file, name) for each in files if each != file)
+
+
+def _is_in_copy(file: str, top: str) -> bool:
+    """True if a file is in a copy of another package below the top of a project."""
+    return any(
+        _is_copy(each, Path(top)) for each in Path(file).parents if each.is_relative_to(top) and str(each) != top
+    )
 
 
 def exports_all(file: Path) -> bool:
@@ -157,35 +162,21 @@ def is_installable(top: Path) -> bool:
 
 @cached_per_run
 def state(top: str) -> str | None:
-    """Return a digest of the statuses of a project's files; None if they do not prove the content, or are too many."""
-    files = _files(top)
-    return summaries.state_of(files) if len(files) <= MOST_FILES else None
+    """Return a digest of the statuses of a project's files; None if a status does not prove the content."""
+    return summaries.state_of(_files(top))
 
 
 @cached_per_run
 def _files(top: str) -> list[str]:
     """Return the files of a project that may refer to code, at most one more than `MOST_FILES`."""
-    found = (each for folder, names in tree.walk(top, hidden=(".github",)) for each in _readable(folder, names))
-    return list(itertools.islice(found, MOST_FILES + 1))
-
-
-@cached_per_run
-def _own_files(top: str) -> list[str]:
-    """Return the same without those in copies of other packages."""
     found: list[str] = []
-    copies: tuple[str, ...] = ()
     for folder, names in tree.walk(top, hidden=(".github",)):
-        if folder != top and not folder.startswith(copies) and _is_copy(Path(folder), Path(top)):
-            copies += (folder + os.sep,)
-        if not (folder + os.sep).startswith(copies):
-            found += _readable(folder, names)
-        if len(found) > MOST_FILES:
-            break
+        for name in names:
+            if not name.lower().endswith(_DATA):
+                found.append(os.path.join(folder, name))
+                if len(found) > MOST_FILES:
+                    return found
     return found
-
-
-def _readable(folder: str, names: Iterable[str]) -> list[str]:
-    return [os.path.join(folder, name) for name in names if not name.lower().endswith(_DATA)]
 
 
 def _content(file: str) -> bytes:

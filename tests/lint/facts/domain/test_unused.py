@@ -277,13 +277,3 @@ def test_an_example_of_a_copied_package_counts_where_the_project_runs_it(
 ) -> None:
     write(files)
     assert reported(capsys) == lines
-
-
-def test_a_large_copy_does_not_hide_what_the_project_runs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mpguard.lint.project.references.MOST_FILES", 8)
-    write({**COPY, **{f"lib/lib/layer{each}.py": "" for each in range(10)}})
-    assert reported(capsys) == []
-    write({"run.sh": "cd lib/examples && python tune.py\n"})
-    assert reported(capsys) == ["lib/examples/tune.py:9"]
