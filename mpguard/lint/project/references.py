@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 from mpguard.core import tracked_fs
@@ -258,4 +259,7 @@ def _may_be(module: str, user: str, file: str, extended: bool) -> bool:
         return True
     if found is not None and not extended:
         return False
-    return last == _module_name(file) or last in Path(file).parts[:-1]
+    places = {_module_name(file), *Path(file).parts[:-1]}
+    root = module.partition(".")[0]
+    is_library = root in summaries.LIBRARIES or root in sys.stdlib_module_names
+    return last in places and (root in places or not is_library)
