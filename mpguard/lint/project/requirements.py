@@ -13,10 +13,22 @@ from mpguard.core.tracked_fs import cached_per_run
 if TYPE_CHECKING:
     from packaging.version import Version
 
-#: Files that name requirements; `requirements/*.txt` too.
-_FILES = ("pyproject.toml", "setup.py", "setup.cfg", "environment.yml", "environment.yaml", "Dockerfile")
+#: Files that name requirements; `*require*.txt` too, there and in the folders below.
+_FILES = (
+    "pyproject.toml", "setup.py", "setup.cfg", "environment.yml", "environment.yaml", "requirements.in", "Dockerfile",
+    "docker/Dockerfile",
+)  # fmt: skip
+_FOLDERS = ("requirements", "docker")
 #: Texts whose commands install packages: `pip install deepspeed==0.6.3`.
-_INSTRUCTIONS = ("README.md", "README.rst", "INSTALL.md")
+_INSTRUCTIONS = (
+    "README.md",
+    "README.rst",
+    "INSTALL.md",
+    "docs/INSTALL.md",
+    "docs/install.md",
+    "install.sh",
+    "setup.sh",
+)
 _INSTALLS = re.compile(r"\b(?:pip3?|conda|mamba) install\b((?:[^\n`\\]|\\\n)*)")
 _LARGEST = 1 << 18
 #: The number of folders that are searched: a file's own, and those above it.
@@ -122,12 +134,16 @@ def required(folder: str, top: str, package: str) -> Required:
 def _files(folder: Path) -> list[Path]:
     """Return the files of a folder that may name requirements."""
     found = [folder / name for name in (*_FILES, *_INSTRUCTIONS) if tracked_fs.is_file(folder / name)]
-    found += [folder / name for name in tracked_fs.list_names(folder, (".txt",)) if "requirements" in name]
+    found += [folder / name for name in tracked_fs.list_names(folder, (".txt",)) if "require" in name]
     wheels = tracked_fs.list_names(folder, (".dist-info",))
     if len(wheels) == 1:  # an unpacked wheel; several are an environment
         found.append(folder / wheels[0] / "METADATA")
+    inner = [folder / name for name in _FOLDERS]
     return found + [
-        folder / "requirements" / name for name in tracked_fs.list_names(folder / "requirements", (".txt",))
+        place / name
+        for place in inner
+        for name in tracked_fs.list_names(place, (".txt",))
+        if "require" in name or place.name == "requirements"
     ]
 
 
@@ -138,7 +154,7 @@ def _text(path: Path) -> str:
         text = (tracked_fs.read_up_to(path, _LARGEST) or b"").decode("utf-8", "replace")
     except OSError:
         return ""
-    if path.name in _INSTRUCTIONS:
+    if path.suffix in (".md", ".rst", ".sh"):
         return "\n".join(_INSTALLS.findall(text))
     return text.partition("\n\n")[0] if path.name == "METADATA" else text  # the README follows
 

@@ -142,9 +142,14 @@ def test_versions_that_a_project_excludes(specifier: str, versions: str, exclude
         ("INSTALL.md", "conda install pytorch=1.12 torchvision==0.13.1 -c pytorch\n", Required((1, 12), (1, 13))),
         ("environment.yml", "dependencies:\n  - pytorch=2.3.1=py3.11_cuda12.1\n", Required((2, 3, 1), (2, 3, 2))),
         ("requirements.txt", "pytorch-lightning==1.9\n", Required()),
+        ("docker/requirement.txt", "torch==2.1\n", Required((2, 1), (2, 2))),
+        ("docker/Dockerfile", "RUN pip install torch==2.1\n", Required((2, 1), (2, 2))),
+        ("docs/install.md", "   pip install torch==2.1\n", Required((2, 1), (2, 2))),
+        ("docker/notes.txt", "torch==2.1\n", Required()),
     ],
 )  # fmt: skip
 def test_what_a_project_installs(file: str, text: str, expected: Required, tmp_path: Path) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(text)
     assert required(str(tmp_path), str(tmp_path), "torch") == expected
 
