@@ -14,12 +14,15 @@ from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import Condition, Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
 from mpguard.lint.source.strip_comments import stripped
+from mpguard.lint.source.text import Unparsable
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 #: How many calls a parameter is followed through: `main(mode="bf16")` calls `build(mode)`, which tests it.
 _DEPTH = 3
+#: The bindings of a name that are no uses of it.
+_DEFINES = frozenset({"def", "class", "from"})
 
 
 class UntakenBranches:
@@ -32,9 +35,11 @@ class UntakenBranches:
     def contain(self, place: int) -> bool:
         """True if an offset of the file is in one of them."""
         record = self._record_at(place)
-        return record is not None and any(
-            self._is_untaken(scope, guard) for scope, guard in _guards(record) if guard and scope.kind == "function"
-        )
+        guards = _guards(record) if record is not None else ()
+        try:
+            return any(self._is_untaken(scope, guard) for scope, guard in guards if guard and scope.kind == "function")
+        except (Unparsable, RecursionError):  # a file that calls the function
+            return False
 
     def _record_at(self, place: int) -> Record | None:
         """Return the smallest record around an offset."""
@@ -110,17 +115,35 @@ class UntakenBranches:
             return None
         if not home.name.startswith("_") and facts.project.is_library(facts.path):
             return None
+        users: list[Facts] | None = []
         if home.parent.kind == "module":
-            used = facts.project.used_elsewhere(facts.path, home.name)
-        elif home.is_method and home.parent.parent is not None and home.parent.parent.kind == "module":
-            used = facts.project.method_used_elsewhere(facts.path, home.name) or facts.derived_elsewhere(home.parent)
-        else:
+            users = facts.project.all_users_of(facts.path, home.name)
+        elif (
+            not (home.is_method and home.parent.parent is not None and home.parent.parent.kind == "module")
+            or facts.project.method_used_elsewhere(facts.path, home.name)
+            or facts.derived_elsewhere(home.parent)
+        ):
             return None
-        calls = facts.callers(scope)
-        outside = r"\b" if home.is_method else r"(?<![\w.])"  # `torch.distributed.fsdp` is no mention of `fsdp`
-        mentions = len(re.findall(rf"{outside}{home.name}\b", stripped(facts.file_text)))
-        known = not used and all(facts.of(call) is facts for call in calls) and mentions == len(calls) + 1
-        return calls if known else None
+        calls: list[Call] = []
+        for each in (facts, *users) if users is not None else ():
+            each.need_uses(home.name)
+            found = each.graph.calls_of(scope)
+            if _mentions(home, each) != len(found):
+                return None
+            calls += found
+        return calls
+
+
+def _mentions(scope: Scope, facts: Facts) -> int:
+    """Return how often a file uses a function or class, or its name for something else; imports do not count.
+
+    A part of a module's name (`torch.distributed.fsdp`) is no mention.
+    """
+    name = scope.name
+    called = "" if facts.of(scope) is facts else rf"|(?<=\.){name}(?=\s*\()"
+    mention = rf"\b{name}\b" if scope.is_method else rf"(?<![\w.]){name}\b{called}"
+    defined = [each for place in facts.scopes for each in place.bindings.get(name, ()) if each.kind in _DEFINES]
+    return len(re.findall(mention, stripped(facts.file_text))) - len(defined)
 
 
 def _guards(record: Record) -> Iterator[tuple[Scope, PathCondition]]:

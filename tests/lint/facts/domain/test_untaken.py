@@ -55,6 +55,11 @@ UNTAKEN = {
         "wrap()\n"
     },
     "an attribute of the object": {"a.py": CLASS + "Run(m, 'bf16').policy()\n"},
+    "the calls are in other files": {
+        "utils/fsdp.py": WRAP,
+        "a.py": "from utils.fsdp import wrap\n\nwrap(m, mp='bf16')\n",
+        "b.py": "import utils.fsdp as fsdp\n\nfsdp.wrap(m)\n",
+    },
     "a method": {
         "a.py": f"{IMPORTS}class Run:\n    def build(self, mp):\n        if mp == 16:\n            return {POLICY}\n"
         "    def main(self):\n        self.build(32)\n\nRun().main()\n"
@@ -74,6 +79,24 @@ TAKEN = {
     "it is passed on": {"a.py": WRAP + "wrap(m)\nFire(wrap)\n"},
     "it has another name": {"a.py": WRAP + "wrap(m)\nother = wrap\nother(m, 'fp16')\n"},
     "a script calls it": {"a.py": WRAP + "wrap(m)\n", "b.py": "from a import wrap\nwrap(m, mp='fp16')\n"},
+    "another script calls it too": {
+        "utils.py": WRAP,
+        "a.py": "from utils import wrap\n\nwrap(m)\n",
+        "b.py": "import utils\n\nutils.wrap(m, mp=args.mp)\n",
+    },
+    "another file gives it another name": {
+        "utils.py": WRAP,
+        "a.py": "from utils import wrap\n\nwrap(m)\nother = wrap\nother(m, mp='fp16')\n",
+    },
+    "another file imports it by another name": {
+        "utils.py": WRAP,
+        "a.py": "from utils import wrap as other\n\nother(m, mp='fp16')\n",
+    },
+    "another file does not parse": {
+        "utils.py": WRAP,
+        "a.py": "from utils import wrap\n\nwrap(m)\n",
+        "b.py": "from utils import wrap\n\nwrap(m, 'fp16'\n",
+    },
     "a README calls it": {"a.py": WRAP + "wrap(m)\n", "README.md": "```python\nwrap(model, 'fp16')\n```\n"},
     "it is a part of a library": {"pkg/a.py": WRAP + "wrap(m)\n", "pkg/__init__.py": "", "setup.py": ""},
     "a decorator may call it": {"a.py": WRAP.replace("def wrap", "@app.command\ndef wrap") + "wrap(m)\n"},
