@@ -42,12 +42,13 @@ class UntakenBranches:
             return False
 
     def _record_at(self, place: int) -> Record | None:
-        """Return the smallest record around an offset."""
+        """Return the smallest record of a function around an offset."""
         source = self._facts.source
         starts = [source.offset(each.start) for each in source.chunks]
         chunk = source.chunks[max(bisect.bisect_right(starts, place) - 1, 0)]
         found: tuple[int, Record] | None = None
-        for record in _records(scope for scope in self._facts.scopes if scope.chunk is chunk):
+        functions = (each for each in self._facts.scopes if each.kind == "function" and each.chunk is chunk)
+        for record in _records(functions):
             start, end = record.span
             if start <= place < end and (found is None or end - start < found[0]):
                 found = end - start, record

@@ -118,6 +118,13 @@ def test_a_branch_that_a_call_may_take(files: dict[str, str], capsys: pytest.Cap
     assert findings(files, capsys) == 1
 
 
+def test_a_finding_in_the_last_statement_of_a_large_file(capsys: pytest.CaptureFixture[str]) -> None:
+    """Definitions that no rule needs are not parsed, and have no place of their own."""
+    large = "def other(x):\n    return x\n\n" * 1_000
+    wrap = WRAP.rstrip().removeprefix(IMPORTS)
+    assert findings({"a.py": IMPORTS + large + wrap, "b.py": "from a import wrap\n\nwrap(m, args.mp)\n"}, capsys) == 1
+
+
 def test_a_new_call_is_seen_with_the_cache(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPGUARD_CACHE_DIR", str(Path.cwd().parent / "cache"))
     Path("a.py").write_text(WRAP + "wrap(m)\n")
