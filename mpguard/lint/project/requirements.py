@@ -85,7 +85,7 @@ def required(folder: str, top: str, package: str) -> Required:
     """Return what the nearest files that name a package require of it, from a folder up to the top of its tree.
 
     Where they have no upper bound, that of files further up holds: the list of a copied example does not lift the pin
-    of the project around it.
+    of the project around it. What a README installs counts where no list names the package, not even without a version.
 
     The files are searched as text: only some of them (pyproject.toml, METADATA) have requirements in the syntax that
     `packaging.requirements` reads, and the others are setup.py, Dockerfiles, and tables of Poetry and conda.
@@ -103,6 +103,8 @@ def required(folder: str, top: str, package: str) -> Required:
     repository = re.compile(
         rf"git\+[^\s\"'@]+/{name.replace('[-_.]', '[-_.]?')}(?:\.git)?@v?(\d+(?:\.\d+)*)(?![\w.])", re.IGNORECASE
     )
+    named = re.compile(rf"(?<![\w./-]){name}(?![\w-])", re.IGNORECASE)
+    is_named = False
     start, last = Path(folder), Path(top)
     if tracked_fs.is_file(last / "__init__.py"):  # without a pyproject.toml, setup.py is next to the package
         last = last.parent
@@ -114,6 +116,10 @@ def required(folder: str, top: str, package: str) -> Required:
         cuda: set[tuple[int, int]] = set()
         for file in _files(place):
             text = _text(file)
+            if not _is_instruction(file):
+                is_named = is_named or named.search(text) is not None
+            elif is_named:
+                continue
             specifiers += wanted.findall(text)
             specifiers += [f"=={version}" for version in (tagged.findall(text) or repository.findall(text))]
             images |= {(int(year), int(month)) for year, month in _IMAGE.findall(text)} if is_nearest else set()
@@ -132,19 +138,20 @@ def required(folder: str, top: str, package: str) -> Required:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of a folder that may name requirements."""
-    found = [folder / name for name in (*_FILES, *_INSTRUCTIONS) if tracked_fs.is_file(folder / name)]
+    """Return the files of a folder that may name requirements, the instructions last."""
+    found = [folder / name for name in _FILES if tracked_fs.is_file(folder / name)]
     found += [folder / name for name in tracked_fs.list_names(folder, (".txt",)) if "require" in name]
     wheels = tracked_fs.list_names(folder, (".dist-info",))
     if len(wheels) == 1:  # an unpacked wheel; several are an environment
         found.append(folder / wheels[0] / "METADATA")
-    inner = [folder / name for name in _FOLDERS]
-    return found + [
-        place / name
-        for place in inner
-        for name in tracked_fs.list_names(place, (".txt",))
-        if "require" in name or place.name == "requirements"
-    ]
+    for place in (folder / name for name in _FOLDERS):
+        names = tracked_fs.list_names(place, (".txt",))
+        found += [place / name for name in names if "require" in name or place.name == "requirements"]
+    return found + [folder / name for name in _INSTRUCTIONS if tracked_fs.is_file(folder / name)]
+
+
+def _is_instruction(file: Path) -> bool:
+    return file.suffix in (".md", ".rst", ".sh")
 
 
 @cached_per_run
@@ -154,7 +161,7 @@ def _text(path: Path) -> str:
         text = (tracked_fs.read_up_to(path, _LARGEST) or b"").decode("utf-8", "replace")
     except OSError:
         return ""
-    if path.suffix in (".md", ".rst", ".sh"):
+    if _is_instruction(path):
         return "\n".join(_INSTALLS.findall(text))
     return text.partition("\n\n")[0] if path.name == "METADATA" else text  # the README follows
 

@@ -154,6 +154,12 @@ def test_what_a_project_installs(file: str, text: str, expected: Required, tmp_p
     assert required(str(tmp_path), str(tmp_path), "torch") == expected
 
 
+def test_a_readme_does_not_pin_what_a_list_leaves_open(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("    pip install torch==2.1\n")
+    (tmp_path / "requirements.txt").write_text("torch\ntorchvision==0.16\n")
+    assert required(str(tmp_path), str(tmp_path), "torch") == Required()
+
+
 def test_the_versions_of_all_rules_can_be_compared() -> None:
     stated = [versions for rule in rules(own_only=True).values() for versions in rule.versions.values()]
     assert stated and all(re.fullmatch(rf"{RANGE.pattern}(,{RANGE.pattern})*", each) for each in stated)
