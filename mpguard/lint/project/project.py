@@ -15,7 +15,7 @@ from mpguard.lint.project.launch_configs import LaunchConfig
 from mpguard.lint.project.launch_lines import Launch
 from mpguard.lint.project.requirements import Required, required
 from mpguard.lint.project.siblings import LARGEST_CONFIG
-from mpguard.lint.source.files import MARKDOWN, NOTEBOOK, matches
+from mpguard.lint.source.files import MARKDOWN, NOTEBOOK, PYTHON, matches
 
 if TYPE_CHECKING:
     from mpguard.document import Document
@@ -116,10 +116,10 @@ class Project:
             return self._gpu or settings.nearest(Path(path)).gpu
 
     def required(self, path: str, package: str) -> Required:
-        """Return the versions of a package that the project of a file requires."""
+        """Return the versions of a package that the project of a file requires, and the one around its copy."""
         folder = Path(path).absolute().parent
         with tracked_fs.recording_for(path):
-            return required(str(folder), str(tree.top_of(folder)), package)
+            return required(str(folder), str(tree.outermost(folder)), package)
 
     def declared(self, path: str) -> Literal["training", "inference"] | None:
         """Return the kind of a file that `training-paths` and `inference-paths` declare."""
@@ -292,6 +292,23 @@ class Project:
             if not tree.is_project(top) or references.may_use(top, file, name):
                 return True
             return references.exports_all(file) and references.is_installable(top)
+
+    def all_users_of(self, path: str, name: str) -> list[Facts] | None:
+        """Return the facts of all other modules that may use a top-level name of a file; None if they are not known.
+
+        They are not where a text or a config mentions the name, and in the interface of an installable package.
+        """
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(file.parent)
+            files = references.users(top, file, name) if tree.is_project(top) else None
+            if files is None or (references.exports_all(file) and references.is_installable(top)):
+                return None
+        if len(files) > summaries.MOST_USERS or not all(each.endswith(PYTHON) for each in files):
+            return None
+        places = files if Path(path).is_absolute() else map(os.path.relpath, files)
+        found = [facts for each in places if (facts := self._facts_at(each, path)) is not None]
+        return found if len(found) == len(files) else None
 
     def method_used_elsewhere(self, path: str, name: str) -> bool:
         """True if other code may use a method of this name of a class of a file; outside of a project, it may."""

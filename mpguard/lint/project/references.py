@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 from mpguard.core import tracked_fs
@@ -44,6 +45,7 @@ _NAMES_DEEPSPEED = re.compile(rb"(?i)deepspeed|HfArgumentParser|TrainingArgument
 _BUILDS = re.compile(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
 #: Kinds of questions.
 _USES, _LOOKS_UP, _READS, _ASKS, _CALLS = "use ", "looks up", "reads deepspeed", "asks for ", "calls "
+_WHERE = "where "
 _RUNS = "runs"
 _LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "COPYING")
 #: Folders of a project's examples.
@@ -53,6 +55,15 @@ _EXAMPLES = frozenset({"example", "examples", "research_projects"})
 def may_use(top: Path, file: Path, name: str) -> bool:
     """True if another file of a project may use a top-level name of a file; without a name, the file itself."""
     return _asked(top, file, _USES + name)
+
+
+def users(top: Path, file: Path, name: str) -> list[str] | None:
+    """Return the other files of a project that may use a top-level name of a file; None if it is too large to search.
+
+    Those that only mention the name, as a config or a README, are among them.
+    """
+    found = tracked_fs.answered("referenced", answer, state, (str(top), str(file), _WHERE + name))
+    return found if isinstance(found, list) else None
 
 
 def may_look_up(top: Path) -> bool:
@@ -105,11 +116,11 @@ def _license(folder: Path) -> list[bytes] | None:
 
 def _asked(top: Path, file: Path | str, question: str) -> bool:
     """Answer a question about a file, or about the whole project if none is given."""
-    return tracked_fs.answered("referenced", answer, state, (str(top), str(file), question))
+    return bool(tracked_fs.answered("referenced", answer, state, (str(top), str(file), question)))
 
 
 @cached_per_run
-def answer(top: str, file: str, question: str) -> bool:
+def answer(top: str, file: str, question: str) -> bool | list[str]:
     """Answer a question, without recording what was read."""
     with tracked_fs.untracked():
         files = _files(top)
@@ -129,6 +140,9 @@ def answer(top: str, file: str, question: str) -> bool:
         if question.startswith(_CALLS):
             method = question.removeprefix(_CALLS).encode()
             return any(_may_call(each, method) for each in files if each != file)
+        if question.startswith(_WHERE):
+            name = question.removeprefix(_WHERE)
+            return [each for each in files if each != file and _uses(each, file, name)]
         name = question.removeprefix(_USES)
         return any(_uses(each, file, name) for each in files if each != file)
 
@@ -258,4 +272,7 @@ def _may_be(module: str, user: str, file: str, extended: bool) -> bool:
         return True
     if found is not None and not extended:
         return False
-    return last == _module_name(file) or last in Path(file).parts[:-1]
+    places = {_module_name(file), *Path(file).parts[:-1]}
+    root = module.partition(".")[0]
+    is_library = root in summaries.LIBRARIES or root in sys.stdlib_module_names
+    return last in places and (root in places or not is_library)

@@ -1,4 +1,4 @@
-"""The versions of a package that the project of a file requires: by pyproject.toml, requirements*.txt and others."""
+"""The versions of a package that the project of a file requires: by pyproject.toml, requirements*.txt, a README ..."""
 
 from __future__ import annotations
 
@@ -13,8 +13,23 @@ from mpguard.core.tracked_fs import cached_per_run
 if TYPE_CHECKING:
     from packaging.version import Version
 
-#: Files that name requirements; `requirements/*.txt` too.
-_FILES = ("pyproject.toml", "setup.py", "setup.cfg", "environment.yml", "environment.yaml", "Dockerfile")
+#: Files that name requirements; `*require*.txt` too, there and in the folders below.
+_FILES = (
+    "pyproject.toml", "setup.py", "setup.cfg", "environment.yml", "environment.yaml", "requirements.in", "Dockerfile",
+    "docker/Dockerfile",
+)  # fmt: skip
+_FOLDERS = ("requirements", "docker")
+#: Texts whose commands install packages: `pip install deepspeed==0.6.3`.
+_INSTRUCTIONS = (
+    "README.md",
+    "README.rst",
+    "INSTALL.md",
+    "docs/INSTALL.md",
+    "docs/install.md",
+    "install.sh",
+    "setup.sh",
+)
+_INSTALLS = re.compile(r"\b(?:pip3?|conda|mamba) install\b((?:[^\n`\\]|\\\n)*)")
 _LARGEST = 1 << 18
 #: The number of folders that are searched: a file's own, and those above it.
 _MOST_FOLDERS = 12
@@ -70,12 +85,13 @@ def required(folder: str, top: str, package: str) -> Required:
     """Return what the nearest files that name a package require of it, from a folder up to the top of its tree.
 
     Where they have no upper bound, that of files further up holds: the list of a copied example does not lift the pin
-    of the project around it.
+    of the project around it. What a README installs counts where no list names the package, not even without a version.
 
     The files are searched as text: only some of them (pyproject.toml, METADATA) have requirements in the syntax that
     `packaging.requirements` reads, and the others are setup.py, Dockerfiles, and tables of Poetry and conda.
     """
     name = re.sub(r"[-_.]", "[-_.]", re.escape(package).replace(r"\-", "-").replace(r"\_", "_"))
+    name = "(?:py)?torch" if package == "torch" else name  # its name in conda
     wanted = re.compile(
         rf"(?<![\w./-]){name}(?:[-_](?:torch|cu\d+))?(?:\[[\w, -]*\])?(?:[\"']?\s*=\s*[\"']|\s*[(\"']?)\s*"
         r"((?:[<>=!~^]=?=?\s*v?[\d.*]+(?:\s*,\s*)?)+)",
@@ -87,6 +103,8 @@ def required(folder: str, top: str, package: str) -> Required:
     repository = re.compile(
         rf"git\+[^\s\"'@]+/{name.replace('[-_.]', '[-_.]?')}(?:\.git)?@v?(\d+(?:\.\d+)*)(?![\w.])", re.IGNORECASE
     )
+    named = re.compile(rf"(?<![\w./-]){name}(?![\w-])", re.IGNORECASE)
+    is_named = False
     start, last = Path(folder), Path(top)
     if tracked_fs.is_file(last / "__init__.py"):  # without a pyproject.toml, setup.py is next to the package
         last = last.parent
@@ -98,8 +116,10 @@ def required(folder: str, top: str, package: str) -> Required:
         cuda: set[tuple[int, int]] = set()
         for file in _files(place):
             text = _text(file)
-            if file.name == "METADATA":
-                text = text.partition("\n\n")[0]  # the README follows
+            if not _is_instruction(file):
+                is_named = is_named or named.search(text) is not None
+            elif is_named:
+                continue
             specifiers += wanted.findall(text)
             specifiers += [f"=={version}" for version in (tagged.findall(text) or repository.findall(text))]
             images |= {(int(year), int(month)) for year, month in _IMAGE.findall(text)} if is_nearest else set()
@@ -118,23 +138,32 @@ def required(folder: str, top: str, package: str) -> Required:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of a folder that may name requirements."""
+    """Return the files of a folder that may name requirements, the instructions last."""
     found = [folder / name for name in _FILES if tracked_fs.is_file(folder / name)]
-    found += [folder / name for name in tracked_fs.list_names(folder, (".txt",)) if "requirements" in name]
+    found += [folder / name for name in tracked_fs.list_names(folder, (".txt",)) if "require" in name]
     wheels = tracked_fs.list_names(folder, (".dist-info",))
     if len(wheels) == 1:  # an unpacked wheel; several are an environment
         found.append(folder / wheels[0] / "METADATA")
-    return found + [
-        folder / "requirements" / name for name in tracked_fs.list_names(folder / "requirements", (".txt",))
-    ]
+    for place in (folder / name for name in _FOLDERS):
+        names = tracked_fs.list_names(place, (".txt",))
+        found += [place / name for name in names if "require" in name or place.name == "requirements"]
+    return found + [folder / name for name in _INSTRUCTIONS if tracked_fs.is_file(folder / name)]
 
 
+def _is_instruction(file: Path) -> bool:
+    return file.suffix in (".md", ".rst", ".sh")
+
+
+@cached_per_run
 def _text(path: Path) -> str:
-    """Return the text of a file; empty for one that cannot be read."""
+    """Return the text of a file that names requirements; of instructions, the arguments of what installs packages."""
     try:
-        return (tracked_fs.read_up_to(path, _LARGEST) or b"").decode("utf-8", "replace")
+        text = (tracked_fs.read_up_to(path, _LARGEST) or b"").decode("utf-8", "replace")
     except OSError:
         return ""
+    if _is_instruction(path):
+        return "\n".join(_INSTALLS.findall(text))
+    return text.partition("\n\n")[0] if path.name == "METADATA" else text  # the README follows
 
 
 def _bounds(specifiers: list[str], cuda: tuple[int, int] | None) -> Required:
@@ -151,9 +180,9 @@ def _bounds(specifiers: list[str], cuda: tuple[int, int] | None) -> Required:
         low = below = None
         for operator, text in _CLAUSE.findall(specifier):
             version = Version(text).release
-            if operator in (">=", ">", "==", "===", "~=", "^"):
+            if operator in (">=", ">", "=", "==", "===", "~=", "^"):
                 low = version
-            if operator in ("==", "==="):
+            if operator in ("=", "==", "==="):
                 below = (*version[:-1], version[-1] + 1)
             elif operator == "~=" and len(version) > 1:
                 below = (*version[:-2], version[-2] + 1)

@@ -33,7 +33,8 @@ _TRAINS = TokenSearch((
     b".backward(", b".step(", b"autocast", b"caler", b"torch.optim", b"import optim", b"ptimizer(", b"train(",
     b"train_one", b"fit(", b".prepare(", b"Trainer(", b"deepspeed.",
 ))  # fmt: skip
-_LIBRARIES = frozenset({"torch", "numpy", "os", "sys", "typing", "transformers", "torchvision", "collections", "re"})
+#: Packages that are no part of a tree, unless it has a folder or a module of that name.
+LIBRARIES = frozenset({"torch", "numpy", "os", "sys", "typing", "transformers", "torchvision", "collections", "re"})
 #: Kinds of questions.
 _IMPORTS, _DERIVES, _USES = "", "class ", "use "
 #: Both begin with a newline, which makes the search three times as fast as `^` does.
@@ -72,7 +73,7 @@ def files_imported_by(data: bytes, path: str) -> list[str]:
     """Return the same for a file with this content."""
     found = dict[str, None]()
     for module, names in summarize(data).imports:
-        if module.partition(".")[0] in _LIBRARIES:
+        if module.partition(".")[0] in LIBRARIES:
             continue
         file = tree.file_of(module, path)
         if file is not None:
@@ -266,7 +267,7 @@ def _targets(
     for module, names in summary.imports:
         inside = module.lstrip(".")
         dots = len(module) - len(inside)
-        if inside.partition(".")[0] in _LIBRARIES and not dots:
+        if inside.partition(".")[0] in LIBRARIES and not dots:
             continue
         for base in above[dots - 1 : dots] if dots else bases:
             place = os.path.join(base, *inside.split(".")) if inside else base

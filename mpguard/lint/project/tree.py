@@ -52,6 +52,21 @@ def top_of(folder: Path) -> Path:
     return top
 
 
+@cached_per_run
+def outermost(folder: Path) -> Path:
+    """Return the top of the tree that a folder is in, or that of the project which contains that tree as a copy.
+
+    A repository of its own (`.git`, as of a submodule) is no copy.
+    """
+    top = top_of(folder)
+    for candidate in top.parents:
+        if tracked_fs.exists(top / ".git") or candidate.name in NEVER:
+            break
+        if is_project(candidate):
+            top = candidate
+    return top
+
+
 def is_project(folder: Path) -> bool:
     """True if a folder is the top of a project, and not of an installed package, or any folder."""
     return any(tracked_fs.exists(folder / name) for name in ("pyproject.toml", "mpguard.toml", ".git"))

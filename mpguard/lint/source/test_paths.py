@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
-#: Folders of tests: the file's own, and two above.
-_FOLDERS = frozenset({"test", "tests"})
+#: Folders of tests, and of scripts that measure speed: the file's own, and two above. `benchmarks` is missing, which
+#: often has the training of models that are compared.
+_FOLDERS = frozenset({"test", "tests", "perf", "performance", "profiling"})
 #: Words in the names of scripts that measure the speed of a training step.
 _MEASURES = frozenset({"bench", "benchmark", "measure", "profile"})
 

@@ -26,6 +26,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     settings._of_folder.cache_clear()
     tree.top_of.cache_clear()
+    tree.outermost.cache_clear()
     return tmp_path
 
 
@@ -186,6 +187,7 @@ def test_names_that_other_code_may_use() -> None:
     assert [project.used_elsewhere(path, each) for each in names] == [True] * 4, "outside of a project, anything may"
     make({"pyproject.toml": "[project.scripts]\nrun = 'pkg.sub:three'\n"})
     tree.top_of.cache_clear()
+    tree.outermost.cache_clear()
     assert [Project().used_elsewhere(path, each) for each in names] == [False, True, True, True]
     make({"pkg/__init__.py": "from .sub import *\n"})
     assert not Project().used_elsewhere(path, "one"), "no other project can import the package"
@@ -322,6 +324,23 @@ def test_the_deepspeed_file_beside_the_config_is_found() -> None:
                           "deepspeed_config: {deepspeed_config_file: ds.json}\n",
           "conf/ds.json": '{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}'})  # fmt: skip
     assert codes("conf/mp.yaml", select=("MPG861",)) == ["MPG861"]
+
+
+@pytest.mark.parametrize(
+    ("files", "holds"),
+    [
+        ({"pyproject.toml": ""}, True),
+        ({".git/HEAD": ""}, True),
+        ({}, False),  # nothing shows that the folders around the library are a project
+        ({"pyproject.toml": "", "lib/.git": "gitdir: ../.git/modules/lib\n"}, False),  # a submodule
+    ],
+)
+def test_a_pin_of_a_project_holds_in_a_copied_library(files: dict[str, str], holds: bool) -> None:
+    """It is installed into the environment of the project: `pip install -r requirements.txt; pip install -e lib`."""
+    make({"requirements.txt": "accelerate==0.12.0", "lib/pyproject.toml": "", "lib/setup.py": "'accelerate>=0.10'",
+          **files})  # fmt: skip
+    found = Project().required("lib/examples/train.py", "accelerate")
+    assert (found.low, found.before((1, 0))) == ((0, 10), holds)
 
 
 def test_trees_of_modules_are_not_kept_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,15 +26,29 @@ def test_step(model, loader):
 
 
 @pytest.mark.parametrize(
-    "path", ["tests/step.py", "a/test/b/c/step.py", "test_step.py", "conftest.py", "tools/bench_step.py", "profile.py"]
-)
+    "path",
+    [
+        "tests/step.py", "a/test/b/c/step.py", "test_step.py", "conftest.py", "tools/bench_step.py", "profile.py",
+        "docs/profiling/two/step.py", "scripts/performance/model_test.py",
+    ],
+)  # fmt: skip
 def test_tests_and_benchmarks(path: str) -> None:
     assert is_test(path)
 
 
 @pytest.mark.parametrize(
     "path",
-    ["train.py", "a/contest.py", "latest/train.py", "tests/a/b/c/train.py", "benchmarks/train.py", "profiler.py"],
+    [
+        "train.py",
+        "a/contest.py",
+        "latest/train.py",
+        "tests/a/b/c/train.py",
+        "benchmarks/train.py",
+        "profiler.py",
+        "08_pytorch_profiling.py",
+        "eval/model_test.py",
+        "performance.py",
+    ],
 )
 def test_other_files(path: str) -> None:
     assert not is_test(path)
@@ -60,6 +74,51 @@ def test_a_suppression_of_a_rule_that_is_left_out_is_not_unused(
     Path("test_train.py").write_text(LOOP.format("  # mpguard: ignore[MPG203]"), encoding="utf-8")
     main(["lint", "--no-cache", "--select", "MPG0,MPG2", "--format", "concise", "."])
     assert "MPG" not in capsys.readouterr().out
+
+
+MEASURES = """\
+import time
+import torch
+
+def run(model, optimizer, steps):
+    scaler = torch.amp.GradScaler("cuda")
+    start = {clock}
+    for _ in {steps}:
+        x = {batch}
+        with torch.autocast("cuda", torch.float16):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        optimizer.step()
+    {end}
+    print(f"{{seconds / steps}} s per step, step time")
+"""
+CLOCK = {"clock": "time.perf_counter()", "end": "seconds = time.perf_counter() - start"}
+EVENTS = {
+    "clock": "torch.cuda.Event(enable_timing=True)\n    start.record()",
+    "end": "end.record()\n    seconds = start.elapsed_time(end)",
+}
+STEPS = {"steps": "range(steps)"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "reported"),
+    [
+        ({**CLOCK, **STEPS, "batch": "torch.rand(8, 64)"}, 0),
+        ({**EVENTS, **STEPS, "batch": "torch.randn(8, 64, device='cuda')"}, 0),
+        ({**CLOCK, **STEPS, "batch": "torch.tensor(read())"}, 1),
+        ({**CLOCK, **STEPS, "batch": "next(loader) + torch.randn(8)"}, 1),  # a training that also prints its speed
+        ({**CLOCK, "steps": "loader", "batch": "_ + torch.rand(8, 64)"}, 1),
+        ({**CLOCK, **STEPS, "batch": "torch.rand(8, 64)", "end": "seconds = 1"}, 1),  # nothing is measured
+    ],
+)
+def test_steps_on_noise_whose_time_is_measured_train_nothing(
+    parts: dict[str, str], reported: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(MEASURES.format(**parts), encoding="utf-8")
+    main(["lint", "--no-cache", "--select", "MPG203", "--format", "concise", "."])
+    assert capsys.readouterr().out.count(" MPG203 ") == reported
 
 
 def test_rules_about_interfaces_report_tests_too() -> None:

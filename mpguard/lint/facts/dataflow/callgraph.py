@@ -157,13 +157,13 @@ class CallGraph:
         if scope.kind != "function":
             return []
         self.facts.need_uses(_name_outside(scope) or scope.name)
-        found = self._calls_of(scope)
+        found = self.calls_of(scope)
         for other in self._callers_modules(scope):
-            found += other.graph._calls_of(scope)
+            found += other.graph.calls_of(scope)
         self._callers[scope] = found
         return found
 
-    def _calls_of(self, scope: Scope) -> list[Call]:
+    def calls_of(self, scope: Scope) -> list[Call]:
         """Return the calls of a function, which may be that of another module, in the statements that are parsed."""
         wanted = scope.name
         candidates = list(self.facts.calls.get(wanted, ()))

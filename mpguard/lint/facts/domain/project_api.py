@@ -61,6 +61,9 @@ class ProjectApi(Protocol):
     def used_elsewhere(self, path: str, name: str = "") -> bool:
         """True if other code may use a top-level name of a module; without a name, the module itself."""
 
+    def all_users_of(self, path: str, name: str) -> list[Facts] | None:
+        """Return the facts of all other modules that may use a top-level name of a file; None if they are not known."""
+
     def method_used_elsewhere(self, path: str, name: str) -> bool:
         """True if other code may use a method of this name of a class of a file; outside of a project, it may."""
 
@@ -121,6 +124,9 @@ class NoProject:
 
     def used_elsewhere(self, path: str, name: str = "") -> bool:  # noqa: ARG002
         return True
+
+    def all_users_of(self, path: str, name: str) -> list[Facts] | None:  # noqa: ARG002
+        return None
 
     def method_used_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
         return True

@@ -63,9 +63,13 @@ _MASK = re.compile(r"(?i)mask")
 _PROFILES = re.compile(r"\b(?:emit_nvtx|pyprof|emit_itt)\b")
 #: What a helper may return that gives the dtype of any name.
 _ANY_DTYPE = frozenset({Dtype.FP32, Dtype.BF16, Dtype.FP16})
-#: Names of clocks; words for speed; names of functions and classes that give data.
+#: Names of clocks; words for speed; functions that make noise; names of functions and classes that give data.
 _CLOCK = re.compile(r"(?:^|_)(?:time|time_ns|perf_counter|perf_counter_ns|monotonic|elapsed_time)$")
-_SPEED = re.compile(r"(?i)\b(?:gflops|tflops|flops|throughput|benchmark|latency)\b|_per_sec|per second|/ ?sec\b")
+_SPEED = re.compile(
+    r"(?i)\b(?:gflops|tflops|flops|throughput|benchmark|latency)\b|_per_sec|per second|/ ?sec\b"
+    r"|\btime per (?:iter|step)|\b(?:iter|iteration|step)s?\.?[ _]time\b"
+)
+_NOISE = frozenset({"rand", "randn", "randint"})
 _DATA = re.compile(r"(?i)loader|dataset|batch(?:es)?$|^(?:next|iter|open|loadtxt|read_\w+|imread|memmap|sample)$")
 
 
@@ -523,11 +527,11 @@ class TrainingUse:
 
     @cached_property
     def only_measures_speed(self) -> bool:
-        """True if the file repeats steps on one synthetic batch only to measure how fast they are.
+        """True if the file repeats steps on one synthetic batch, or on noise, only to measure how fast they are.
 
         Each backward pass is in loops that only count, between two readings of a clock whose difference is taken. The
-        batch is made once, outside of loops and functions of models, nothing gives other data, and the file has a word
-        for speed.
+        batch is made once, or in each step at random, outside of functions of models, nothing gives other data, and the
+        file has a word for speed.
         """
         calls = self.facts.calls.get("backward", ())
         if not calls or not _SPEED.search(self.facts.source.text) or any(map(_DATA.search, self.facts.calls)):
@@ -536,9 +540,12 @@ class TrainingUse:
 
     def _is_timed(self, call: Call) -> bool:
         """True if a clock is read before and after a call, in its function, and the difference is taken."""
-        clocks = [each for each in call.scope.calls if _CLOCK.search(each.name)]
+        has_events = any(each.name == "elapsed_time" for each in call.scope.calls)  # of torch.cuda
+        clocks = [
+            each for each in call.scope.calls if _CLOCK.search(each.name) or (has_events and each.name == "record")
+        ]
         read = {bound.key for each in clocks if (bound := self._bound(each)) is not None}
-        taken = any(name == "elapsed_time" for name in (each.name for each in clocks)) or any(
+        taken = has_events or any(
             isinstance(self.facts.parent(use.node), cst.BinaryOperation)
             for key in read
             for use in call.scope.uses.get(key, ())
@@ -546,7 +553,7 @@ class TrainingUse:
         return taken and any(c.order < call.order for c in clocks) and any(c.order > call.order for c in clocks)
 
     def _on_one_batch(self, call: Call) -> bool:
-        """True if a call is repeated by counting only, in a function that makes its random tensors before the loop."""
+        """True if a call is repeated by counting only, in a function that makes tensors before the loop, or noise."""
         if not call.loops or not all(isinstance(loop, cst.For) and _only_counts(loop) for loop in call.loops):
             return False
         makes = [
@@ -555,7 +562,10 @@ class TrainingUse:
             for each in self.facts.calls.get(name, ())
             if each.scope is call.scope and self.facts.called_path(each).startswith("torch.")
         ]
-        return bool(makes) and all(not each.loops and each.order < call.order for each in makes)
+        return bool(makes) and all(
+            each.order < call.order and (not each.loops or (each.loops == call.loops and each.name in _NOISE))
+            for each in makes
+        )
 
     def _starts_from_artificial(self, call: Call) -> bool:
         """True if a backward pass starts from an artificial or detached gradient."""

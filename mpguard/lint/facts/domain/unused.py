@@ -40,7 +40,8 @@ _RANDOM = re.compile(r"\btorch\.(?:rand|randn|randint|ones)\(")
 _LOADS = re.compile(r"(?i)loader|dataset|\bparse_args\b|\bopen\(|\bargparse\b")
 _NO_PARAMETERS = re.compile(r"\A(?:async[ \t]+)?def[ \t]+\w+[ \t]*\([ \t]*\)")
 _BASES = re.compile(r"\Aclass[ \t]+\w+[ \t]*\(\s*([^()]*?)\s*\)")
-_NAME = re.compile(r"[^\W\d]\w*")
+#: A name, and not an attribute or a part of a dotted module: these do not refer to the file's own definitions.
+_NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")
 _HARMLESS = re.compile(r"torch\.(?:set_|device$|manual_seed$|cuda\.is_available$)")
 
 

@@ -26,7 +26,8 @@ class UnquotedNo(ConfigRule):
     `mixed_precision: no` raises `AttributeError: 'bool' object has no attribute 'lower'` at launch, and
     `dynamo_backend: no` the same error about `upper` (accelerate PR#1386 fixed the first for a while); only the options
     `--mixed_precision` and `--dynamo_backend` take their place.
-    `distributed_type: NO` is accepted if the file sets `num_processes`; without it the launch stops.
+    `distributed_type: NO` stops the launch if neither the file nor `--num_processes` gives a number of processes; with
+    one, accelerate runs what it runs for `'NO'`, and nothing is reported.
 
     ## Fix safety
     Safe: the value is put in quotes.
@@ -63,7 +64,6 @@ num_processes: 8
             """\
 distributed_type: NO  # !
 mixed_precision: bf16
-num_processes: 1
 dynamo_config:
   dynamo_backend: NO  # !
 deepspeed_config:
@@ -73,7 +73,6 @@ deepspeed_config:
             fixed="""\
 distributed_type: 'NO'
 mixed_precision: bf16
-num_processes: 1
 dynamo_config:
   dynamo_backend: 'NO'
 deepspeed_config:
@@ -125,6 +124,34 @@ num_processes: 8
                 "pyproject.toml": "",
             },
         ),
+        Bad(
+            """\
+distributed_type: yes  # !
+mixed_precision: bf16
+num_processes: 8
+""",
+            name="mp.yaml",
+        ),
+        Good(
+            """\
+distributed_type: NO
+mixed_precision: bf16
+num_processes: 1
+""",
+            name="mp.yaml",
+        ),
+        Good(
+            """\
+distributed_type: NO
+mixed_precision: bf16
+""",
+            name="mp.yaml",
+            files={
+                "train.py": "from accelerate import Accelerator\n",
+                "run.sh": "accelerate launch --config_file mp.yaml --num_processes 1 train.py\n",
+                "pyproject.toml": "",
+            },
+        ),
         Good(
             """\
 distributed_type: DEEPSPEED
@@ -152,18 +179,23 @@ use_cpu: no
             entry = document.entry(key)
             if entry is None or not isinstance(entry.value, bool) or (deepspeed and "dynamo" in key):
                 continue
-            launches = self.project.launched_with(document.path)
-            if not launches or any(option not in launch.options for _, launch in launches):
+            if not self._is_passed(option, document):
                 yield self._at(
                     document, entry, f"without `--{option}` `accelerate launch` stops with an AttributeError"
                 )
         distributed = document.entry("distributed_type")
-        if distributed is not None and isinstance(distributed.value, bool):
-            if "num_processes" in document.data:
-                what = "accelerate accepts it only because the file sets `num_processes`"
-                yield self._at(document, distributed, what, "warning")
-            else:
-                yield self._at(document, distributed, "without `num_processes` the launch stops")
+        if distributed is not None and distributed.value is True:
+            yield self._at(document, distributed, "accelerate runs one process, as for `'NO'`", "warning")
+        elif distributed is not None and distributed.value is False and not self._has_processes(document):
+            yield self._at(document, distributed, "without `num_processes` the launch stops")
+
+    def _has_processes(self, document: Document) -> bool:
+        return "num_processes" in document.data or self._is_passed("num_processes", document)
+
+    def _is_passed(self, option: str, document: Document) -> bool:
+        """True if the project has launch lines with this config, and all of them pass an option."""
+        launches = self.project.launched_with(document.path)
+        return bool(launches) and all(option in launch.options for _, launch in launches)
 
     def _at(
         self, document: Document, entry: Entry, what: str, severity: Literal["error", "warning"] = "error"

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 _NOT_SIMPLE = {"FSDP", "DEEPSPEED", "MEGATRON_LM"} | {
     f"MULTI_{device}" for device in ("GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
 }
+#: Keys of what DeepSpeed moves from a GPU to the CPU or a disk.
+_OFFLOADS = ("deepspeed_config.offload_optimizer_device", "deepspeed_config.offload_param_device")
 _WITHOUT = {
     "FSDP": "without one FSDP is never applied and each process trains its own model",
     "DEEPSPEED": "without one a single process runs DeepSpeed on the CPU, and several stop with an error",
@@ -37,7 +39,8 @@ class UseCpuIsIgnored(ConfigRule):
 
     ## Known limits
     `MULTI_CPU` is not reported with several machines, where `mpirun` is usually started by hand around
-    `accelerate launch`, nor if the file names an mpguard recipe: `mpguard launch` starts all processes.
+    `accelerate launch`, nor if the file names an mpguard recipe: `mpguard launch` starts all processes. `use_cpu` is
+    not reported where DeepSpeed offloads to the CPU: such a run is one on GPUs.
     """
 
     code, name = "MPG811", "use-cpu-is-ignored"
@@ -111,6 +114,26 @@ num_processes: 2
         ),
         Good(
             """\
+distributed_type: DEEPSPEED
+use_cpu: true
+deepspeed_config:
+  offload_optimizer_device: cpu
+  zero_stage: 3
+""",
+            name="ds.yaml",
+        ),
+        Bad(
+            """\
+distributed_type: DEEPSPEED
+use_cpu: true  # !
+deepspeed_config:
+  offload_optimizer_device: none
+  zero_stage: 3
+""",
+            name="ds.yaml",
+        ),
+        Good(
+            """\
 distributed_type: 'NO'
 use_cpu: true
 num_processes: 1
@@ -126,6 +149,8 @@ num_processes: 1
         note = Note("this selects how the processes are started", kind.value_span)
         use_cpu = document.entry("use_cpu")
         if kind.value in _NOT_SIMPLE and use_cpu is not None and use_cpu.value in (True, "true", "True", "yes"):
+            if any((each := document.entry(key)) is not None and each.value in ("cpu", "nvme") for key in _OFFLOADS):
+                return
             without = _WITHOUT.get(kind.value, "without one each process trains its own model")
             yield self.at(use_cpu, notes=(note,), kind=kind.value, without=without)
         elif kind.value == "MULTI_CPU":

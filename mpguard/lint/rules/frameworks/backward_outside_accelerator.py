@@ -320,6 +320,46 @@ class OwnTrainer(Trainer):
         return loss.detach()
 """,
         ),
+        Bad(
+            """\
+from transformers import Trainer
+
+class OwnTrainer(Trainer):
+    def training_step(self, model, inputs):
+        loss = self.compute_loss(model, inputs)
+        if self.args.plain:
+            loss.backward()  # !
+        else:
+            self.accelerator.backward(loss)
+        return loss.detach()
+""",
+            fixed="""\
+from transformers import Trainer
+
+class OwnTrainer(Trainer):
+    def training_step(self, model, inputs):
+        loss = self.compute_loss(model, inputs)
+        if self.args.plain:
+            self.accelerator.backward(loss)
+        else:
+            self.accelerator.backward(loss)
+        return loss.detach()
+""",
+        ),
+        Good(
+            """\
+from transformers import Trainer
+
+class OwnTrainer(Trainer):
+    def training_step(self, model, inputs):
+        loss = self.compute_loss(model, inputs)
+        if self.do_grad_scaling:
+            self.scaler.scale(loss).backward()
+        else:
+            self.accelerator.backward(loss)
+        return loss.detach()
+"""
+        ),
         Good(
             """\
 from accelerate import Accelerator
@@ -347,7 +387,6 @@ def other(args, loader, critic, critic_optimizer):
         yield from self._in_trainers(facts)
         if not facts.events("prepare"):
             return
-        scales = {event.call for event in facts.events("scale")}
         for backward in facts.events("backward"):
             if (
                 _is_in_trainer(backward, facts)
@@ -355,10 +394,7 @@ def other(args, loader, critic, critic_optimizer):
                 or facts.is_inference(backward.call)
             ):
                 continue
-            if self._scaled_by_apex(backward, facts):
-                continue
-            records = facts.flow.backward(backward.subject, backward.call, depth=3) if backward.subject else []
-            if any(record in scales for record in records):
+            if self._is_scaled(backward, facts):
                 continue
             found = self._prepared_model(backward, facts) or self._prepared_optimizer(backward, facts)
             if found is not None:
@@ -372,16 +408,20 @@ def other(args, loader, critic, critic_optimizer):
         for backward in facts.events("backward"):
             if not _is_in_trainer(backward, facts):
                 continue
-            if self._scaled_by_apex(backward, facts) or wrappers.other_way(backward.guard, "accelerat"):
+            if self._is_scaled(backward, facts) or wrappers.other_way(backward.guard, "accelerat"):
                 continue
             edit = python_edits.through(facts, backward, "self.accelerator")
             fix = Fix("Run it through the Accelerator", "unsafe", (edit,)) if edit is not None else None
             yield self.at(backward, expr=facts.short(backward.call.node), what="the Trainer's model", fix=fix)
 
-    def _scaled_by_apex(self, backward: Event, facts: Facts) -> bool:
-        """True for `scaled_loss` of `with amp.scale_loss(loss, optimizer) as scaled_loss`."""
-        scales = {call.node for call in facts.calls.get("scale_loss", ())}
-        return any(entered.expr in scales for entered in backward.call.withs)
+    def _is_scaled(self, backward: Event, facts: Facts) -> bool:
+        """True for `scaled_loss` of `with amp.scale_loss(loss, optimizer) as scaled_loss`, and what a scaler scales."""
+        by_apex = {call.node for call in facts.calls.get("scale_loss", ())}
+        if any(entered.expr in by_apex for entered in backward.call.withs):
+            return True
+        scales = {event.call for event in facts.events("scale")}
+        records = facts.flow.backward(backward.subject, backward.call, depth=3) if backward.subject else []
+        return any(record in scales for record in records)
 
     def _prepared_model(self, backward: Event, facts: Facts) -> tuple[Wrap, str] | None:
         """Return the wrap of the model that computes the loss."""

@@ -21,6 +21,9 @@ from mpguard.lint import (
     wrappers,
 )
 
+#: The versions in which an engine runs its model in an autocast of its own, which is disabled by default.
+_DISABLES_AUTOCAST = {"deepspeed": ">=0.17.2"}
+
 
 class ManualAmpUnderDeepspeed(Rule):
     """Manual autocast or a manual GradScaler around a DeepSpeed engine.
@@ -30,13 +33,14 @@ class ManualAmpUnderDeepspeed(Rule):
     training, and a GradScaler that scales its loss.
 
     ## Why is this bad
-    DeepSpeed 0.19.8 disables autocast inside the engine unless its own `torch_autocast` section enables it, and reports
-    it in a single warning: the region has no effect on the model, although the code suggests otherwise. A GradScaler
-    scales a loss that DeepSpeed's FP16 mode scales again, and its step bypasses the engine.
+    Since version 0.17.2 DeepSpeed disables autocast inside the engine unless its own `torch_autocast` section enables
+    it, and reports it in a single warning: the region has no effect on the model, although the code suggests otherwise.
+    A GradScaler scales a loss that DeepSpeed's FP16 mode scales again, and its step bypasses the engine.
 
     ## Known limits
     Not reported if the config enables `torch_autocast`, or the code writes this section into it, under a flag that is
-    read from this section, in evaluation, and for an engine that is a parameter, which is unknown.
+    read from this section, in evaluation, and for an engine that is a parameter, which is unknown. A region is not
+    reported if the project requires an older DeepSpeed, in which it has an effect.
     """
 
     code, name = "MPG505", "manual-amp-under-deepspeed"
@@ -79,6 +83,35 @@ class Run:
         self.net.backward(loss)
         self.net.step()
 """
+        ),
+        Bad(
+            """\
+import deepspeed
+import torch
+
+engine, optimizer, _, _ = deepspeed.initialize(model=model, config="ds_config.json")
+scaler = torch.amp.GradScaler("cuda")  # !
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = engine(x).sum()
+    engine.backward(scaler.scale(loss))
+    engine.step()
+""",
+            files={"requirements.txt": "deepspeed==0.16.2\n", "pyproject.toml": ""},
+        ),
+        Good(
+            """\
+import deepspeed
+import torch
+
+engine, optimizer, _, _ = deepspeed.initialize(model=model, config="ds_config.json")
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = engine(x).sum()
+    engine.backward(loss)
+    engine.step()
+""",
+            files={"README.md": "    pip install torch \\\n        deepspeed==0.6.3\n", "pyproject.toml": ""},
         ),
         Good(
             """\
@@ -209,7 +242,7 @@ def train(args, net, loader):
                     continue
                 if compatible(guard, wrap.guard) and not wrappers.other_way(guard, "deepspeed"):
                     reported.add(place)
-                    yield self._found(place, call, wrap, facts)
+                    yield self._found(place, call, wrap, facts, _DISABLES_AUTOCAST)
         for scale in facts.events("scale"):
             if not wrappers.other_way(scale.guard, "deepspeed"):
                 yield from self._scaled(scale, reported, facts)
@@ -240,6 +273,8 @@ def train(args, net, loader):
                     yield self._found(atom.call, call, wrap, facts)
             return
 
-    def _found(self, place: Call, call: Call, wrap: Wrap, facts: Facts) -> Diagnostic:
+    def _found(
+        self, place: Call, call: Call, wrap: Wrap, facts: Facts, versions: dict[str, str] | None = None
+    ) -> Diagnostic:
         notes = (Note("the engine is made here", wrap.call.span), Note("called here", call.span))
-        return self.at(place, expr=facts.short(place.node), model=call.path, notes=notes)
+        return self.at(place, expr=facts.short(place.node), model=call.path, notes=notes, versions=versions)

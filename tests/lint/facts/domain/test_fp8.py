@@ -133,6 +133,33 @@ def test_versions_that_a_project_excludes(specifier: str, versions: str, exclude
     assert required(str(tmp_path), str(tmp_path), "torch").excludes(versions) is excluded
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        ("README.md", "```\npip install torch==1.12.1+cu113\n```\n", Required((1, 12, 1), (1, 12, 2), (11, 3))),
+        ("README.md", "Run `pip install \\\n  'torch>=2.1,<2.4'`.\n", Required((2, 1), (2, 4))),
+        ("README.md", "Faster with torch==2.9 (`pip install ours`).\n", Required()),
+        ("INSTALL.md", "conda install pytorch=1.12 torchvision==0.13.1 -c pytorch\n", Required((1, 12), (1, 13))),
+        ("environment.yml", "dependencies:\n  - pytorch=2.3.1=py3.11_cuda12.1\n", Required((2, 3, 1), (2, 3, 2))),
+        ("requirements.txt", "pytorch-lightning==1.9\n", Required()),
+        ("docker/requirement.txt", "torch==2.1\n", Required((2, 1), (2, 2))),
+        ("docker/Dockerfile", "RUN pip install torch==2.1\n", Required((2, 1), (2, 2))),
+        ("docs/install.md", "   pip install torch==2.1\n", Required((2, 1), (2, 2))),
+        ("docker/notes.txt", "torch==2.1\n", Required()),
+    ],
+)  # fmt: skip
+def test_what_a_project_installs(file: str, text: str, expected: Required, tmp_path: Path) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text)
+    assert required(str(tmp_path), str(tmp_path), "torch") == expected
+
+
+def test_a_readme_does_not_pin_what_a_list_leaves_open(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("    pip install torch==2.1\n")
+    (tmp_path / "requirements.txt").write_text("torch\ntorchvision==0.16\n")
+    assert required(str(tmp_path), str(tmp_path), "torch") == Required()
+
+
 def test_the_versions_of_all_rules_can_be_compared() -> None:
     stated = [versions for rule in rules(own_only=True).values() for versions in rule.versions.values()]
     assert stated and all(re.fullmatch(rf"{RANGE.pattern}(,{RANGE.pattern})*", each) for each in stated)

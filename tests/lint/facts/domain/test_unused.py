@@ -70,6 +70,13 @@ UNUSED = {
         "a.py": "def fit(model): ...\n",
         "b.py": "from a import fit\n\nfit(1)\n",
     },
+    "another file imports a module of a library that has the name of its folder": {
+        "utils/a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "b.py": "from torchvision import utils\n\ndef fit(model): ...\n\nfit(1)\n",
+    },
+    "a module of a library has its name": {
+        "a.py": "import torch\nimport torch.distributed.fit\n" + LOOP.format("fit(model, loader, optimizer)"),
+    },
     "it is a method, and others have their own function or method of this name": {
         "a.py": METHOD,
         "b.py": "from c import fit\n\nclass Other:\n    def fit(self): self.fit()\n\nfit(1)\n",
@@ -101,6 +108,10 @@ USED = {
     "another file imports its module, and another name of it": {
         "src/a.py": TRAIN.format("fit(model, loader, optimizer)"),
         "b.py": "import src.a as a\nfrom src.a import other\n\na.fit(1)\n",
+    },
+    "the library is in the tree": {
+        "lib/torch/utils/a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "b.py": "from torch import utils\n\nutils.a.fit(1)\n",
     },
     "a package re-exports it": {
         "pkg/a.py": TRAIN.format("fit(model, loader, optimizer)"),
