@@ -8,13 +8,16 @@ import libcst as cst
 
 from mpguard.lint.facts.syntax.nodes import children, dotted
 from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible
-from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
+from mpguard.lint.facts.syntax.records import Binding, Call, Record, Return, Scope
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 #: Expressions followed for one request.
 _MAX_EXPRESSIONS = 400
+#: Methods of a tensor, and functions of torch, whose results have no gradient.
+_CONSTANT_METHODS = frozenset({"detach", "detach_", "numpy", "item", "tolist"})
+_CONSTANT_FUNCTIONS = frozenset({"torch.tensor", "torch.from_numpy"})
 
 
 class BackwardFlow:
@@ -32,6 +35,8 @@ class BackwardFlow:
             return
         self.seen.add(node)
         if type(node) is cst.Call:
+            if _has_no_gradient(node):
+                return
             call = self.facts.of(scope).index.call_of.get(node)
             if call is not None:
                 self.found.append(call)
@@ -44,6 +49,8 @@ class BackwardFlow:
 
     def name(self, path: str, scope: Scope, order: int, guard: PathCondition, depth: int) -> None:
         """Follow a dotted name to its reaching definitions, and a parameter to the arguments of the callers."""
+        if path == "_":
+            return  # a value that is not used
         parts, facts = path.split("."), self.facts.of(scope)
         for length in range(len(parts), 0, -1):
             if self.facts.flow.exhausted:
@@ -85,7 +92,32 @@ class BackwardFlow:
                 continue
             self.seen.add(scope)
             self._called.add(scope)
+            returns = [each for each in scope.returns if each.value is not None]
+            with_gradient = [each for each in returns if self._may_have_gradient(each)]
+            if returns and not with_gradient:
+                continue
             self.found += scope.calls
-            for each in scope.returns:
-                if each.value is not None and compatible(each.guard, guard):
+            for each in with_gradient:
+                if compatible(each.guard, guard):
                     self.expression(each.value, scope, each.order, guard, depth - 1)
+
+    def _may_have_gradient(self, given: Return) -> bool:
+        """True if a function may return a value with a gradient: not of `@torch.no_grad()`, nor `x.cpu().numpy()`."""
+        regions = self.facts.of(given).regions(given)
+        if any(each.kind == "no_grad" and each.guard.possible and not each.guard - given.guard for each in regions):
+            return False
+        parts = [each.value for each in given.value.elements] if isinstance(given.value, cst.Tuple) else [given.value]
+        return not all(isinstance(part, cst.Call) and _has_no_gradient(part) for part in parts)
+
+
+def _has_no_gradient(node: cst.Call) -> bool:
+    """True for `x.detach()`, `x.numpy().astype(...)` and the like: no gradient goes through the result."""
+    if dotted(node.func) in _CONSTANT_FUNCTIONS:
+        return True
+    inner: cst.BaseExpression = node
+    while isinstance(inner, cst.Call) and isinstance(inner.func, cst.Attribute):
+        name = inner.func.attr.value
+        if name in _CONSTANT_METHODS and (name == "numpy" or inner is node):
+            return True
+        inner = inner.func.value
+    return False
