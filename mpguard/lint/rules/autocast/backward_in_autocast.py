@@ -14,6 +14,7 @@ from mpguard.lint import (
     Fix,
     Good,
     Note,
+    PathCondition,
     Region,
     Rule,
     any_of,
@@ -525,7 +526,9 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 
 class Trainer:
-    def __init__(self, model, strategy):
+    def __init__(self, model, strategy, template):
+        if template is not None:
+            raise ValueError("templates are not supported")
         policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if strategy == "fsdp":
             self.model = FullyShardedDataParallel(model, mixed_precision=policy)
@@ -665,11 +668,22 @@ def train(model, loader):
             entered = region.guard.joined(guard, event.guard)
             if dtype is None:
                 return False
-            policies = (each for made in facts.events_around("policy", event.scope) for each in made.may_be(dtype))
-            weights = (each.guard for each in facts.training_use.weights(dtype))
-            if entered.possible and not any(not each - entered for each in (*policies, *weights)):
+            policies = (
+                each
+                for made in facts.events_around("policy", event.scope)
+                if not PathCondition(made.call.guard - self._where_optimized(made)) - entered
+                for each in made.may_be(dtype)
+            )
+            weights = (each for each in facts.training_use.weights(dtype) if not each.guard - entered)
+            if entered.possible and not [*policies, *weights]:
                 return False
         return bool(region.dtypes)
+
+    def _where_optimized(self, made: Event) -> PathCondition:
+        """Return the conditions under which the function that creates a policy creates an optimizer after it."""
+        later = (call for call in made.scope.calls if call.order > made.order)
+        guards = [call.guard for call in later if "optimizer" in made.facts.kinds(call.node, call)]
+        return guards[0] if guards else PathCondition()
 
     def _is_on_purpose(self, call: Call) -> bool:
         """True if the context of the forward pass is entered again for the backward pass alone.
