@@ -1441,6 +1441,60 @@ def main(model, teacher, loader, images):
     return sizes, shown
 """,
         ),
+        Good(
+            """\
+import torch
+
+def labels_of(teacher, loader):
+    found = []
+    for x in loader:
+        with torch.autocast("cuda"):
+            y = teacher(x).argmax(-1)
+        found.append((x, y))
+    return found
+
+def train(encoder, head, teacher, loader):
+    encoder.requires_grad_(False)
+    optimizer = torch.optim.AdamW(head.parameters())
+    for x, y in labels_of(teacher, loader):
+        x = x.to("cuda")
+        with torch.autocast("cuda"):
+            features = encoder.encode(x).features
+        loss = torch.nn.functional.cross_entropy(head(features.float()), y)
+        loss.backward()
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def train(model, critic, loader):
+    critic.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        out = model(x)
+        with torch.autocast("cuda"):
+            loss = critic(out)
+        loss.backward()  # !
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def train(model, critic, loader):
+    critic.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        out = model(x)
+        with torch.autocast("cuda"):
+            loss = critic(out)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -988,65 +988,30 @@ class Trainer:
         Bad(
             """\
 import torch
-from project.optimizers import build_optimizer
 
-class AmpOptimizer:
-    def __init__(self, optimizer, scaler):
-        self.optimizer, self.scaler = optimizer, scaler
-
-    def zero_grad(self):
-        self.optimizer.zero_grad()
-
-    def step(self):
-        self.optimizer.step()
+def build_optimizer(args, model):
+    return torch.optim.SGD(model.parameters(), 0.1)
 
 def train(args, model, loader):
     scaler = torch.amp.GradScaler("cuda")
-    optimizer = AmpOptimizer(torch.optim.AdamW(model.parameters()), scaler)
+    optimizer = build_optimizer(args, model)
     for x in loader:
         scaler.scale(model(x).sum()).backward()
-        if args.accumulate:
-            optimizer.step()  # !
-
-def train_from_config(args, config, model, loader):
-    scaler = torch.amp.GradScaler("cuda")
-    optimizer = build_optimizer(config, model)
-    for x in loader:
-        scaler.scale(model(x).sum()).backward()
-        if args.accumulate:
-            optimizer.step()  # !
+        optimizer.step()  # !
 """,
             fixed="""\
 import torch
-from project.optimizers import build_optimizer
 
-class AmpOptimizer:
-    def __init__(self, optimizer, scaler):
-        self.optimizer, self.scaler = optimizer, scaler
-
-    def zero_grad(self):
-        self.optimizer.zero_grad()
-
-    def step(self):
-        self.optimizer.step()
+def build_optimizer(args, model):
+    return torch.optim.SGD(model.parameters(), 0.1)
 
 def train(args, model, loader):
     scaler = torch.amp.GradScaler("cuda")
-    optimizer = AmpOptimizer(torch.optim.AdamW(model.parameters()), scaler)
+    optimizer = build_optimizer(args, model)
     for x in loader:
         scaler.scale(model(x).sum()).backward()
-        if args.accumulate:
-            scaler.step(optimizer)
-            scaler.update()
-
-def train_from_config(args, config, model, loader):
-    scaler = torch.amp.GradScaler("cuda")
-    optimizer = build_optimizer(config, model)
-    for x in loader:
-        scaler.scale(model(x).sum()).backward()
-        if args.accumulate:
-            scaler.step(optimizer)
-            scaler.update()
+        scaler.step(optimizer)
+        scaler.update()
 """,
         ),
     )
