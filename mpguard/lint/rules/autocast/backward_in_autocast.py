@@ -591,6 +591,30 @@ def train(model, loader):
         optimizer.step()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+def train(args, model, optimizer, scaler, loader):
+    for x in loader:
+        with torch.autocast("cuda", enabled=args.amp):
+            loss = model(x).sum()
+            scaler.scale(loss).backward()  # !
+        optimizer.step_and_update_lr(scaler)
+        scaler.update()
+""",
+            fixed="""\
+import torch
+
+def train(args, model, optimizer, scaler, loader):
+    for x in loader:
+        with torch.autocast("cuda", enabled=args.amp):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        optimizer.step_and_update_lr(scaler)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
