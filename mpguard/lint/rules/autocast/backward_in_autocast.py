@@ -65,7 +65,8 @@ class BackwardInAutocast(Rule):
     A region that is entered in another file is seen only around a call of the function, and only if one of the two
     files takes a `step`: others measure memory or speed, and so does a function whose gradients no optimizer applies,
     or that clears them in a `finally`. Callers under `no_grad` do not count, nor a region in the dtype of the weights:
-    that of a DeepSpeed engine, of `param_dtype` in FSDP's policy, or of a model that is cast to it.
+    that of a DeepSpeed engine, of `param_dtype` in FSDP's policy, or of a model that is cast to it; nor a region with
+    `cache_enabled=False`.
     Tests (`test_...`) are not reported, since they may do this on purpose, nor is the context of the forward pass if it
     is entered again for the backward pass alone: a `torch.autograd.Function` without `custom_bwd` needs it.
     Accelerate's autocast around nothing but a sum of losses is not reported: the prepared model enters its own.
@@ -554,6 +555,13 @@ def initialize(model, optimizer, x):
     with torch.autocast("cuda"):
         (model(x).logits * 0).sum().backward()
     optimizer.step()
+
+def capture(model, optimizer, x):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.autocast("cuda", cache_enabled=False):
+        model(x).sum().backward()
+        optimizer.step()
+    return graph
 """,
         ),
         Bad(
@@ -627,7 +635,7 @@ def train(args, model, optimizer, scaler, loader):
                 continue
             if self._is_thrown_away(event.call) or _is_zero(event.subject):
                 continue
-            if self._casts_no_weights(region, facts) or self._has_dtype_of_weights(region, event, facts):
+            if self._keeps_no_casts(region, facts) or self._has_dtype_of_weights(region, event, facts):
                 continue
             if event.kind == "framework" or facts.has_step(event.scope):
                 made = region.call
@@ -672,10 +680,14 @@ def train(args, model, optimizer, scaler, loader):
                 yield child
                 yield from self._inside(child)
 
-    def _casts_no_weights(self, region: Region, facts: Facts) -> bool:
-        """True if the dtype of a region is that of the weights: `dtype=model.head.weight.dtype`."""
-        given = region.call.argument(1, "dtype") if region.call is not None else None
-        if given is None or region.call is None:
+    def _keeps_no_casts(self, region: Region, facts: Facts) -> bool:
+        """True if a region keeps no casts of weights: `cache_enabled=False`, or `dtype=model.head.weight.dtype`."""
+        if region.call is None:
+            return False
+        if constant(region.call.keywords.get("cache_enabled")) == (False,):
+            return True
+        given = region.call.argument(1, "dtype")
+        if given is None:
             return False
         home = facts.of(region.call)
         key = dotted(given)
