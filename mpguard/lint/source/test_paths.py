@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-#: Folders of tests: the file's own, and two above.
-_FOLDERS = frozenset({"test", "tests"})
+#: Folders of tests, and of scripts that are profiled: the file's own, and two above.
+_FOLDERS = frozenset({"test", "tests", "profiling"})
 #: Words in the names of scripts that measure the speed of a training step.
-_MEASURES = frozenset({"bench", "benchmark", "measure", "profile"})
+_MEASURES = frozenset({"bench", "benchmark", "measure", "profile", "profiling"})
 
 
 def is_test(path: str) -> bool:

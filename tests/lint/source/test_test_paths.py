@@ -26,7 +26,16 @@ def test_step(model, loader):
 
 
 @pytest.mark.parametrize(
-    "path", ["tests/step.py", "a/test/b/c/step.py", "test_step.py", "conftest.py", "tools/bench_step.py", "profile.py"]
+    "path",
+    [
+        "tests/step.py",
+        "a/test/b/c/step.py",
+        "test_step.py",
+        "conftest.py",
+        "tools/bench_step.py",
+        "profile.py",
+        "docs/profiling/optimized/step.py",
+    ],  # fmt: skip
 )
 def test_tests_and_benchmarks(path: str) -> None:
     assert is_test(path)

@@ -65,7 +65,9 @@ _PROFILES = re.compile(r"\b(?:emit_nvtx|pyprof|emit_itt)\b")
 _ANY_DTYPE = frozenset({Dtype.FP32, Dtype.BF16, Dtype.FP16})
 #: Names of clocks; words for speed; names of functions and classes that give data.
 _CLOCK = re.compile(r"(?:^|_)(?:time|time_ns|perf_counter|perf_counter_ns|monotonic|elapsed_time)$")
-_SPEED = re.compile(r"(?i)\b(?:gflops|tflops|flops|throughput|benchmark|latency)\b|_per_sec|per second|/ ?sec\b")
+_SPEED = re.compile(
+    r"(?i)\b(?:gflops|tflops|flops|throughput|benchmark|latency|max_memory_allocated)\b|_per_sec|per second|/ ?sec\b"
+)
 _DATA = re.compile(r"(?i)loader|dataset|batch(?:es)?$|^(?:next|iter|open|loadtxt|read_\w+|imread|memmap|sample)$")
 
 
@@ -523,20 +525,21 @@ class TrainingUse:
 
     @cached_property
     def only_measures_speed(self) -> bool:
-        """True if the file repeats steps on one synthetic batch only to measure how fast they are.
+        """True if the file repeats steps on synthetic batches only to measure how fast they are, or their memory.
 
         Each backward pass is in loops that only count, between two readings of a clock whose difference is taken. The
-        batch is made once, outside of loops and functions of models, nothing gives other data, and the file has a word
-        for speed.
+        batches are made in its function, nothing gives other data, and the file has a word for speed or memory.
         """
         calls = self.facts.calls.get("backward", ())
         if not calls or not _SPEED.search(self.facts.source.text) or any(map(_DATA.search, self.facts.calls)):
             return False
-        return all(self._is_timed(call) and self._on_one_batch(call) for call in calls)
+        return all(self._is_timed(call) and self._on_synthetic_batches(call) for call in calls)
 
     def _is_timed(self, call: Call) -> bool:
         """True if a clock is read before and after a call, in its function, and the difference is taken."""
         clocks = [each for each in call.scope.calls if _CLOCK.search(each.name)]
+        if any(each.name == "elapsed_time" for each in clocks):
+            clocks += [each for each in call.scope.calls if each.name == "record"]  # of `torch.cuda.Event`
         read = {bound.key for each in clocks if (bound := self._bound(each)) is not None}
         taken = any(name == "elapsed_time" for name in (each.name for each in clocks)) or any(
             isinstance(self.facts.parent(use.node), cst.BinaryOperation)
@@ -545,8 +548,8 @@ class TrainingUse:
         )
         return taken and any(c.order < call.order for c in clocks) and any(c.order > call.order for c in clocks)
 
-    def _on_one_batch(self, call: Call) -> bool:
-        """True if a call is repeated by counting only, in a function that makes its random tensors before the loop."""
+    def _on_synthetic_batches(self, call: Call) -> bool:
+        """True if a call is repeated by counting only, in a function that makes tensors before it."""
         if not call.loops or not all(isinstance(loop, cst.For) and _only_counts(loop) for loop in call.loops):
             return False
         makes = [
@@ -555,7 +558,7 @@ class TrainingUse:
             for each in self.facts.calls.get(name, ())
             if each.scope is call.scope and self.facts.called_path(each).startswith("torch.")
         ]
-        return bool(makes) and all(not each.loops and each.order < call.order for each in makes)
+        return bool(makes) and all(each.order < call.order for each in makes)
 
     def _starts_from_artificial(self, call: Call) -> bool:
         """True if a backward pass starts from an artificial or detached gradient."""
