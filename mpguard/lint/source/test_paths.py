@@ -7,7 +7,7 @@ import os
 #: Folders of tests, and of scripts that are profiled: the file's own, and two above.
 _FOLDERS = frozenset({"test", "tests", "profiling"})
 #: Words in the names of scripts that measure the speed of a training step.
-_MEASURES = frozenset({"bench", "benchmark", "measure", "profile", "profiling"})
+_MEASURES = frozenset({"bench", "benchmark", "measure", "profile"})
 
 
 def is_test(path: str) -> bool:

@@ -35,7 +35,7 @@ def test_step(model, loader):
         "tools/bench_step.py",
         "profile.py",
         "docs/profiling/optimized/step.py",
-    ],  # fmt: skip
+    ],
 )
 def test_tests_and_benchmarks(path: str) -> None:
     assert is_test(path)
