@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.domain.regions import Region as Region
     from mpguard.lint.facts.domain.regions import enabled_argument as enabled_argument
     from mpguard.lint.facts.domain.scaler_dtype import bfloat16_region as bfloat16_region
+    from mpguard.lint.facts.domain.scaler_dtype import computes_without_float16 as computes_without_float16
     from mpguard.lint.facts.domain.scaler_dtype import scales_without_need as scales_without_need
     from mpguard.lint.facts.domain.training_use import Weights as Weights
     from mpguard.lint.facts.domain.wrappers import Wrap as Wrap
@@ -148,7 +149,7 @@ _NAMES = {
     "mpguard.lint.facts.domain.compiled_functions": ("compiled_scopes",),
     "mpguard.lint.facts.domain.fp8": ("Layer", "is_never_switched_on"),
     "mpguard.lint.facts.domain.regions": ("Region", "enabled_argument"),
-    "mpguard.lint.facts.domain.scaler_dtype": ("bfloat16_region", "scales_without_need"),
+    "mpguard.lint.facts.domain.scaler_dtype": ("bfloat16_region", "computes_without_float16", "scales_without_need"),
     "mpguard.lint.facts.domain.training_use": ("Weights",),
     "mpguard.lint.facts.domain.wrappers": ("Wrap", "WrapperSettings"),
     "mpguard.lint.facts.events": ("Event", "EventKind", "is_optimizer"),

@@ -58,6 +58,10 @@ _TRAINS: tuple[EventKind, ...] = ("prepare", "initialize", "trainer")
 #: Receivers that have a `step` method and are not optimizers: schedulers, profilers, environments, progress bars.
 _NO_OPTIMIZER = re.compile(r"sched|profil|\bprof\b|\benv|warmup|timer|\bp?bar\b|\bema\b")
 
+#: Methods of optimizers of a project: `optimizer.step_and_update_lr(scaler)`.
+_STEPS = re.compile(r"(?:^|_)step(?:_|$)")
+_OPTIMIZER = re.compile(r"(?i)optim")
+
 #: Former attributes of `Facts` -> their names now: rules of other packages may use them.
 _FORMER = {
     "autocasting": "autocast_states",
@@ -606,7 +610,7 @@ class Facts(FormerNames, former=_FORMER):
         """
         if scope not in self._steps:
             self._steps[scope] = any(
-                call.name == "step"
+                (call.name == "step" or (_STEPS.search(call.name) and _OPTIMIZER.search(self.short(call.receiver))))
                 and call.receiver is not None
                 and not _NO_OPTIMIZER.search(self.short(call.receiver).lower())
                 and "scheduler" not in self.kinds(call.receiver, call)

@@ -141,7 +141,7 @@ def compare_with_fresh(texts: Iterator[str]) -> int:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_findings_are_those_of_a_fresh_engine(seed: int) -> None:
-    assert compare_with_fresh(versions(seed)) > 8, "not all of them are syntax errors"
+    assert compare_with_fresh(versions(seed)) > 5, "not all of them are syntax errors"
 
 
 @pytest.mark.usefixtures("small_pieces")

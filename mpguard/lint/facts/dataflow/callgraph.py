@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -18,18 +19,8 @@ from mpguard.lint.facts.values.lattice import NOTHING_KNOWN, UNKNOWN, Class, Fun
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
-_HARMLESS = (
-    "torch.utils.",
-    "abc.",
-    "typing.",
-    "enum.",
-    "dataclasses.",
-    "collections.",
-    "sklearn.",
-    "torch.autograd.",
-    "object",
-    "builtins.",
-)
+#: Packages whose base classes neither train nor hold what trains; the standard library is none of them either.
+_HARMLESS = ("torch.utils.", "torch.autograd.", "sklearn.", "overrides.", "pydantic.", "typing_extensions.", "object")
 #: Method names that many classes have: on a receiver of unknown type they are not resolved by name alone.
 _COMMON = frozenset({
     "step", "update", "forward", "to", "train", "eval", "run", "get", "add", "append", "items", "load", "save",
@@ -127,7 +118,7 @@ class CallGraph:
             self._active.discard(cls)
         for base in bases:
             last = base.rsplit(".", 1)[-1]
-            if base.startswith(_HARMLESS):
+            if _is_harmless(base):
                 continue
             if base.split(".", 1)[0] in project_words.FRAMEWORK_PACKAGES or last in project_words.FRAMEWORK_CLASSES:
                 return "framework"
@@ -141,7 +132,7 @@ class CallGraph:
                 return "scaler"
             if last.endswith(("Trainer", "Callback", "Mixin")):
                 return "trainer"
-        if "" in bases or any("." in base and not base.startswith(_HARMLESS) for base in bases):
+        if "" in bases or any("." in base and not _is_harmless(base) for base in bases):
             return ""
         return "own"
 
@@ -402,6 +393,10 @@ class CallGraph:
             return True
         modules = (self.facts.module_of(binding) for binding in bindings)
         return any(module is not None and module.may_train for module in modules)
+
+
+def _is_harmless(base: str) -> bool:
+    return base.startswith(_HARMLESS) or base.split(".", 1)[0] in sys.stdlib_module_names
 
 
 def _name_outside(scope: Scope) -> str:

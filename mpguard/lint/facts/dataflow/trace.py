@@ -84,7 +84,8 @@ class TraceStep:
     """One operation in a trace.
 
     guard: its path condition, including those of the calls that lead to it; loops: those around it, outermost first.
-    via: the calls of helpers that lead to it. scale: for a backward pass, the event that scales its loss on every path.
+    via: the calls of helpers that lead to it. scale: for a backward pass, the event that scales its loss on every path;
+    may_scale: on some.
     """
 
     kind: StepKind
@@ -94,6 +95,7 @@ class TraceStep:
     loops: tuple[cst.CSTNode, ...] = ()
     via: tuple[Call, ...] = ()
     scale: Event | None = None
+    may_scale: Event | None = None
 
     @property
     def call(self) -> Call:
@@ -268,7 +270,10 @@ class Traces:
                 if kind == "framework" and self._helpers(event.call):
                     continue  # a method of the file: its operations are visible
                 scale = self.scaled.get(event.call) if kind == "backward" else None
-                found.setdefault(event.scope, []).append(TraceStep(kind, event.call, event, scale=scale))
+                may_scale = self.may_scale.get(event.call) if kind == "backward" else None
+                found.setdefault(event.scope, []).append(
+                    TraceStep(kind, event.call, event, scale=scale, may_scale=may_scale)
+                )
         for call in facts.calls.get("zero_grad", ()):
             found.setdefault(call.scope, []).append(TraceStep("zero_grad", call))
         known = {event.call for event in (*facts.events("step"), *facts.events("scaler_step"))}

@@ -23,16 +23,19 @@ class FrozenModels:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self._named: dict[str, bool] = {}
+        self._named: dict[tuple[str, bool], bool] = {}
         self._frozen_params: dict[Scope, set[str]] = {}
         self._index: tuple[int, dict[str, list[tuple[Use, str, cst.Call]]], dict[str, list[Binding]]] = (-1, {}, {})
 
-    def is_frozen_name(self, key: str) -> bool:
-        """True if a model of this name is never trained: `requires_grad_(False)`, or `eval()` without `train()`."""
+    def is_frozen_name(self, key: str, by_eval: bool = True) -> bool:
+        """True if a model of this name is never trained: `requires_grad_(False)`, or `eval()` without `train()`.
+
+        by_eval: the latter is enough.
+        """
         name = key.rsplit(".", 1)[-1]
-        if name not in self._named:
-            self._named[name] = bool(name) and name != "self" and self._decides_frozen(name)
-        return self._named[name]
+        if (name, by_eval) not in self._named:
+            self._named[name, by_eval] = bool(name) and name != "self" and self._decides_frozen(name, by_eval)
+        return self._named[name, by_eval]
 
     def is_frozen(self, node: cst.CSTNode) -> bool:
         """True if the value of an expression is frozen.
@@ -61,7 +64,7 @@ class FrozenModels:
                 return False
         return False
 
-    def _decides_frozen(self, name: str) -> bool:
+    def _decides_frozen(self, name: str, by_eval: bool) -> bool:
         methods, made = self._by_name()
         frozen = evaluated = trained = False
         for use, method, call in methods.get(name, ()):
@@ -79,7 +82,7 @@ class FrozenModels:
             chain = _method_chain(binding.value)
             frozen = frozen or chain.get("requires_grad_") == (False,) or self._returned_by_freezer(binding)
             evaluated = evaluated or "eval" in chain
-        return frozen or self._passed_to_freezer(name) or (evaluated and not trained)
+        return frozen or self._passed_to_freezer(name) or (by_eval and evaluated and not trained)
 
     def _is_frozen_layer(self, name: str) -> bool:
         """True for a layer without bias whose weight is frozen: `layer.weight.requires_grad_(False)`."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+import libcst as cst
+
+from mpguard.lint.facts.events.event import is_scaler
+from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, implies
 from mpguard.lint.facts.values.lattice import Atom, Class, Object
 from mpguard.lint.source.strip_comments import stripped
@@ -12,12 +16,41 @@ from mpguard.lint.source.strip_comments import stripped
 if TYPE_CHECKING:
     from mpguard.lint.facts.events import Event
     from mpguard.lint.facts.file import Facts
-    from mpguard.lint.facts.syntax.records import Scope
+    from mpguard.lint.facts.syntax.records import Call, Scope
 
 #: Base classes of libraries whose own `step` applies nothing.
 _WITHOUT_STEP = frozenset({"torch.optim.Optimizer", "torch.optim.optimizer.Optimizer", "object"})
 _GRADIENT = re.compile(r"\.grad\b|[\"']grad[\"']")
 _IS_INSTANCE = re.compile(r"isinstance\(([\w.]+), ?([\w.]+)\)")
+
+
+def steps_through_scaler(step: Event, scaler: cst.CSTNode | None, facts: Facts) -> bool:
+    """True for an optimizer that holds the scaler, and whose `step` steps through it.
+
+    Its class in the project shows that. If the class is not known, the scaler is its attribute
+    (`optimizer.scaler.scale(loss)`), or was given to what created it: `build_optimizer(model, scaler)`.
+    """
+    atoms = [each.atom for each in facts.evaluate(step.subject, step.call)]
+    classes = [(atom.cls, atom.facts) for atom in atoms if isinstance(atom, Object) and atom.cls is not None]
+    if classes:
+        return any(its is not None and _steps_scaler(cls, its) for cls, its in classes)
+    if step.key and dotted(scaler).startswith(f"{step.key}."):
+        return True
+    calls = [atom.call for atom in atoms if isinstance(atom, Object)]
+    calls += [facts.call_of(bound.value) for bound in facts.bindings(step.key, step.call, step.guard)]
+    return any(_takes_scaler(call, facts.of(call)) for call in calls if call is not None)
+
+
+def _takes_scaler(call: Call, facts: Facts) -> bool:
+    return any(is_scaler(facts, given, call) for given in (*call.positional, *call.keywords.values()))
+
+
+def _steps_scaler(cls: Scope, facts: Facts) -> bool:
+    """True if a method of a class, or of a base class in the project, steps through a scaler."""
+    inside = set(cls.descendants())
+    return any(event.scope in inside for event in facts.events("scaler_step")) or any(
+        isinstance(base, Class) and _steps_scaler(base.scope, base.facts) for base in facts.graph.bases(cls)
+    )
 
 
 def ignores_gradients(step: Event, facts: Facts) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible
 from mpguard.lint.facts.values.lattice import Object
+from mpguard.lint.source.strip_comments import stripped
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
@@ -18,6 +19,16 @@ if TYPE_CHECKING:
 _BF16 = re.compile(r"(?i)bf16|bfloat16")
 #: Code that may run the methods of a class under autocast, or scale with its scaler.
 _SCALES = re.compile(rb"(?i)autocast|scaler\b")
+#: Words of code that computes in FP16 or FP8, or that runs in a framework which may. What does not count: imports, and
+#: autocasts that are off or in BF16.
+_LOWERS = re.compile(
+    r"(?i)autocast|half\b|HalfTensor|fp8|float8|(?<!b)(?:fp|float)16|MixedPrecision(?:Policy)?\(|custom_fwd|deepspeed"
+    r"|\bapex\b|accelerat|lightning|fabric|megatron|colossal|HfArgumentParser"
+)
+_IMPORTS = re.compile(r"^[ \t]*(?:from[ \t]+(?:torch|contextlib)\S*[ \t]+)?import[ \t][^\n]*", re.M)
+_NEEDS_NO_SCALE = re.compile(r"autocast\([^()]*(?:\benabled=False|\btorch\.bfloat16)\b[^()]*\)")
+#: The files of a program that are searched; of a larger one it is unknown.
+_MAX_FILES = 40
 
 
 def bfloat16_region(scaler: Event, enabled: PathCondition, facts: Facts) -> Region | None:
@@ -33,6 +44,26 @@ def scales_without_need(scaler: Event, enabled: PathCondition, facts: Facts) -> 
     if any(isinstance(each, Flag) and _BF16.search(str(each.equals or each.name)) for each in enabled):
         return True
     return _common_region(scaler, enabled, facts, (Dtype.BF16, Dtype.FP32)) is not None
+
+
+def computes_without_float16(facts: Facts) -> bool:
+    """True if no file of a program computes in FP16 or FP8, so that nothing is lost with the scale.
+
+    Those are the file, its users, and what they import. False if they are not all known: nothing runs the file.
+    """
+    users = facts.project.users_of("", facts.path)
+    if users is None or not (users or "__main__" in facts.file_text):
+        return False
+    files = dict.fromkeys([facts, *users])
+    for each in (pending := list(files)):
+        each.need_all()
+        further = [other for other in each.imported_modules() if other not in files]
+        files.update(dict.fromkeys(further))
+        pending += further
+        code = _NEEDS_NO_SCALE.sub("", _IMPORTS.sub("", stripped(each.file_text)))
+        if len(files) > _MAX_FILES or _LOWERS.search(code):
+            return False
+    return True
 
 
 def _common_region(scaler: Event, enabled: PathCondition, facts: Facts, dtypes: Collection[Dtype]) -> Region | None:

@@ -66,7 +66,7 @@ _ANY_DTYPE = frozenset({Dtype.FP32, Dtype.BF16, Dtype.FP16})
 #: Names of clocks; words for speed; functions that make noise; names of functions and classes that give data.
 _CLOCK = re.compile(r"(?:^|_)(?:time|time_ns|perf_counter|perf_counter_ns|monotonic|elapsed_time)$")
 _SPEED = re.compile(
-    r"(?i)\b(?:gflops|tflops|flops|throughput|benchmark|latency)\b|_per_sec|per second|/ ?sec\b"
+    r"(?i)\b(?:gflops|tflops|flops|throughput|benchmark|latency|max_memory_allocated)\b|_per_sec|per second|/ ?sec\b"
     r"|\btime per (?:iter|step)|\b(?:iter|iteration|step)s?\.?[ _]time\b"
 )
 _NOISE = frozenset({"rand", "randn", "randint"})
@@ -527,16 +527,16 @@ class TrainingUse:
 
     @cached_property
     def only_measures_speed(self) -> bool:
-        """True if the file repeats steps on one synthetic batch, or on noise, only to measure how fast they are.
+        """True if the file repeats steps on one synthetic batch, or on noise, only to measure how fast they are, or their memory.
 
         Each backward pass is in loops that only count, between two readings of a clock whose difference is taken. The
         batch is made once, or in each step at random, outside of functions of models, nothing gives other data, and the
-        file has a word for speed.
+        file has a word for speed or memory.
         """
         calls = self.facts.calls.get("backward", ())
         if not calls or not _SPEED.search(self.facts.source.text) or any(map(_DATA.search, self.facts.calls)):
             return False
-        return all(self._is_timed(call) and self._on_one_batch(call) for call in calls)
+        return all(self._is_timed(call) and self._on_synthetic_batches(call) for call in calls)
 
     def _is_timed(self, call: Call) -> bool:
         """True if a clock is read before and after a call, in its function, and the difference is taken."""

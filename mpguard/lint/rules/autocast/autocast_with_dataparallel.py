@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import libcst as cst
@@ -26,6 +27,10 @@ _DEPTH = 6
 _PATHS = frozenset({
     "torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "torch.nn.parallel.data_parallel.DataParallel",
 })  # fmt: skip
+#: Accelerators for which a script is changed, so that little of it is for CUDA, and their packages.
+_OTHER_DEVICES = re.compile(
+    r"[\"'](?:hpu|npu|mlu)(?::\d+)?[\"']|\b(?:habana_frameworks|torch_npu|torch_mlu|torch_xla)\b"
+)
 
 
 class AutocastWithDataparallel(Rule):
@@ -42,7 +47,8 @@ class AutocastWithDataparallel(Rule):
 
     ## Known limits
     FP16 regions are not reported, since FP16 is the default that the threads use. Neither is `device_ids=[0]`: with one
-    device there are no threads. A call without gradients whose output nothing uses is not reported: it warms up.
+    device there are no threads; nor a region on a device that the script chooses, if it runs on Gaudi,
+    Ascend or TPU as well. A call without gradients whose output nothing uses is not reported: it warms up.
     """
 
     code, name = "MPG309", "autocast-with-dataparallel"
@@ -139,11 +145,49 @@ def arms(loader, args, net):
                 net(x)
 """
         ),
+        Good(
+            """\
+import torch
+from torch import nn
+
+def predict(args, net, loader):
+    device = torch.device(args.device)
+    if device == torch.device("hpu"):
+        import habana_frameworks.torch.core
+    net = net.to(device)
+    if args.devices > 1:
+        net = nn.DataParallel(net)
+    found = []
+    for x in loader:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            found.append(net(x))
+    return found
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torch import nn
+
+def predict(args, net, loader):
+    device = torch.device(args.device)
+    net = net.to(device)
+    if args.devices > 1:
+        net = nn.DataParallel(net)
+    found = []
+    for x in loader:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            found.append(net(x))  # !
+    return found
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if not any(self._wraps(call, facts) for call in facts.calls.get("DataParallel", ())):
             return
+        # DataParallel wraps nothing on other accelerators.
+        devices = ("cuda",) if _OTHER_DEVICES.search(facts.file_text) else ("cuda", None)
         for calls in list(facts.calls.values()):
             for call in calls:
                 if not call.path or (isinstance(facts.parent(call.node), cst.Expr) and facts.is_inference(call)):
@@ -152,7 +196,7 @@ def arms(loader, args, net):
                     (region, both)
                     for region, guard in facts.autocasts(call)
                     for each in region.may_be(Dtype.BF16)
-                    if (both := guard.joined(each)).possible and region.device in ("cuda", None)
+                    if (both := guard.joined(each)).possible and region.device in devices
                 ]
                 for region, guard in regions:
                     if region.call is not None and self._is_parallel(call.func, call, guard, facts, _DEPTH):

@@ -14,9 +14,11 @@ from mpguard.lint import (
     Fix,
     Good,
     Note,
+    PathCondition,
     Region,
     Rule,
     any_of,
+    constant,
     dotted,
     library_names,
     python_edits,
@@ -62,7 +64,9 @@ class BackwardInAutocast(Rule):
     ## Known limits
     A region that is entered in another file is seen only around a call of the function, and only if one of the two
     files takes a `step`: others measure memory or speed, and so does a function whose gradients no optimizer applies,
-    or that clears them in a `finally`. Callers under `no_grad` do not count, nor a region in the dtype of the weights.
+    or that clears them in a `finally`. Callers under `no_grad` do not count, nor a region in the dtype of the weights:
+    that of a DeepSpeed engine, of `param_dtype` in FSDP's policy, or of a model that is cast to it; nor a region with
+    `cache_enabled=False`.
     Tests (`test_...`) are not reported, since they may do this on purpose, nor is the context of the forward pass if it
     is entered again for the backward pass alone: a `torch.autograd.Function` without `custom_bwd` needs it.
     Accelerate's autocast around nothing but a sum of losses is not reported: the prepared model enters its own.
@@ -516,6 +520,109 @@ class Trainer:
             return self.loss(x)
 """
         ),
+        Good(
+            """\
+import deepspeed
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+
+class Trainer:
+    def __init__(self, model, strategy, template):
+        if template is not None:
+            raise ValueError("templates are not supported")
+        policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if strategy == "fsdp":
+            self.model = FullyShardedDataParallel(model, mixed_precision=policy)
+        else:
+            self.model = model
+            fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def train(self, loader):
+        for x in loader:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                self.model(x).sum().backward()
+            self.optimizer.step()
+
+def engine(model, config, loader):
+    engine, _, _, _ = deepspeed.initialize(model=model, config=config)
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            engine.backward(engine(x).sum())
+        engine.step()
+
+def initialize(model, optimizer, x):
+    with torch.autocast("cuda"):
+        (model(x).logits * 0).sum().backward()
+    optimizer.step()
+
+def capture(model, optimizer, x):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.autocast("cuda", cache_enabled=False):
+        model(x).sum().backward()
+        optimizer.step()
+    return graph
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+class Trainer:
+    def __init__(self, args, model):
+        self.model = model
+        if args.fsdp:
+            policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            self.model = FullyShardedDataParallel(model, mixed_precision=policy)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def train(self, loader):
+        for x in loader:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                self.model(x).sum().backward()  # !
+            self.optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+def train(model, loader):
+    policy = MixedPrecision(reduce_dtype=torch.float32)
+    model = FullyShardedDataParallel(model, mixed_precision=policy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            (model(x) * 2).sum().backward()  # !
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def train(args, model, optimizer, scaler, loader):
+    for x in loader:
+        with torch.autocast("cuda", enabled=args.amp):
+            loss = model(x).sum()
+            scaler.scale(loss).backward()  # !
+        optimizer.step_and_update_lr(scaler)
+        scaler.update()
+""",
+            fixed="""\
+import torch
+
+def train(args, model, optimizer, scaler, loader):
+    for x in loader:
+        with torch.autocast("cuda", enabled=args.amp):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        optimizer.step_and_update_lr(scaler)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -526,7 +633,9 @@ class Trainer:
             region = self._region(event.call, facts)
             if region is None or self._is_on_purpose(event.call) or self._computes_nothing(event, region, facts):
                 continue
-            if self._is_thrown_away(event.call) or self._casts_no_weights(region, facts):
+            if self._is_thrown_away(event.call) or _is_zero(event.subject):
+                continue
+            if self._keeps_no_casts(region, facts) or self._has_dtype_of_weights(region, event, facts):
                 continue
             if event.kind == "framework" or facts.has_step(event.scope):
                 made = region.call
@@ -571,10 +680,14 @@ class Trainer:
                 yield child
                 yield from self._inside(child)
 
-    def _casts_no_weights(self, region: Region, facts: Facts) -> bool:
-        """True if the dtype of a region is that of the weights: `dtype=model.head.weight.dtype`."""
-        given = region.call.argument(1, "dtype") if region.call is not None else None
-        if given is None or region.call is None:
+    def _keeps_no_casts(self, region: Region, facts: Facts) -> bool:
+        """True if a region keeps no casts of weights: `cache_enabled=False`, or `dtype=model.head.weight.dtype`."""
+        if region.call is None:
+            return False
+        if constant(region.call.keywords.get("cache_enabled")) == (False,):
+            return True
+        given = region.call.argument(1, "dtype")
+        if given is None:
             return False
         home = facts.of(region.call)
         key = dotted(given)
@@ -582,6 +695,31 @@ class Trainer:
         return bool(values) and all(
             value is not None and _OF_WEIGHTS.search(text_of(value)) is not None for value in values
         )
+
+    def _has_dtype_of_weights(self, region: Region, event: Event, facts: Facts) -> bool:
+        """True if the weights are in the dtype of a region whenever it is entered: cast to it, or by FSDP's policy."""
+        if facts.kinds(event.subject, event.call) & {"engine"}:
+            return True  # DeepSpeed's weights are in FP16 or BF16, or it enters autocast by itself
+        for guard, dtype in region.dtypes:
+            entered = region.guard.joined(guard, event.guard)
+            if dtype is None:
+                return False
+            policies = (
+                each
+                for made in facts.events_around("policy", event.scope)
+                if not PathCondition(made.call.guard - self._where_optimized(made)) - entered
+                for each in made.may_be(dtype)
+            )
+            weights = (each for each in facts.training_use.weights(dtype) if not each.guard - entered)
+            if entered.possible and not [*policies, *weights]:
+                return False
+        return bool(region.dtypes)
+
+    def _where_optimized(self, made: Event) -> PathCondition:
+        """Return the conditions under which the function that creates a policy creates an optimizer after it."""
+        later = (call for call in made.scope.calls if call.order > made.order)
+        guards = [call.guard for call in later if "optimizer" in made.facts.kinds(call.node, call)]
+        return guards[0] if guards else PathCondition()
 
     def _is_on_purpose(self, call: Call) -> bool:
         """True if the context of the forward pass is entered again for the backward pass alone.
@@ -653,3 +791,13 @@ class Trainer:
         if any(each.name not in _AFTER for each in rest):
             return None
         return Fix("Leave the region before the backward pass", "unsafe", tuple(edits))
+
+
+def _is_zero(node: cst.CSTNode | None) -> bool:
+    """True for a loss that is multiplied by zero, whose backward pass only initializes: `(out * 0).sum()`."""
+    while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        node = node.func.value
+    if not isinstance(node, cst.BinaryOperation):
+        return False
+    is_product = isinstance(node.operator, cst.Multiply)
+    return is_product and any(constant(each) == (0,) for each in (node.left, node.right))

@@ -250,6 +250,46 @@ def outside(net, loader, scaler):
         scaler.step(optimizer)
 """
         ),
+        Good(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+def main(args, model):
+    model = FullyShardedDataParallel(model, mixed_precision=MixedPrecision(param_dtype=torch.float16))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0001)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(args.steps):
+        x = torch.rand(args.size, args.size, device="cuda")
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+    end.record()
+    torch.cuda.synchronize()
+    print(start.elapsed_time(end), torch.cuda.max_memory_allocated())
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+def main(args, model, loader):
+    model = FullyShardedDataParallel(model, mixed_precision=MixedPrecision(param_dtype=torch.float16))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0001)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for x in loader:
+        noise = torch.rand(args.size, args.size, device="cuda")
+        loss = model(x + noise).sum()
+        loss.backward()  # !
+        optimizer.step()
+    end.record()
+    torch.cuda.synchronize()
+    print(start.elapsed_time(end), torch.cuda.max_memory_allocated())
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -355,6 +395,8 @@ def outside(net, loader, scaler):
 
     def _missing(self, backward: Event, wrap: Wrap, guard: PathCondition, facts: Facts) -> Diagnostic | None:
         if facts.may_keep_masters or facts.base_unknown(backward.scope.owner):
+            return None
+        if facts.training_use.only_measures_speed:
             return None
         program = facts.reachable(backward.scope)
         step = unscaled_steps.plain_step(backward, guard, program, facts)

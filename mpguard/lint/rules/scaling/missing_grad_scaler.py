@@ -1365,6 +1365,136 @@ def step(model, batch, optimizer, amp, scaler=None):
         scaler.update()
 """
         ),
+        Good(
+            """\
+import torch
+
+def boxes_of(teacher, image):
+    with torch.autocast("cuda"):
+        out = teacher(image)
+    return out.boxes.to("cpu").numpy().astype("float32"), out.scores.cpu().numpy()
+
+@torch.no_grad()
+def target_of(teacher, image):
+    with torch.autocast("cuda"):
+        return teacher(image)
+
+def train(model, teacher, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for image in loader:
+        boxes, scores = boxes_of(teacher, image)
+        loss = model(image, boxes, scores).sum() + (model(image) - target_of(teacher, image)).abs().sum()
+        loss.backward()
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def boxes_of(model, image):
+    with torch.autocast("cuda"):
+        out = model(image)
+    return out.boxes, out.scores.detach().cpu().numpy()
+
+def train(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for image, target in loader:
+        boxes, scores = boxes_of(model, image)
+        loss = (boxes - target).abs().sum()
+        loss.backward()  # !
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def boxes_of(model, image):
+    with torch.autocast("cuda"):
+        out = model(image)
+    return out.boxes, out.scores.detach().cpu().numpy()
+
+def train(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for image, target in loader:
+        boxes, scores = boxes_of(model, image)
+        loss = (boxes - target).abs().sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def main(model, teacher, loader, images):
+    with torch.autocast("cuda"):
+        sizes = [size for _, size in map(teacher, images)]
+        _, shown = teacher(images[0])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in loader:
+        x = torch.stack([each for each, _ in batch])
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+    return sizes, shown
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def labels_of(teacher, loader):
+    found = []
+    for x in loader:
+        with torch.autocast("cuda"):
+            y = teacher(x).argmax(-1)
+        found.append((x, y))
+    return found
+
+def train(encoder, head, teacher, loader):
+    encoder.requires_grad_(False)
+    optimizer = torch.optim.AdamW(head.parameters())
+    for x, y in labels_of(teacher, loader):
+        x = x.to("cuda")
+        with torch.autocast("cuda"):
+            features = encoder.encode(x).features
+        loss = torch.nn.functional.cross_entropy(head(features.float()), y)
+        loss.backward()
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def train(model, critic, loader):
+    critic.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        out = model(x)
+        with torch.autocast("cuda"):
+            loss = critic(out)
+        loss.backward()  # !
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def train(model, critic, loader):
+    critic.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        out = model(x)
+        with torch.autocast("cuda"):
+            loss = critic(out)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

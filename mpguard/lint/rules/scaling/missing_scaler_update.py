@@ -874,6 +874,76 @@ def step(args, model, x):
         args.optimizer.step()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, args, model):
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda") if args.amp else None
+
+    def train(self, loader):
+        for x in loader:
+            with torch.autocast("cuda", enabled=self.scaler is not None):
+                loss = self.model(x)
+            loss = self.scaler.scale(loss) if self.scaler else loss
+            loss.backward()
+            if self.scaler:
+                self.scaler.step(self.optimizer)  # !
+            else:
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+""",
+            fixed="""\
+import torch
+
+class Trainer:
+    def __init__(self, args, model):
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda") if args.amp else None
+
+    def train(self, loader):
+        for x in loader:
+            with torch.autocast("cuda", enabled=self.scaler is not None):
+                loss = self.model(x)
+            loss = self.scaler.scale(loss) if self.scaler else loss
+            loss.backward()
+            if self.scaler:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            else:
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, args, model):
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda") if args.amp else None
+
+    def train(self, loader):
+        for x in loader:
+            with torch.autocast("cuda", enabled=self.scaler is not None):
+                loss = self.model(x)
+            loss = self.scaler.scale(loss) if self.scaler else loss
+            loss.backward()
+            if self.scaler:
+                self.scaler.step(self.optimizer)
+            else:
+                self.optimizer.step()
+            if self.scaler is not None:
+                self.scaler.update()
+            self.optimizer.zero_grad()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -893,7 +963,7 @@ def step(args, model, x):
                     continue
                 reported.add(step.record)
                 scaler = facts.short(step.scaler)
-                backward = next(each for _, each in trace_facts.before(trace, place) if each.scale is not None)
+                _, backward = next(_scaled_before(trace, place))
                 notes = (Note("its loss is scaled here", backward.span),)
                 fix = None
                 together = set(step.loops) <= set(backward.loops)  # else the update belongs after the inner loop
@@ -952,7 +1022,7 @@ def step(args, model, x):
         step, traces = trace[place], facts.traces
         if not traces.own(step.scaler, step.record):
             return False
-        scaled = next(((i, each) for i, each in trace_facts.before(trace, place) if each.scale is not None), None)
+        scaled = next(_scaled_before(trace, place), None)
         if scaled is None:
             return False
         together = scaled[1].record.scope is step.record.scope
@@ -1006,3 +1076,11 @@ def step(args, model, x):
         used = {dotted(optimizer).split(".", 1)[0], dotted(index.value) if isinstance(index, cst.Index) else ""}
         targets = loop.target.elements if isinstance(loop.target, cst.Tuple) else ()
         return bool(used & ({dotted(loop.target), *(dotted(each.value) for each in targets)} - {""}))
+
+
+def _scaled_before(trace: Trace, place: int) -> Iterator[tuple[int, TraceStep]]:
+    """Yield the backward passes before a step, with their places, whose loss is scaled where the scaler steps."""
+    step = trace[place]
+    for index, each in trace_facts.before(trace, place):
+        if each.may_scale is not None and compatible(each.may_scale.guard, step.guard):
+            yield index, each

@@ -18,6 +18,7 @@ from mpguard.lint import (
     Scope,
     TraceStep,
     any_of,
+    computes_without_float16,
     constant,
     dotted,
     scales_without_need,
@@ -356,6 +357,57 @@ class Trainer:
             scaler.update()
 """,
         ),
+        Good(
+            """\
+import torch
+from torch.amp import autocast
+
+def train_epoch(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with autocast("cuda", enabled=False):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def main(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(10):
+        train_epoch(model, loader, optimizer)
+
+if __name__ == "__main__":
+    main(torch.nn.Linear(8, 8), [])
+""",
+        ),
+        Bad(
+            """\
+import torch
+from net import Net
+
+def train_epoch(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")  # !
+    for x in loader:
+        loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def main(loader):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(10):
+        train_epoch(model, loader, optimizer)
+
+if __name__ == "__main__":
+    main([])
+""",
+            files={
+                "pyproject.toml": "",
+                "net.py": "import torch\n\nclass Net(torch.nn.Module):\n    def forward(self, x):\n"
+                "        with torch.autocast('cuda'):\n            return x.sum()\n",
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -366,7 +418,7 @@ class Trainer:
                     continue
                 for built in self._creations(step, facts):
                     often = self._frequency(built, step, facts) if built not in reported else ""
-                    if often and not self._is_needless(built, facts):
+                    if often and not self._is_needless(built, facts) and not computes_without_float16(facts):
                         reported.add(built)
                         yield self.at(built, often=often, notes=(Note("its optimizer outlives it", step.span),))
 

@@ -14,6 +14,7 @@ from mpguard.lint import (
     Scope,
     any_of,
     compatible,
+    computes_without_float16,
     scales_without_need,
 )
 
@@ -552,6 +553,50 @@ class Run:
         self.optimizer.load_state_dict(found["optimizer"])
 """,
         ),
+        Good(
+            """\
+import torch
+
+def save(model, optimizer, path):
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+
+def main(model, loader, path):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer.load_state_dict(torch.load(path)["optimizer"])
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        save(model, optimizer, path)
+
+if __name__ == "__main__":
+    main(torch.nn.Linear(8, 8), [], "last.pt")
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def save(model, optimizer, path):
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)  # !
+
+def main(model, loader, path):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer.load_state_dict(torch.load(path)["optimizer"])
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        save(model, optimizer, path)
+
+if __name__ == "__main__":
+    main(torch.nn.Linear(8, 8), [], "last.pt")
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -577,7 +622,8 @@ class Run:
             reported: set[Scope | None] = set()
             for saved in checkpoints.saved("optimizer"):
                 scaler = next((each for each in scalers if self._same_run(each, saved, facts)), None)
-                if scaler is not None and (part := saved.scope.owner or saved.scope) not in reported:
+                part = saved.scope.owner or saved.scope
+                if scaler is not None and part not in reported and not computes_without_float16(facts):
                     reported.add(part)  # one for a class: its other checkpoint files are the same mistake
                     notes = (Note("the scaler is created here", scaler.span),)
                     yield self.at(saved, expr=facts.short(saved.call.node), notes=notes)

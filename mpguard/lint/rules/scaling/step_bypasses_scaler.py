@@ -941,6 +941,79 @@ def decayed(model, optimizer, losses):
         scaler.update()
 """,
         ),
+        Good(
+            """\
+import torch
+from project.optimizers import build_optimizer
+
+class AmpOptimizer:
+    def __init__(self, optimizer, scaler):
+        self.optimizer, self.scaler = optimizer, scaler
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    def step(self):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+def train(model, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer = AmpOptimizer(torch.optim.AdamW(model.parameters()), scaler)
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        optimizer.step()
+
+def train_from_config(config, model, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer = build_optimizer(config, model, scaler)
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        optimizer.step()
+
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def train(self, loader):
+        for x in loader:
+            loss = self.model(x).sum()
+            if self.optimizer.grad_scaler is not None:
+                self.optimizer.grad_scaler.scale(loss).backward()
+            else:
+                loss.backward()
+            self.optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def build_optimizer(args, model):
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+def train(args, model, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer = build_optimizer(args, model)
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        optimizer.step()  # !
+""",
+            fixed="""\
+import torch
+
+def build_optimizer(args, model):
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+def train(args, model, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer = build_optimizer(args, model)
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -971,9 +1044,11 @@ def decayed(model, optimizer, losses):
                 continue
             if self._gets_scaler(step, facts) or self._sets_gradients(backward, step, facts):
                 continue
+            scale = scaled[backward]
             if own_optimizers.ignores_gradients(step, facts):
                 continue
-            scale = scaled[backward]
+            if own_optimizers.steps_through_scaler(step, scale.subject, facts):
+                continue
             if compatible(step.guard, facts.guard_of(backward), facts.traces.enabled(scale.subject, scale.call)):
                 return _Bypass(step, scale, before, all(each in scaled for each in before))
         return None
