@@ -61,6 +61,9 @@ _CRITERION = re.compile(r"(?i)(?:^|[._])(?:loss|loss_?fn|loss_?func(?:tion)?|cri
 _MASK = re.compile(r"(?i)mask")
 #: Profiler markers: a script that contains one only measures.
 _PROFILES = re.compile(r"\b(?:emit_nvtx|pyprof|emit_itt)\b")
+#: Methods of Trainers that evaluate; words in the names of those that train.
+_EVALUATES = frozenset({"evaluate", "predict", "validate", "test", "evaluation_loop", "prediction_loop"})
+_MAY_TRAIN = re.compile(r"train|fit|search|tune|learn|^run|^start|^step")
 #: What a helper may return that gives the dtype of any name.
 _ANY_DTYPE = frozenset({Dtype.FP32, Dtype.BF16, Dtype.FP16})
 #: Names of clocks; words for speed; names of functions and classes that give data.
@@ -167,7 +170,13 @@ class TrainingUse:
         sinks = tuple(sink for sink in reach.training_sinks if not self._by_engine(sink))
         return Training(reach, sinks, len(sinks) < len(reach.training_sinks)) if sinks else None
 
-    def _reach(self, cast: Event, guard: PathCondition, whole: tuple[str, Record] | None) -> Reach:
+    def inputs(self, cast: Event, guard: PathCondition) -> Reach:
+        """Return what the value of a cast reaches without the models that take it."""
+        return self._reach(cast, guard, None, past_models=False)
+
+    def _reach(
+        self, cast: Event, guard: PathCondition, whole: tuple[str, Record] | None, past_models: bool = True
+    ) -> Reach:
         if whole is not None:
             return self.facts.flow.forward_key(*whole, guard)
         if cast.call.is_statement and cast.key:
@@ -175,8 +184,8 @@ class TrainingUse:
         past_targets = self.is_module(cast)  # the target of a loss has no gradient
         bound = self._bound(cast.call)
         if bound is not None and bound.key == cast.key:
-            return self.facts.flow.forward_key(bound.key, bound, guard, past_targets)
-        return self.facts.flow.forward(cast.call.node, cast.call, guard, past_targets)
+            return self.facts.flow.forward_key(bound.key, bound, guard, past_targets, past_models)
+        return self.facts.flow.forward(cast.call.node, cast.call, guard, past_targets, past_models)
 
     def _is_exact(self, cast: Event) -> bool:
         """True if a cast rounds nothing: of a mask, or of other zeros and ones."""
@@ -571,21 +580,38 @@ class TrainingUse:
         )
 
     def trainer_of(self, call: Call) -> Call | None:
-        """Return what trains in the functions connected with a call.
+        """Return what trains in the programs that run a call.
 
         That is a backward pass with a step, `prepare`, or a Trainer.
         """
-        near = self.facts.reachable(call.scope)
+        near = self.facts.programs_of(call.scope)
         if call.scope.kind == "module":  # code that runs on import affects all functions of the file
             near = near | set(self.facts.scopes)
         for kind in _TRAINS:
             for event in self.facts.events_around(kind, call.scope):
-                if event.facts.training_use.only_measures_speed:
+                if event.facts.training_use.only_measures_speed or event.facts.training_use.only_evaluates(event.call):
                     continue
                 together = event.scope in near and compatible(event.guard, self.facts.guard_of(call))
                 if together and (kind == "trainer" or self.facts.has_step(event.scope)):
                     return event.call
         return None
+
+    def only_evaluates(self, trainer: Call) -> bool:
+        """True if a Trainer is created to evaluate: its name is used for that, never to train or in the tree's code."""
+        bound = self._bound(trainer)
+        if bound is None:
+            return False
+        methods: set[str] = set()
+        for place in self.facts.scopes:
+            for use in place.uses.get(bound.key.split(".", 1)[0], ()):
+                parent = self.facts.parent(use.node)
+                if use.path.startswith(f"{bound.key}.") and isinstance(parent, cst.Call) and parent.func is use.node:
+                    methods.add(use.path[len(bound.key) + 1 :])
+                elif use.path == bound.key:
+                    taker = self.facts.call_of(self.facts.parent(parent)) if isinstance(parent, cst.Arg) else None
+                    if taker is None or not self.facts.called_path(taker):
+                        return False
+        return not methods.isdisjoint(_EVALUATES) and not any(map(_MAY_TRAIN.search, methods))
 
     def plain_optimizers(self, training: Training) -> list[Call]:
         """Return the optimizers that take the weights and update them directly; empty if one of them is unknown.

@@ -16,6 +16,7 @@ from mpguard.lint import (
     accelerate_precision,
     any_of,
     compatible,
+    input_casts,
     python_edits,
     speed_measurement,
     text_of,
@@ -47,16 +48,17 @@ class ManualHalfCast(Rule):
 
     ## Known limits
     Casts for inference are not reported: under `no_grad`, in functions called `evaluate`, `predict`, `generate`,
-    `export` and the like, for frozen models and their inputs, for copies written to a checkpoint, for `.half().float()`
-    rounding, for masks, for the targets of a loss, which have no gradient, and for the inputs of a DeepSpeed engine,
-    whose parameters may be FP16; nor is a model that `deepspeed.initialize` takes, since its FP16 engine keeps FP32
-    masters of it. A dtype that follows `accelerator.mixed_precision` follows the policy. An optimizer alone, or a
-    `backward`, does not count as training if the file takes no step. Where something may keep FP32 masters
+    `export` and the like, for frozen models and their inputs, for inputs of models that compute in FP16 anyway (under
+    an FP16 autocast, or with adapters on frozen weights), for inputs that an option makes FP16 where no policy is
+    active and no FP16 weights are trained, for sines and cosines, for copies written to a checkpoint, for
+    `.half().float()` rounding, for masks, for the targets of a loss, which have no gradient, and for the inputs of a
+    DeepSpeed engine, whose parameters may be FP16; nor is a model that `deepspeed.initialize` takes, since its FP16
+    engine keeps FP32 masters of it. A dtype that follows `accelerator.mixed_precision` follows the policy. An optimizer
+    alone, or a `backward`, does not count as training if the file takes no step. Where something may keep FP32 masters
     (`FP16_Optimizer`, `optimizer.backward(loss)`, a framework's own FP16 module, an optimizer of the tree whose code
     has FP32 copies), no cast of the file is reported: such code has FP16 parameters by design. So has a function that
-    casts the norms of its model back to FP32. Nothing is trained in a
-    file that only measures the speed of steps on one synthetic batch. A library's module that is trained elsewhere is
-    not checked.
+    casts the norms of its model back to FP32. Nothing is trained in a file that only measures the speed of steps on one
+    synthetic batch. A library's module that is trained elsewhere is not checked.
     """
 
     code, name = "MPG101", "manual-half-cast"
@@ -89,27 +91,23 @@ import torch
 
 model = torch.nn.Linear(8, 8).cuda()
 optimizer = torch.optim.AdamW(model.parameters())
-scaler = torch.amp.GradScaler("cuda")
 for x, y in loader:
     x = x.half()  # !
-    with torch.autocast("cuda", dtype=torch.float16):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
         loss = (model(x) - y).pow(2).mean()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    loss.backward()
+    optimizer.step()
 """,
             fixed="""\
 import torch
 
 model = torch.nn.Linear(8, 8).cuda()
 optimizer = torch.optim.AdamW(model.parameters())
-scaler = torch.amp.GradScaler("cuda")
 for x, y in loader:
-    with torch.autocast("cuda", dtype=torch.float16):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
         loss = (model(x) - y).pow(2).mean()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    loss.backward()
+    optimizer.step()
 """,
         ),
         Bad(
@@ -1098,6 +1096,206 @@ def train(net, judge, loader):
         optimizer.step()
 """
         ),
+        Bad(
+            """\
+import torch
+
+class Run:
+    def __init__(self, exp, args):
+        self.amp = args.fp16
+        self.data_type = torch.float16 if args.fp16 else torch.float32
+        self.scaler = torch.cuda.amp.GradScaler(enabled=args.fp16)
+        self.model = exp.get_model()
+        self.optimizer = exp.get_optimizer(self.model)
+
+    def train_one_iter(self, images, targets):
+        images = images.to(self.data_type)
+        targets = targets.to(self.data_type)  # !
+        images, targets = self.resize(images, targets)
+        with torch.cuda.amp.autocast(enabled=self.amp):
+            loss = self.model(images, targets)["total_loss"]
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
+            fixed="""\
+import torch
+
+class Run:
+    def __init__(self, exp, args):
+        self.amp = args.fp16
+        self.data_type = torch.float16 if args.fp16 else torch.float32
+        self.scaler = torch.cuda.amp.GradScaler(enabled=args.fp16)
+        self.model = exp.get_model()
+        self.optimizer = exp.get_optimizer(self.model)
+
+    def train_one_iter(self, images, targets):
+        images = images.to(self.data_type)
+        images, targets = self.resize(images, targets)
+        with torch.cuda.amp.autocast(enabled=self.amp):
+            loss = self.model(images, targets)["total_loss"]
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForVision2Seq
+
+def adapters(loader):
+    model = AutoModelForVision2Seq.from_pretrained("blip2", load_in_8bit=True)
+    model = get_peft_model(model, LoraConfig())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in loader:
+        pixel_values = batch.pop("pixel_values").to("cuda", torch.float16)
+        ids = batch.pop("input_ids")
+        model(pixel_values=pixel_values, labels=ids).loss.backward()
+        optimizer.step()
+
+def accelerated(unet, text_encoder, loader):
+    accelerator = Accelerator(mixed_precision="fp16")
+    optimizer = torch.optim.AdamW(unet.parameters())
+    unet, optimizer = accelerator.prepare(unet, optimizer)
+    for batch in loader:
+        x = batch["x"].to(accelerator.device, dtype=torch.float16)
+        loss = torch.nn.functional.mse_loss(unet(x), batch["noise"])
+        accelerator.backward(loss)
+        optimizer.step()
+
+class Rotary(torch.nn.Module):
+    def tables(self, size):
+        angles = torch.einsum("i,j->ij", torch.arange(size).float(), self.frequencies)
+        cos = torch.cos(angles).repeat_interleave(2, dim=-1)[:, None, :].expand(size, size, 8)
+        sin = torch.sin(angles).repeat_interleave(2, dim=-1)
+        return tuple(t.to(torch.float16).pin_memory() for t in (cos, sin))
+
+    def forward(self, x):
+        cos, sin = self.tables(8)
+        return x * cos + x * sin
+
+def rotate(loader):
+    model = Rotary()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+from torch.nn.functional import mse_loss
+
+def train(unet, loader):
+    accelerator = Accelerator()
+    optimizer = torch.optim.AdamW(unet.parameters())
+    unet, optimizer = accelerator.prepare(unet, optimizer)
+    for batch in loader:
+        x = batch["x"].to(accelerator.device, dtype=torch.float16)  # !
+        accelerator.backward(mse_loss(unet(x), batch["noise"]))
+        optimizer.step()
+
+def train_fp16(unet, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer = torch.optim.AdamW(unet.parameters())
+    for x, weights, boxes in loader:
+        weights = weights.half()  # !
+        boxes = boxes.half()  # !
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = (unet(x, boxes) * weights).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+from torch.nn.functional import mse_loss
+
+def train(unet, loader):
+    accelerator = Accelerator()
+    optimizer = torch.optim.AdamW(unet.parameters())
+    unet, optimizer = accelerator.prepare(unet, optimizer)
+    for batch in loader:
+        x = batch["x"].to(accelerator.device)
+        accelerator.backward(mse_loss(unet(x), batch["noise"]))
+        optimizer.step()
+
+def train_fp16(unet, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer = torch.optim.AdamW(unet.parameters())
+    for x, weights, boxes in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = (unet(x, boxes) * weights).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Block(torch.nn.Module):
+    def __init__(self, use_fp16=False):
+        super().__init__()
+        self.use_fp16 = use_fp16
+        self.weight = torch.nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x, force_fp32=False):
+        dtype = torch.float16 if self.use_fp16 and not force_fp32 else torch.float32
+        x = x.to(dtype)
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype)).float()
+
+def train(args, loader):
+    model = Block(args.use_fp16)
+    optimizer = torch.optim.Adam(model.parameters())
+    for x in loader:
+        model(x).mean().backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def train(config, model, loss_fn, loader):
+    fp16 = config.mode == "fp16"
+    amp = config.mode.startswith("amp")
+    optimizer = torch.optim.Adam(model.parameters())
+    dtype = torch.float32
+    if amp:
+        dtype = torch.float32
+    elif fp16:
+        dtype = torch.float16
+    for clean, low in loader:
+        clean = clean.to("cuda").to(dtype)
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=amp):
+            loss = loss_fn(net=model, clean=clean, low=low.to(dtype))
+        loss.sum().backward()
+        optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def train(args, model, loader):
+    if args.half:
+        model = model.half()  # !
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        if args.half:
+            x = x.half()  # !
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -1112,7 +1310,11 @@ def train(net, judge, loader):
             ):
                 continue
             training = facts.training_use.cast(cast, Dtype.FP16, guards)
-            if training is not None and not training.reach.meets("initialize"):
+            if (
+                training is not None
+                and not training.reach.meets("initialize")
+                and not input_casts.loses_nothing(cast, guards, training)
+            ):
                 fix = None if cast.kind == "construct" else python_edits.without_cast(facts, cast)
                 found.append((cast, training, fix))
         all_fixable = all(fix is not None for _, _, fix in found)  # a model and its inputs change together
