@@ -52,7 +52,7 @@ class Flow:
         """Return the sinks that the value of an expression reaches.
 
         past_targets: also through a loss of which the value is the target. past_models: also through the models that
-        take it.
+        take it, and through casts to FP32.
         """
         guard = at.guard if guard is None else guard
         return ForwardFlow(self.facts.of(at), guard, past_targets, past_models).start(node, at)

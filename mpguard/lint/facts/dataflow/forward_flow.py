@@ -63,6 +63,7 @@ _LOSS = re.compile(
 )
 #: Names of models, where nothing else shows that an object is one.
 _MODEL = re.compile(r"(?i)(?:^|_)(?:model|net|network)$")
+_COMPUTES = re.compile(r"^(?:encode|decode|forward|extract|get_\w+_features)(?:_|$)")
 _TARGETS = frozenset({"target", "targets", "label", "labels", "y_true", "gt"})
 _TRAIN_SINKS = frozenset({"backward", "optimizer", "prepare", "initialize", "trainer", "parallel"})
 
@@ -397,7 +398,7 @@ class ForwardFlow:
             return False
         if project_words.ADAPTERS.search(name):
             self.sink("peft", call)
-        return True
+        return self.past_models or name not in UPCASTS
 
     def argument(self, call: Call, arg: cst.Arg) -> bool:
         """Handle a call with the value as an argument. True if the flow continues with the call's result."""
@@ -443,7 +444,7 @@ class ForwardFlow:
                 carries = self.module(atom, call, arg) or carries
         if not known:
             last = call.path.rsplit(".", 1)[-1]
-            is_model = last in facts.training_use.modules or (not self.past_models and _MODEL.search(last))
+            is_model = last in facts.training_use.modules or (not self.past_models and self._may_be_model(call))
             if last and is_model and not self.into_model(call, arg):
                 return False
             for function in facts.functions(call):
@@ -509,6 +510,15 @@ class ForwardFlow:
         for function in functions:
             self.entered(function.scope, call, arg)
         return not functions or not all(self._is_followed(function.scope, call) for function in functions)
+
+    def _may_be_model(self, call: Call) -> bool:
+        """True if an unknown callee is a model by its name, by that of its method, or because a call creates it."""
+        last = call.path.rsplit(".", 1)[-1]
+        if _MODEL.search(last) or (call.receiver is not None and _COMPUTES.search(last)):
+            return True
+        bindings = self.facts.values.reaching(call.path, call.scope, call.order, call.guard)
+        created = bool(bindings) and all(isinstance(each.value, cst.Call) for each in bindings)
+        return created and "loss" not in last.lower() and not _LOSS.search(last)
 
     def into_model(self, call: Call, arg: cst.Arg) -> bool:
         """Record a model that takes the value. True if the flow continues through it."""

@@ -1,4 +1,4 @@
-"""Casts of inputs to FP16 by which a training program loses nothing."""
+"""Casts of inputs to FP16 or BF16 by which a training program loses nothing."""
 
 from __future__ import annotations
 
@@ -35,44 +35,51 @@ _SHAPES = frozenset({
 _FRAMEWORKS: tuple[EventKind, ...] = ("accelerator", "initialize", "trainer")
 
 
-def loses_nothing(cast: Event, guards: list[PathCondition], training: Training) -> bool:
-    """True if a cast of a tensor to FP16, under some path conditions, has no effect on what is trained.
+def loses_nothing(cast: Event, dtype: Dtype, guards: list[PathCondition], training: Training) -> bool:
+    """True if a cast of a tensor to a low dtype, under some path conditions, has no effect on what is trained.
 
-    It is of sines and cosines, or the models that take the value compute in FP16 anyway: under an autocast in FP16, or
-    with the frozen weights under their adapters. Or an option of the program asks for FP16 where no policy decides the
-    dtype and no FP16 weights are trained.
+    It is of sines and cosines, or the models that take the value compute in that dtype anyway: under an autocast, or
+    with the frozen weights under their adapters; or no optimizer trains these models. Or an option of the program asks
+    for the dtype where no policy decides it and no weights in it are trained.
     """
     if cast.kind != "cast" or cast.facts.training_use.is_module(cast):
         return False
     if _is_wave(cast.facts, cast.subject, cast.call):
         return True
-    return all(_enters_half_models(cast, guard) or _is_own_mode(cast, guard, training) for guard in guards)
+    return all(_enters_low_models(cast, dtype, guard) or _is_own_mode(cast, dtype, guard, training) for guard in guards)
 
 
-def _enters_half_models(cast: Event, guard: PathCondition) -> bool:
-    """True if only models take the value, all of which compute in FP16."""
+def _enters_low_models(cast: Event, dtype: Dtype, guard: PathCondition) -> bool:
+    """True if only models take the value, all of which compute in its dtype, or it is cast back before it is used."""
     facts = cast.facts
     reach = facts.training_use.inputs(cast, guard)
-    if not reach.models or reach.training_sinks or any(map(_NEEDS_FLOAT32.search, {cast.key, *reach.names})):
+    if reach.training_sinks or reach.outside:
         return False
-    for call in reach.models:
+    takers = [
+        call
+        for call in reach.models
+        if not any(facts.of(call).training_use.is_untaken(key, call) for key in (call.path, dotted(call.receiver)))
+    ]
+    if takers and any(map(_NEEDS_FLOAT32.search, {cast.key, *reach.names})):
+        return False
+    for call in takers:
         states = [each for each in facts.of(call).autocast_states.at(call) if compatible(each.guard, guard)]
         adapters = facts.training_use.has_adapters(call.path, call)
-        prepared = accelerate_precision.precision(facts) == Dtype.FP16.short
-        allowed = {Dtype.FP16, "off"} if adapters or prepared else {Dtype.FP16}
+        prepared = accelerate_precision.precision(facts) == dtype.short
+        allowed = {dtype, "off"} if adapters or prepared else {dtype}
         if not states or any(each.dtype not in allowed for each in states):
             return False
     return True
 
 
-def _is_own_mode(cast: Event, guard: PathCondition, training: Training) -> bool:
-    """True if an option asks for FP16 under a condition under which no policy and no FP16 weights are in effect."""
+def _is_own_mode(cast: Event, dtype: Dtype, guard: PathCondition, training: Training) -> bool:
+    """True if an option asks for the dtype under a condition under which no policy is active and no weights have it."""
     if not any(map(_PRECISION.search, map(str, guard.words()))):
         return False
     callers = cast.facts.programs_of(cast.scope, lambda _: False)
     takers = (call.scope for call in (*training.reach.models, *(sink.call for sink in training.sinks)))
     files = dict.fromkeys(map(cast.facts.of, (*callers, *takers)))
-    return not any(_has_policy(each, guard) or each.training_use.weights(Dtype.FP16) for each in files)
+    return not any(_has_policy(each, guard) or each.training_use.weights(dtype) for each in files)
 
 
 def _has_policy(facts: Facts, guard: PathCondition) -> bool:

@@ -43,9 +43,11 @@ _POSITIONS = re.compile(r"(?i)^t$|pos|seq|idx|ids|steps?$|freq")
 #: Functions of each element, and those that only change the shape.
 _ELEMENTWISE = frozenset({
     "div", "true_divide", "floor_divide", "floor", "trunc", "mul", "repeat", "expand", "view", "reshape", "unsqueeze",
-    "contiguous", "to", "cuda", "flip",
+    "contiguous", "to", "cuda", "flip", "half", "bfloat16", "type",
 })  # fmt: skip
 _CASTS = ("to", "type_as", "half", "bfloat16", "type")
+#: Functions whose results differ much where rounding makes their arguments differ little.
+_AMPLIFIES = frozenset({"log", "exp"})
 #: Methods that undo a cast: then it only rounds.
 _UPCASTS = frozenset({"float", "double", "to"})
 _TESTS = re.compile(r"(?:^|[/\\])(?:tests?|testing)[/\\]|(?:^|[/\\])(?:test_[^/\\]*|conftest)\.py$|_test\.py$")
@@ -356,6 +358,9 @@ def frequencies(pos, n=64, temperature=10000):
     dim = temperature ** (2 * torch.div(dim, 2, rounding_mode="trunc") / n)
     return pos[..., None] / dim
 
+def divisors(n=64):
+    return torch.exp(torch.arange(0, n, 2).bfloat16() * -(9.21 / n))  # !
+
 def rates(d_state=16):
     a = repeat(torch.arange(1, d_state + 1, dtype=torch.bfloat16), "n -> d n", d=8).contiguous()  # !
     return torch.nn.Parameter(torch.log(a))
@@ -368,6 +373,9 @@ def frequencies(pos, n=64, temperature=10000):
     dim = torch.arange(n, dtype=torch.float32)
     dim = temperature ** (2 * torch.div(dim, 2, rounding_mode="trunc") / n)
     return pos[..., None] / dim
+
+def divisors(n=64):
+    return torch.exp(torch.arange(0, n, 2).float() * -(9.21 / n))
 
 def rates(d_state=16):
     a = repeat(torch.arange(1, d_state + 1, dtype=torch.float32), "n -> d n", d=8).contiguous()
@@ -510,7 +518,7 @@ def kernel(x):
         return abs(number.value) if number is not None else None
 
     def _is_exponent(self, call: Call, facts: Facts) -> bool:
-        """True for `temperature ** (arange(...) / n)` and `log(arange(...))`, also through a name."""
+        """True for `temperature ** (arange(...) / n)`, `log(arange(...))` and `exp`, also through a name."""
         if _in_exponent(call.node, facts):
             return True
         node: cst.CSTNode = call.node
@@ -561,19 +569,19 @@ def kernel(x):
 
 
 def _in_exponent(node: cst.CSTNode, facts: Facts) -> bool:
-    """True if a value, or what elementwise functions make of it, is an exponent, or its logarithm is taken."""
+    """True if a value, or what elementwise functions make of it, is an exponent, or in a `log` or `exp`."""
     while (parent := facts.parent(node)) is not None:
         if isinstance(parent, cst.BinaryOperation):
             if isinstance(parent.operator, cst.Power) and parent.right is node:
                 return True
         elif isinstance(parent, cst.Arg) and isinstance(call := facts.parent(parent), cst.Call):
             name = dotted(call.func).rpartition(".")[2]
-            if name == "log" or name not in _ELEMENTWISE:
-                return name == "log"
+            if name in _AMPLIFIES or name not in _ELEMENTWISE:
+                return name in _AMPLIFIES
             parent = call
         elif isinstance(parent, cst.Attribute) and isinstance(call := facts.parent(parent), cst.Call):
-            if parent.attr.value == "log" or parent.attr.value not in _ELEMENTWISE:
-                return parent.attr.value == "log"
+            if parent.attr.value in _AMPLIFIES or parent.attr.value not in _ELEMENTWISE:
+                return parent.attr.value in _AMPLIFIES
             parent = call
         else:
             return False

@@ -48,17 +48,18 @@ class ManualHalfCast(Rule):
 
     ## Known limits
     Casts for inference are not reported: under `no_grad`, in functions called `evaluate`, `predict`, `generate`,
-    `export` and the like, for frozen models and their inputs, for inputs of models that compute in FP16 anyway (under
-    an FP16 autocast, or with adapters on frozen weights), for inputs that an option makes FP16 where no policy is
-    active and no FP16 weights are trained, for sines and cosines, for copies written to a checkpoint, for
-    `.half().float()` rounding, for masks, for the targets of a loss, which have no gradient, and for the inputs of a
-    DeepSpeed engine, whose parameters may be FP16; nor is a model that `deepspeed.initialize` takes, since its FP16
-    engine keeps FP32 masters of it. A dtype that follows `accelerator.mixed_precision` follows the policy. An optimizer
-    alone, or a `backward`, does not count as training if the file takes no step. Where something may keep FP32 masters
-    (`FP16_Optimizer`, `optimizer.backward(loss)`, a framework's own FP16 module, an optimizer of the tree whose code
-    has FP32 copies), no cast of the file is reported: such code has FP16 parameters by design. So has a function that
-    casts the norms of its model back to FP32. Nothing is trained in a file that only measures the speed of steps on one
-    synthetic batch. A library's module that is trained elsewhere is not checked.
+    `export` and the like, for frozen models and their inputs, for models that no optimizer takes and their inputs, for
+    inputs of models that compute in FP16 anyway (under an FP16 autocast, or with adapters on frozen weights), for
+    inputs that an option makes FP16 where no policy is active and no FP16 weights are trained, for sines and cosines,
+    for copies written to a checkpoint, for `.half().float()` rounding, for masks, for the targets of a loss, which have
+    no gradient, and for the inputs of a DeepSpeed engine, whose parameters may be FP16; nor is a model that
+    `deepspeed.initialize` takes, since its FP16 engine keeps FP32 masters of it. A dtype that follows
+    `accelerator.mixed_precision` follows the policy. An optimizer alone, or a `backward`, does not count as training if
+    the file takes no step. Where something may keep FP32 masters (`FP16_Optimizer`, `optimizer.backward(loss)`, a
+    framework's own FP16 module, an optimizer of the tree whose code has FP32 copies), no cast of the file is reported:
+    such code has FP16 parameters by design. So has a function that casts the norms of its model back to FP32. Nothing
+    is trained in a file that only measures the speed of steps on one synthetic batch. A library's module that is
+    trained elsewhere is not checked.
     """
 
     code, name = "MPG101", "manual-half-cast"
@@ -1296,6 +1297,152 @@ def train(args, model, loader):
         optimizer.step()
 """
         ),
+        Good(
+            """\
+import clip
+import lpips
+import torch
+from torch.nn.functional import cross_entropy, mse_loss
+
+def invert(path, target):
+    synthesis = load(path).cuda().half()
+    w = torch.zeros(1, 512, device="cuda", requires_grad=True)
+    optimizer = torch.optim.Adam([w], lr=0.1)
+    for _ in range(100):
+        mse_loss(synthesis(w.half()).float(), target).backward()
+        optimizer.step()
+
+def probe(loader):
+    backbone = torch.hub.load("facebookresearch/dinov2", "dinov2_vits14").cuda().half()
+    clip_model, _ = clip.load("ViT-B/32", device="cuda")
+    head = torch.nn.Linear(384, 10).cuda()
+    optimizer = torch.optim.SGD([{"params": list(head.parameters())}], 0.1)
+    for x, y in loader:
+        features = backbone(x.cuda().half()) + clip_model.encode_image(x.cuda().half())
+        cross_entropy(head(features.float()), y).backward()
+        optimizer.step()
+
+def perceive(generator, loader):
+    distance = lpips.LPIPS(net="vgg").cuda().half()
+    params = [p for p in generator.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(params)
+    for x in loader:
+        distance(generator(x).half(), x.half()).float().mean().backward()
+        optimizer.step()
+
+class Buffer:
+    def add(self, x):
+        self.data.append(x.half().cpu())
+
+    def sample(self):
+        return torch.stack(self.data).float()
+
+def replay(model, loader):
+    buffer = Buffer()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        buffer.add(x)
+        model(buffer.sample()).sum().backward()
+        optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from torch.nn.functional import cross_entropy
+
+def hub(loader):
+    model = torch.hub.load("facebookresearch/dinov2", "dinov2_vits14").cuda().half()  # !
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+def optimizer_first(loader):
+    model = build().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model = model.half()  # !
+    for x, y in loader:
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+def part(loader):
+    model = build().cuda()
+    encoder = model.get_encoder()
+    encoder.half()  # !
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        cross_entropy(model.head(encoder(x)), y).backward()
+        optimizer.step()
+
+def inside(loader):
+    tower = build().cuda()
+    model = Classifier(tower)
+    tower.half()  # !
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        cross_entropy(model(tower(x)), y).backward()
+        optimizer.step()
+
+class Classifier(torch.nn.Module):
+    def __init__(self, tower):
+        super().__init__()
+        self.tower = tower
+
+def unknown(loader):
+    tower = build().cuda().half()  # !
+    optimizer = torch.optim.SGD(trained_parameters(), 0.1)
+    for x, y in loader:
+        cross_entropy(tower(x), y).backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+from torch.nn.functional import cross_entropy
+
+def hub(loader):
+    model = torch.hub.load("facebookresearch/dinov2", "dinov2_vits14").cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+def optimizer_first(loader):
+    model = build().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+def part(loader):
+    model = build().cuda()
+    encoder = model.get_encoder()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        cross_entropy(model.head(encoder(x)), y).backward()
+        optimizer.step()
+
+def inside(loader):
+    tower = build().cuda()
+    model = Classifier(tower)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        cross_entropy(model(tower(x)), y).backward()
+        optimizer.step()
+
+class Classifier(torch.nn.Module):
+    def __init__(self, tower):
+        super().__init__()
+        self.tower = tower
+
+def unknown(loader):
+    tower = build().cuda()
+    optimizer = torch.optim.SGD(trained_parameters(), 0.1)
+    for x, y in loader:
+        cross_entropy(tower(x), y).backward()
+        optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -1313,7 +1460,7 @@ def train(args, model, loader):
             if (
                 training is not None
                 and not training.reach.meets("initialize")
-                and not input_casts.loses_nothing(cast, guards, training)
+                and not input_casts.loses_nothing(cast, Dtype.FP16, guards, training)
             ):
                 fix = None if cast.kind == "construct" else python_edits.without_cast(facts, cast)
                 found.append((cast, training, fix))
