@@ -436,9 +436,8 @@ class ForwardFlow:
                 known = True
                 if atom.facts is not facts and api_names.SAVES.search(name):  # type: ignore[union-attr]
                     self.sink("saved", call)
-                self.entered(atom.scope, call, arg)  # type: ignore[union-attr]
-                if kind == "Class":
-                    carries = True
+                followed = self.entered(atom.scope, call, arg)  # type: ignore[union-attr]
+                carries = carries or kind == "Class" or not followed
             elif kind == "Object":
                 known = True
                 carries = self.module(atom, call, arg) or carries
@@ -449,7 +448,7 @@ class ForwardFlow:
                 return False
             for function in facts.functions(call):
                 known = True
-                self.entered(function.scope, call, arg)
+                carries = not self.entered(function.scope, call, arg) or carries
             if not known and api_names.SAVES.search(name):
                 self.sink("saved", call)
                 return False
@@ -531,16 +530,21 @@ class ForwardFlow:
         """True if a value that a function of the same file returns is followed to this call of it."""
         return self.facts.of(scope) is self.facts and call in self.facts.callers(scope)
 
-    def entered(self, scope: Scope, call: Call, arg: cst.Arg) -> None:
-        """Follow the value into the parameter of a function of the file, or of a module that may train."""
+    def entered(self, scope: Scope, call: Call, arg: cst.Arg) -> bool:
+        """Follow the value into the parameter of a function of the file, or of a module that may train.
+
+        False for a tensor that a function of another module takes, such as a loss: the result is computed from it. What
+        such a function gives for a model may be a wrapper that keeps masters.
+        """
         if scope.kind == "class":
             init = scope.method("__init__")
             if init is None:
-                return
+                return True
             scope = init
+        inference = api_names.is_inference(scope.name) and not self._is_own_method(call)
         facts = self.facts.of(scope)
         if facts is not self.facts and not facts.may_train:
-            return
+            return inference or self.past_targets
         name = None
         if arg.keyword is not None:
             name = arg.keyword.value
@@ -550,13 +554,19 @@ class ForwardFlow:
                 params = params[1:]
             place = call.positional.index(arg.value)
             name = params[place].name if place < len(params) else None
-        if name is not None and not api_names.is_inference(scope.name):
+        if name is not None and not inference:
             entries = self.entries.setdefault(scope, [])
             again = bool(entries) and call not in entries and ("returned", scope) in self.seen
             entries.append(call)
             self.taint(name, scope, scope.order)
             if again and not self._in_no_grad(call):
                 self.follow(call.node, call)
+        return True
+
+    def _is_own_method(self, call: Call) -> bool:
+        """True if a model calls a method of its own: `self.encode(x)` in `forward` is no inference."""
+        owner = call.scope.owner
+        return dotted(call.receiver) == "self" and owner is not None and self.facts.class_kind(owner) == "model"
 
     def returned(self, scope: Scope) -> None:
         """Follow the value to the callers of the function that returns it: those that it came from, if it did."""

@@ -1443,6 +1443,61 @@ def unknown(loader):
         optimizer.step()
 """,
         ),
+        Bad(
+            """\
+import torch
+from losses import dice_loss
+
+class Autoencoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = torch.nn.Linear(8, 8)
+        self.decoder = torch.nn.Linear(8, 8)
+
+    def encode(self, x):
+        return self.encoder(x)
+
+    def forward(self, x):
+        return self.decoder(self.encode(x))
+
+def train(loader):
+    model = Autoencoder()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        x = x.half()  # !
+        loss = dice_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+from losses import dice_loss
+
+class Autoencoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = torch.nn.Linear(8, 8)
+        self.decoder = torch.nn.Linear(8, 8)
+
+    def encode(self, x):
+        return self.encoder(x)
+
+    def forward(self, x):
+        return self.decoder(self.encode(x))
+
+def train(loader):
+    model = Autoencoder()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        loss = dice_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "losses.py": "def dice_loss(output, target):\n    return 1 - (output * target).sum() / target.sum()\n",
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
