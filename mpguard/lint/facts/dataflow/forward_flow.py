@@ -63,6 +63,7 @@ _LOSS = re.compile(
 )
 #: Names of models, where nothing else shows that an object is one.
 _MODEL = re.compile(r"(?i)(?:^|_)(?:model|net|network)$")
+_MEASURES = re.compile(r"(?i)loss|criterion|metric|kl_div|cross_entropy")
 _COMPUTES = re.compile(r"^(?:encode|decode|forward|extract|get_\w+_features)(?:_|$)")
 _TARGETS = frozenset({"target", "targets", "label", "labels", "y_true", "gt"})
 _TRAIN_SINKS = frozenset({"backward", "optimizer", "prepare", "initialize", "trainer", "parallel"})
@@ -516,8 +517,8 @@ class ForwardFlow:
         if _MODEL.search(last) or (call.receiver is not None and _COMPUTES.search(last)):
             return True
         bindings = self.facts.values.reaching(call.path, call.scope, call.order, call.guard)
-        created = bool(bindings) and all(isinstance(each.value, cst.Call) for each in bindings)
-        return created and "loss" not in last.lower() and not _LOSS.search(last)
+        makers = [dotted(each.value.func) for each in bindings if isinstance(each.value, cst.Call)]
+        return bool(bindings) and len(makers) == len(bindings) and not any(map(_MEASURES.search, (last, *makers)))
 
     def into_model(self, call: Call, arg: cst.Arg) -> bool:
         """Record a model that takes the value. True if the flow continues through it."""

@@ -1188,6 +1188,7 @@ def rotate(loader):
         ),
         Bad(
             """\
+import losses
 import torch
 from accelerate import Accelerator
 from torch.nn.functional import mse_loss
@@ -1204,16 +1205,19 @@ def train(unet, loader):
 def train_fp16(unet, loader):
     scaler = torch.amp.GradScaler("cuda")
     optimizer = torch.optim.AdamW(unet.parameters())
-    for x, weights, boxes in loader:
+    dice = losses.DiceLoss()
+    for x, y, weights, boxes in loader:
         weights = weights.half()  # !
         boxes = boxes.half()  # !
+        y = y.half()  # !
         with torch.autocast("cuda", dtype=torch.float16):
-            loss = (unet(x, boxes) * weights).mean()
+            loss = (unet(x, boxes) * weights).mean() + dice(unet(x, boxes), y)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
 """,
             fixed="""\
+import losses
 import torch
 from accelerate import Accelerator
 from torch.nn.functional import mse_loss
@@ -1230,9 +1234,10 @@ def train(unet, loader):
 def train_fp16(unet, loader):
     scaler = torch.amp.GradScaler("cuda")
     optimizer = torch.optim.AdamW(unet.parameters())
-    for x, weights, boxes in loader:
+    dice = losses.DiceLoss()
+    for x, y, weights, boxes in loader:
         with torch.autocast("cuda", dtype=torch.float16):
-            loss = (unet(x, boxes) * weights).mean()
+            loss = (unet(x, boxes) * weights).mean() + dice(unet(x, boxes), y)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
