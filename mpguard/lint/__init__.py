@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.domain import autocast_ops as autocast_ops
     from mpguard.lint.facts.domain import backends as backends
     from mpguard.lint.facts.domain import fp8
+    from mpguard.lint.facts.domain import input_casts as input_casts
     from mpguard.lint.facts.domain import lightning as lightning
     from mpguard.lint.facts.domain import own_optimizers as own_optimizers
     from mpguard.lint.facts.domain import unscaled_steps as unscaled_steps
@@ -209,6 +210,7 @@ _MODULES = {
     "accelerate_config": "mpguard.lint.configs.accelerate_config",
     "accelerate_keys": "mpguard.document.schemas.accelerate",
     "accelerate_precision": "mpguard.lint.facts.domain.accelerate_precision",
+    "input_casts": "mpguard.lint.facts.domain.input_casts",
     "autocast_ops": "mpguard.lint.facts.domain.autocast_ops",
     "axolotl_keys": "mpguard.document.schemas.axolotl",
     "backends": "mpguard.lint.facts.domain.backends",

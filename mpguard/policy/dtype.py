@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,13 @@ class Dtype(Enum):
     def largest_exact_integer(self) -> int:
         """The integer up to which all integers are represented exactly: 2048 for FP16, 256 for BF16."""
         return 1 << (self.mantissa + 1)
+
+    def holds(self, number: float) -> bool:
+        """True if the format represents a number exactly; subnormal numbers do not count."""
+        if number == 0:
+            return True
+        scaled = math.frexp(number)[0] * self.largest_exact_integer
+        return scaled == int(scaled) and self.smallest_normal <= abs(number) <= self.largest
 
     @property
     def label(self) -> str:

@@ -62,7 +62,7 @@ SHAPES = {
             optimizer = torch.optim.Adam(model.parameters())
             for data, target in loader:
                 data, target = data.to(device).half(), target.to(device)  # !MPG101
-                data = data.half() if args.fp16 else data  # !MPG101
+                data = data.half() if args.small else data  # !MPG101
                 loss = torch.nn.functional.mse_loss(model(data), target)
                 loss.backward()
                 optimizer.step()
@@ -116,10 +116,10 @@ SHAPES = {
     """,
     "phases of one loop": """
         import torch
-        def fit(model, loaders, criterion, optimizer, device, half=False):
+        def fit(model, loaders, criterion, optimizer, device, small=False):
             for phase in ["train", "val"]:
                 for x, y in loaders[phase]:
-                    if half:
+                    if small:
                         if phase == "train":
                             x = x.half().to(device)  # !MPG101
                         else:

@@ -42,20 +42,34 @@ class Flow:
         return between
 
     def forward(
-        self, node: cst.CSTNode, at: Record, guard: PathCondition | None = None, past_targets: bool = True
+        self,
+        node: cst.CSTNode,
+        at: Record,
+        guard: PathCondition | None = None,
+        past_targets: bool = True,
+        past_models: bool = True,
     ) -> Reach:
         """Return the sinks that the value of an expression reaches.
 
-        past_targets: also through a loss of which the value is the target.
+        past_targets: also through a loss of which the value is the target. past_models: also through the models that
+        take it, and through casts to FP32.
         """
-        return ForwardFlow(self.facts.of(at), at.guard if guard is None else guard, past_targets).start(node, at)
+        guard = at.guard if guard is None else guard
+        return ForwardFlow(self.facts.of(at), guard, past_targets, past_models).start(node, at)
 
-    def forward_key(self, key: str, at: Record, guard: PathCondition | None = None, past_targets: bool = True) -> Reach:
+    def forward_key(
+        self,
+        key: str,
+        at: Record,
+        guard: PathCondition | None = None,
+        past_targets: bool = True,
+        past_models: bool = True,
+    ) -> Reach:
         """Return the sinks of an object that is cast under a name (`model.half()`, `x = x.half()`).
 
         The uses of the name are followed from there on.
         """
-        walk = ForwardFlow(self.facts.of(at), at.guard if guard is None else guard, past_targets)
+        walk = ForwardFlow(self.facts.of(at), at.guard if guard is None else guard, past_targets, past_models)
         walk.cast = (key, at.scope)
         walk.taint(key, at.scope, at.order)
         return walk.reach

@@ -61,6 +61,10 @@ _LOSS = re.compile(
     r"(?i)^(?!(?:compute|get|calc|calculate|training|forward|model)_)\w*(?:loss|loss_?fn|loss_?func(?:tion)?"
     r"|criterion|cross_entropy|cross_entropy_with_logits|kl_div)$"
 )
+#: Names of models, where nothing else shows that an object is one.
+_MODEL = re.compile(r"(?i)(?:^|_)(?:model|net|network)$")
+_MEASURES = re.compile(r"(?i)loss|criterion|metric|kl_div|cross_entropy")
+_COMPUTES = re.compile(r"^(?:encode|decode|forward|extract|get_\w+_features)(?:_|$)")
 _TARGETS = frozenset({"target", "targets", "label", "labels", "y_true", "gt"})
 _TRAIN_SINKS = frozenset({"backward", "optimizer", "prepare", "initialize", "trainer", "parallel"})
 
@@ -82,11 +86,13 @@ class Reach:
     """All that a value reaches.
 
     outside: it leaves the analysed code (returned by a function without callers, or beyond the limits). models: the
-    calls of a model or module that take the value, or one computed from it, as an argument.
+    calls of a model or module that take the value, or one computed from it, as an argument. names: the names and
+    attributes that hold it, or what is computed from it, and the keywords by which models take it.
     """
 
     sinks: list[Sink] = dataclasses.field(default_factory=list)
     models: list[Call] = dataclasses.field(default_factory=list)
+    names: set[str] = dataclasses.field(default_factory=set)
     outside: bool = False
 
     @property
@@ -102,8 +108,8 @@ class Reach:
 class ForwardFlow:
     """One forward traversal; the result is in `reach`."""
 
-    def __init__(self, facts: Facts, guard: PathCondition, past_targets: bool = True) -> None:
-        self.facts, self.guard, self.past_targets = facts, guard, past_targets
+    def __init__(self, facts: Facts, guard: PathCondition, past_targets: bool = True, past_models: bool = True) -> None:
+        self.facts, self.guard, self.past_targets, self.past_models = facts, guard, past_targets, past_models
         self.reach = Reach()
         self.seen: set[object] = set()
         self.nodes_left = _MAX_NODES
@@ -143,6 +149,7 @@ class ForwardFlow:
 
     def _follow(self, node: cst.CSTNode, at: Record) -> None:
         parents = self.facts.index.parents
+        given = ""
         while self.nodes_left > 0 and ("node", node) not in self.seen:
             self.seen.add(("node", node))
             self.nodes_left -= 1
@@ -167,10 +174,12 @@ class ForwardFlow:
                 call = self.facts.index.call_of.get(parents[parent])
                 if call is None or not self.argument(call, parent) or self.cast_back(call):
                     return
+                given = dotted(node)
                 node, at = call.node, call
             elif isinstance(parent, cst.Assign):
                 for target in parent.targets:
-                    self.bind(target.target, at)
+                    same = None if self.past_models else _same_place(target.target, node, given)
+                    self.bind(target.target if same is None else same, at)
                 return
             elif isinstance(parent, (cst.AnnAssign, cst.AugAssign)):
                 self.bind(parent.target, at)
@@ -269,6 +278,7 @@ class ForwardFlow:
             self.reach.outside = True
             return
         self.seen.add((key, scope, order))
+        self.reach.names.add(key)
         self.home = self.home or scope
         self.depth += 1
         with self.in_file_of(scope):
@@ -389,7 +399,7 @@ class ForwardFlow:
             return False
         if project_words.ADAPTERS.search(name):
             self.sink("peft", call)
-        return True
+        return self.past_models or name not in UPCASTS
 
     def argument(self, call: Call, arg: cst.Arg) -> bool:
         """Handle a call with the value as an argument. True if the flow continues with the call's result."""
@@ -427,18 +437,19 @@ class ForwardFlow:
                 known = True
                 if atom.facts is not facts and api_names.SAVES.search(name):  # type: ignore[union-attr]
                     self.sink("saved", call)
-                self.entered(atom.scope, call, arg)  # type: ignore[union-attr]
-                if kind == "Class":
-                    carries = True
+                followed = self.entered(atom.scope, call, arg)  # type: ignore[union-attr]
+                carries = carries or kind == "Class" or not followed
             elif kind == "Object":
                 known = True
                 carries = self.module(atom, call, arg) or carries
         if not known:
-            if call.path and call.path.rsplit(".", 1)[-1] in facts.training_use.modules:
-                self.reach.models.append(call)
+            last = call.path.rsplit(".", 1)[-1]
+            is_model = last in facts.training_use.modules or (not self.past_models and self._may_be_model(call))
+            if last and is_model and not self.into_model(call, arg):
+                return False
             for function in facts.functions(call):
                 known = True
-                self.entered(function.scope, call, arg)
+                carries = not self.entered(function.scope, call, arg) or carries
             if not known and api_names.SAVES.search(name):
                 self.sink("saved", call)
                 return False
@@ -471,7 +482,8 @@ class ForwardFlow:
             return False
         if kind == "trainer":
             first = bool(call.positional) and arg.value is call.positional[0]  # a second model is the reference model
-            if first or (arg.keyword is not None and arg.keyword.value in ("model", "args")):
+            taken = first or (arg.keyword is not None and arg.keyword.value in ("model", "args"))
+            if taken and not self.facts.training_use.only_evaluates(call):
                 self.sink("trainer", call)
             return False
         if kind == "engine":
@@ -492,27 +504,48 @@ class ForwardFlow:
             return False
         if kind == "optimizer":
             return False
-        if kind == "model":
-            self.reach.models.append(call)
+        if kind == "model" and not self.into_model(call, arg):
+            return False
         functions = self.facts.functions(call)
         for function in functions:
             self.entered(function.scope, call, arg)
         return not functions or not all(self._is_followed(function.scope, call) for function in functions)
 
+    def _may_be_model(self, call: Call) -> bool:
+        """True if an unknown callee is a model by its name, by that of its method, or because a call creates it."""
+        last = call.path.rsplit(".", 1)[-1]
+        if _MODEL.search(last) or (call.receiver is not None and _COMPUTES.search(last)):
+            return True
+        bindings = self.facts.values.reaching(call.path, call.scope, call.order, call.guard)
+        makers = [dotted(each.value.func) for each in bindings if isinstance(each.value, cst.Call)]
+        return bool(bindings) and len(makers) == len(bindings) and not any(map(_MEASURES.search, (last, *makers)))
+
+    def into_model(self, call: Call, arg: cst.Arg) -> bool:
+        """Record a model that takes the value. True if the flow continues through it."""
+        self.reach.models.append(call)
+        if arg.keyword is not None:
+            self.reach.names.add(arg.keyword.value)
+        return self.past_models
+
     def _is_followed(self, scope: Scope, call: Call) -> bool:
         """True if a value that a function of the same file returns is followed to this call of it."""
         return self.facts.of(scope) is self.facts and call in self.facts.callers(scope)
 
-    def entered(self, scope: Scope, call: Call, arg: cst.Arg) -> None:
-        """Follow the value into the parameter of a function of the file, or of a module that may train."""
+    def entered(self, scope: Scope, call: Call, arg: cst.Arg) -> bool:
+        """Follow the value into the parameter of a function of the file, or of a module that may train.
+
+        False for a tensor that a function of another module takes, such as a loss: the result is computed from it. What
+        such a function gives for a model may be a wrapper that keeps masters.
+        """
         if scope.kind == "class":
             init = scope.method("__init__")
             if init is None:
-                return
+                return True
             scope = init
+        inference = api_names.is_inference(scope.name) and not self._is_own_method(call)
         facts = self.facts.of(scope)
         if facts is not self.facts and not facts.may_train:
-            return
+            return inference or self.past_targets
         name = None
         if arg.keyword is not None:
             name = arg.keyword.value
@@ -522,13 +555,19 @@ class ForwardFlow:
                 params = params[1:]
             place = call.positional.index(arg.value)
             name = params[place].name if place < len(params) else None
-        if name is not None and not api_names.is_inference(scope.name):
+        if name is not None and not inference:
             entries = self.entries.setdefault(scope, [])
             again = bool(entries) and call not in entries and ("returned", scope) in self.seen
             entries.append(call)
             self.taint(name, scope, scope.order)
             if again and not self._in_no_grad(call):
                 self.follow(call.node, call)
+        return True
+
+    def _is_own_method(self, call: Call) -> bool:
+        """True if a model calls a method of its own: `self.encode(x)` in `forward` is no inference."""
+        owner = call.scope.owner
+        return dotted(call.receiver) == "self" and owner is not None and self.facts.class_kind(owner) == "model"
 
     def returned(self, scope: Scope) -> None:
         """Follow the value to the callers of the function that returns it: those that it came from, if it did."""
@@ -546,3 +585,12 @@ class ForwardFlow:
         for call in tuple(callers):
             if not self._in_no_grad(call):
                 self.follow(call.node, call)
+
+
+def _same_place(target: cst.CSTNode, value: cst.CSTNode, given: str) -> cst.CSTNode | None:
+    """Return `x` of `x, y = f(x, y)` for the argument `x`: each result is taken for that of the argument so named."""
+    if not isinstance(target, cst.Tuple) or not isinstance(value, cst.Call):
+        return None
+    arguments = {dotted(arg.value) for arg in value.args} - {""}
+    names = {dotted(element.value): element.value for element in target.elements}
+    return names.get(given) if names.keys() <= arguments else None

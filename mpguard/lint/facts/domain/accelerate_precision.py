@@ -73,7 +73,7 @@ def is_derived(region: Region) -> bool:
         return True
     chosen = [guard for guard, _ in region.dtypes]
     options = {flag for guard in chosen for flag in guard.flags()}
-    if any(map(follows_policy, chosen)) or not options.isdisjoint(_options(facts)):
+    if any(map(follows_policy, chosen)) or not options.isdisjoint(policy_options(facts)):
         return True
     given = call.argument(1, "dtype") if call is not None else None
     if call is None or given is None:
@@ -85,7 +85,7 @@ def is_derived(region: Region) -> bool:
     return any(map(_POLICY.search, origins))
 
 
-def _options(facts: Facts) -> set[str]:
+def policy_options(facts: Facts) -> set[str]:
     """Return the flags and options that choose the precision of the file's Accelerators."""
     found: set[str] = set()
     for event in facts.events("accelerator"):

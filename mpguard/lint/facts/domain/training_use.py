@@ -23,7 +23,7 @@ from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compat
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
 from mpguard.lint.facts.values import api_names, project_words
 from mpguard.lint.facts.values.dtypes import AnyDtype, as_dtype
-from mpguard.lint.facts.values.lattice import Function, Object, Ref
+from mpguard.lint.facts.values.lattice import Class, Function, Object, Ref
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ _OF_MODULES = frozenset({
 })  # fmt: skip
 #: Iterators over the parts of a model: a cast of each part is a cast of the model.
 _PARTS = frozenset({"parameters", "named_parameters", "modules", "named_modules", "children", "named_children"})
+#: Functions that collect parameters.
+_COLLECTS = frozenset({"list", "tuple", "filter", "chain", "sorted", "iter"})
 #: The condition under which a loop casts what is not trained.
 _FROZEN = negated(Flag("requires_grad"))
 #: Arguments of a load that quantize: adapters are trained, the weights stay.
@@ -61,6 +63,9 @@ _CRITERION = re.compile(r"(?i)(?:^|[._])(?:loss|loss_?fn|loss_?func(?:tion)?|cri
 _MASK = re.compile(r"(?i)mask")
 #: Profiler markers: a script that contains one only measures.
 _PROFILES = re.compile(r"\b(?:emit_nvtx|pyprof|emit_itt)\b")
+#: Methods of Trainers that evaluate; words in the names of those that train.
+_EVALUATES = frozenset({"evaluate", "predict", "validate", "test", "evaluation_loop", "prediction_loop"})
+_MAY_TRAIN = re.compile(r"train|fit|search|tune|learn|^run|^start|^step")
 #: What a helper may return that gives the dtype of any name.
 _ANY_DTYPE = frozenset({Dtype.FP32, Dtype.BF16, Dtype.FP16})
 #: Names of clocks; words for speed; functions that make noise; names of functions and classes that give data.
@@ -143,10 +148,15 @@ class TrainingUse:
         ):
             return None
         reach = self._reach(cast, guards[0], whole)
-        training = self._training(reach, weights=whole is not None or self.is_module(cast))
-        if training is None or (training.by_engine and whole is None and not self.is_module(cast)):
+        is_module = whole is not None or self.is_module(cast)
+        training = self._training(reach, weights=is_module)
+        if training is None or (training.by_engine and not is_module):
             return None  # the inputs of a model that an engine may run in low precision
-        return training
+        if not is_module or whole is not None:
+            return training
+        bound = self._bound(cast.call)
+        untaken = self.is_untaken(bound.key, bound) if bound is not None else self.is_untaken(cast.key, cast.call)
+        return None if untaken else training
 
     def _is_quantized_next(self, cast: Event) -> bool:
         """True if integers replace the weights after a cast: `net.half().quantize(4)`, `net = net.quantize(4)`."""
@@ -171,7 +181,13 @@ class TrainingUse:
         sinks = tuple(sink for sink in reach.training_sinks if not self._by_engine(sink))
         return Training(reach, sinks, len(sinks) < len(reach.training_sinks)) if sinks else None
 
-    def _reach(self, cast: Event, guard: PathCondition, whole: tuple[str, Record] | None) -> Reach:
+    def inputs(self, cast: Event, guard: PathCondition) -> Reach:
+        """Return what the value of a cast reaches in its dtype, and without the models that take it."""
+        return self._reach(cast, guard, None, past_models=False)
+
+    def _reach(
+        self, cast: Event, guard: PathCondition, whole: tuple[str, Record] | None, past_models: bool = True
+    ) -> Reach:
         if whole is not None:
             return self.facts.flow.forward_key(*whole, guard)
         if cast.call.is_statement and cast.key:
@@ -179,8 +195,8 @@ class TrainingUse:
         past_targets = self.is_module(cast)  # the target of a loss has no gradient
         bound = self._bound(cast.call)
         if bound is not None and bound.key == cast.key:
-            return self.facts.flow.forward_key(bound.key, bound, guard, past_targets)
-        return self.facts.flow.forward(cast.call.node, cast.call, guard, past_targets)
+            return self.facts.flow.forward_key(bound.key, bound, guard, past_targets, past_models)
+        return self.facts.flow.forward(cast.call.node, cast.call, guard, past_targets, past_models)
 
     def _is_exact(self, cast: Event) -> bool:
         """True if a cast rounds nothing: of a mask, or of other zeros and ones."""
@@ -318,7 +334,7 @@ class TrainingUse:
         parts: list[tuple[cst.BaseExpression | None, Record]]
         if isinstance(node, cst.Call):
             call = self.facts.index.call_of.get(node)
-            if call is None or call.name in _LOADS:
+            if call is None or (call.name in _LOADS and "model" not in self.facts.kinds(node, call)):
                 return call is not None
             returns = [each for function in self.facts.functions(call) for each in function.scope.returns]
             parts = [(each.value, each) for each in returns] or [(call.receiver, at)]
@@ -443,7 +459,19 @@ class TrainingUse:
             return False
         bound = self._bound(event.call)
         keys = {event.key, bound.key if bound is not None else ""} - {""}
+        if bound is not None and self._is_called(bound):
+            return True
         return bool({key.rsplit(".", 1)[-1] for key in keys} & self.modules)
+
+    def _is_called(self, bound: Binding) -> bool:
+        """True if what is bound to a name is called as a function."""
+        return any(
+            use.path == bound.key
+            and isinstance(above := self.facts.parent(use.node), cst.Call)
+            and above.func is use.node
+            and bound in self.facts.bindings(bound.key, use, use.guard)
+            for use in bound.scope.uses.get(bound.key.split(".", 1)[0], ())
+        )
 
     def has_adapters(self, key: str, at: Record) -> bool:
         """True if an object of this (last) name gets adapters in code connected with a record.
@@ -581,21 +609,119 @@ class TrainingUse:
         )
 
     def trainer_of(self, call: Call) -> Call | None:
-        """Return what trains in the functions connected with a call.
+        """Return what trains in the programs that run a call.
 
         That is a backward pass with a step, `prepare`, or a Trainer.
         """
-        near = self.facts.reachable(call.scope)
-        if call.scope.kind == "module":  # code that runs on import affects all functions of the file
-            near = near | set(self.facts.scopes)
+        near = set(self.facts.programs_of(call.scope))
+        if call.scope.kind == "module":  # code that runs on import affects whatever uses the functions of the file
+            near.update(*(self.facts.programs_of(each) for each in self.facts.scopes), self.facts.scopes)
         for kind in _TRAINS:
             for event in self.facts.events_around(kind, call.scope):
-                if event.facts.training_use.only_measures_speed:
+                if event.facts.training_use.only_measures_speed or event.facts.training_use.only_evaluates(event.call):
                     continue
                 together = event.scope in near and compatible(event.guard, self.facts.guard_of(call))
                 if together and (kind == "trainer" or self.facts.has_step(event.scope)):
                     return event.call
         return None
+
+    def only_evaluates(self, trainer: Call) -> bool:
+        """True if a Trainer is created to evaluate: its name is used for that, never to train or in the tree's code."""
+        bound = self._bound(trainer)
+        if bound is None:
+            return False
+        methods: set[str] = set()
+        for place in self.facts.scopes:
+            for use in place.uses.get(bound.key.split(".", 1)[0], ()):
+                parent = self.facts.parent(use.node)
+                if use.path.startswith(f"{bound.key}.") and isinstance(parent, cst.Call) and parent.func is use.node:
+                    methods.add(use.path[len(bound.key) + 1 :])
+                elif use.path == bound.key:
+                    taker = self.facts.call_of(self.facts.parent(parent)) if isinstance(parent, cst.Arg) else None
+                    if taker is None or not self.facts.called_path(taker):
+                        return False
+        return not methods.isdisjoint(_EVALUATES) and not any(map(_MAY_TRAIN.search, methods))
+
+    def is_untaken(self, key: str, at: Record, depth: int = 3) -> bool:
+        """True if no optimizer takes the model of a name: each one of the file has the parameters of others.
+
+        The file creates it, and it is no part of another model, nor an attribute of an object.
+        """
+        bindings = [at] if isinstance(at, Binding) else self.facts.bindings(key, at, at.guard)
+        optimized = self._optimized
+        if optimized is None or not bindings or not optimized.isdisjoint(key.split(".")) or depth == 0:
+            return False
+        return all(self._is_created(each, depth) and self._is_apart(key, each) for each in bindings)
+
+    def _is_apart(self, key: str, binding: Binding) -> bool:
+        """True if a model, from its binding on, reaches no optimizer, other object or unknown code."""
+        reach = self.facts.flow.forward_key(key, binding)
+        taken = any(sink.kind != "backward" for sink in reach.training_sinks)
+        owner = binding.scope.owner
+        plain = owner is not None and self.facts.class_kind(owner) == "own"
+        stored = any("." in (name.removeprefix("self.") if plain else name) for name in reach.names)
+        return not taken and not stored and not reach.outside
+
+    def _is_created(self, binding: Binding, depth: int) -> bool:
+        """True if a function or class that takes no model gives an object: not `DDP(model)`, `model.get_encoder()`."""
+        node = binding.value
+        while binding.kind in ("assign", "element") and (call := self.facts.call_of(node)) is not None:
+            if any(dotted(arg.value).rsplit(".", 1)[-1] in self.modules for arg in call.node.args):
+                return False
+            if call.name not in api_names.SAME or call.receiver is None:
+                atoms = [each.atom for each in self.facts.evaluate(call.func, call)]
+                known = any(isinstance(atom, (Ref, Class, Function)) for atom in atoms)
+                return known or call.receiver is None
+            node = call.receiver
+            if key := dotted(node):
+                return self.is_untaken(key, call, depth - 1)
+        return False
+
+    @cached_property
+    def _optimized(self) -> set[str] | None:
+        """The last names of the objects whose parameters the optimizers of the file take; None if one is unknown."""
+        steps = [*self.facts.events("step"), *self.facts.events("scaler_step")]
+        optimizers = [each.atom for step in steps for each in self.facts.evaluate(step.subject, step.call)]
+        found: set[str] = set()
+        for atom in optimizers:
+            if not isinstance(atom, Object) or atom.kind != "optimizer" or atom.call is None:
+                return None
+            names = self._parameters(atom.call.argument(0, "params"), atom.call)
+            if names is None:
+                return None
+            found |= names
+        return found if optimizers else None
+
+    def _parameters(self, node: cst.CSTNode | None, at: Record, depth: int = 6) -> set[str] | None:
+        """Return the last names of the objects in `[{"params": a.parameters()}, *b.parameters()]` and the like.
+
+        Names of collections are followed. The result is None if something else is in it.
+        """
+        parts: list[cst.CSTNode] = []
+        if isinstance(node, cst.Call):
+            name = node.func.attr.value if isinstance(node.func, cst.Attribute) else dotted(node.func)
+            if name in api_names.TENSOR_MAKERS or name == "Parameter":
+                return set()
+            if _is_parts(name) and isinstance(node.func, cst.Attribute):
+                return _objects(node.func.value)
+            if name in _COLLECTS:
+                parts = [arg.value for arg in node.args if not isinstance(arg.value, cst.Lambda)]
+        elif isinstance(node, (cst.List, cst.Tuple, cst.Set)):
+            parts = [element.value for element in node.elements]
+        elif isinstance(node, cst.Dict):
+            given = (each for each in node.elements if isinstance(each, cst.DictElement))
+            parts = [each.value for each in given if constant(each.key) == ("params",)]
+        elif isinstance(node, (cst.ListComp, cst.GeneratorExp)):
+            parts = [node.for_in.iter]
+        elif isinstance(node, cst.BinaryOperation):
+            parts = [node.left, node.right]
+        elif node is not None and (key := dotted(node)):
+            bindings = self.facts.values.reaching(key, at.scope, at.order, at.guard)
+            if all(each.kind in ("assign", "augmented") for each in bindings):
+                parts = [each.value for each in bindings if each.value is not None]
+        found = [self._parameters(each, at, depth - 1) for each in parts] if depth else []
+        known = [each for each in found if each is not None]
+        return set().union(*known) if known and len(known) == len(found) else None
 
     def plain_optimizers(self, training: Training) -> list[Call]:
         """Return the optimizers that take the weights and update them directly; empty if one of them is unknown.
@@ -664,6 +790,18 @@ def _may_shard(callee: Scope) -> bool:
 def _is_parts(method: str) -> bool:
     """True for the iterators over the parts of a model, and for a method of its own such as `trainable_parameters`."""
     return method in _PARTS or method.endswith("_parameters")
+
+
+def _objects(node: cst.CSTNode) -> set[str]:
+    """Return the names in an expression of an object: `model.get_head()`, `nets[0]`."""
+    while not (path := dotted(node)):
+        if isinstance(node, cst.Call):
+            node = node.func
+        elif isinstance(node, (cst.Attribute, cst.Subscript)):
+            node = node.value
+        else:
+            return set()
+    return set(path.split(".")) - {"self"}
 
 
 def _only_counts(loop: cst.For) -> bool:

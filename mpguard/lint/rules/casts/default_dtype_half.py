@@ -169,6 +169,49 @@ def train(args, model, loader):
         print(f"throughput: {len(loader) / (time.perf_counter() - start):.1f}")
 """
         ),
+        Good(
+            """\
+import torch
+from transformers import AutoModel, Trainer, TrainingArguments
+from transformers.deepspeed import deepspeed_init
+
+torch.set_default_dtype(torch.bfloat16)
+model = AutoModel.from_pretrained("gpt2")
+trainer = Trainer(model=model, args=TrainingArguments("out"), eval_dataset=data)
+engine, _, _ = deepspeed_init(trainer, num_training_steps=1)
+trainer.model = engine.module
+print(trainer.evaluate())
+"""
+        ),
+        Bad(
+            """\
+import torch
+from transformers import AutoModel, Trainer, TrainingArguments
+
+torch.set_default_dtype(torch.bfloat16)  # !
+model = AutoModel.from_pretrained("gpt2")
+trainer = Trainer(model=model, args=TrainingArguments("out"), train_dataset=data)
+print(trainer.evaluate())
+run(trainer)
+"""
+        ),
+        Good(
+            """\
+import torch
+from transformers import AutoModel, Trainer
+from helpers import setup_seed
+
+setup_seed(42)
+torch.set_default_dtype(torch.bfloat16)
+print(AutoModel.from_pretrained("gpt2").config)
+""",
+            files={
+                "pyproject.toml": "",
+                "helpers.py": "import random\n\ndef setup_seed(seed):\n    random.seed(seed)\n",
+                "train.py": "from transformers import Trainer\nfrom helpers import setup_seed\n\nsetup_seed(1)\n"
+                "trainer = Trainer(model=model, args=args)\ntrainer.train()\n",
+            },
+        ),
         speed_measurement(before='if args.dtype == "float16":\n    torch.set_default_dtype(torch.float16)\n'),
     )
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -28,16 +29,25 @@ from mpguard.lint import (
 )
 
 _INTEGERS = {OtherDtype.INT64, OtherDtype.INT32}
-#: Names for the number of examples in a batch, which is seldom above 256.
-_BATCH = re.compile(r"(?i)(?:^|[._])(?:batch_?size|bsz|bs|num_?examples)$")
+#: Names for numbers that are seldom above 256: of examples in a batch, heads, layers, levels, the sides of windows.
+_SMALL = re.compile(
+    r"(?i)(?:^|[._])(?:batch_?size|bsz|bs|num_?examples|ws|(?:num_?|n_?)(?:attention_)?(?:heads?|layers?|levels?|experts?)"
+    r"|(?:kernel|window)_?size)$"
+)
+#: A literal range of more values is not looked at one by one.
+_MANY = 10_000
+_EVERY_DTYPE = {Dtype.FP32, *HALF_DTYPES}
 #: Names of the inverse frequencies of rotary embeddings, and of positions, which they may share a dtype with.
 _FREQUENCIES = re.compile(r"(?:^|[._])inv(?:erse)?_freqs?$")
 _POSITIONS = re.compile(r"(?i)^t$|pos|seq|idx|ids|steps?$|freq")
 #: Functions of each element, and those that only change the shape.
 _ELEMENTWISE = frozenset({
     "div", "true_divide", "floor_divide", "floor", "trunc", "mul", "repeat", "expand", "view", "reshape", "unsqueeze",
-    "contiguous", "to", "cuda", "flip",
+    "contiguous", "to", "cuda", "flip", "half", "bfloat16", "type",
 })  # fmt: skip
+_CASTS = ("to", "type_as", "half", "bfloat16", "type")
+#: Functions whose results differ much where rounding makes their arguments differ little.
+_AMPLIFIES = frozenset({"log", "exp"})
 #: Methods that undo a cast: then it only rounds.
 _UPCASTS = frozenset({"float", "double", "to"})
 _TESTS = re.compile(r"(?:^|[/\\])(?:tests?|testing)[/\\]|(?:^|[/\\])(?:test_[^/\\]*|conftest)\.py$|_test\.py$")
@@ -63,8 +73,11 @@ class LowPrecisionPositions(Rule):
     get.
 
     ## Known limits
-    Silent if the end is a small enough literal or the size of a batch, for a `linspace` of unknown length, for an
-    unknown dtype (`dtype=x.dtype`), and in tests, which use `arange` for data. Silent for the rows and columns of a
+    Silent if the dtype holds all values of a literal range, if the end is the size of a batch, the number of heads or
+    another small number by its name, for a `linspace` of unknown length and an `arange` with a fraction as its step,
+    for an unknown dtype (`dtype=x.dtype`), for a function whose callers compare all dtypes, and in tests, which use
+    `arange` for data. Inverse frequencies are not reported in the code of a `PreTrainedModel`, whose weights are
+    trained with them, nor where the class has rounded them before. Silent for the rows and columns of a
     grid (`meshgrid`, `[:, None]` together with `[None, :]`): the sides of feature maps are seldom longer than 256.
     """
 
@@ -179,9 +192,82 @@ class Other(torch.nn.Module):
         self.register_buffer("inv_freq", inv_freq.to(torch.bfloat16))  # !
 
     def forward(self, q, k):
+        inv_freq = self.inv_freq.type_as(q)
+        return torch.outer(torch.arange(k.shape[1]).float(), inv_freq)
+
+class Third(torch.nn.Module):
+    def __init__(self, dim, device):
+        super().__init__()
+        inv_freq = 1.0 / (10000 ** (torch.arange(0, dim, 2).float() / dim))
+        self.register_buffer("inv_freq", inv_freq.to(device))
+
+    def forward(self, q, k):
         inv_freq = self.inv_freq.type_as(q)  # !
         return torch.outer(torch.arange(k.shape[1]).float(), inv_freq)
 """
+        ),
+        Good(
+            """\
+import torch
+from transformers import PreTrainedModel
+
+class Rotary(torch.nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        inv_freq = 1.0 / (10000 ** (torch.arange(0, dim, 2).float() / dim))
+        self.register_buffer("inv_freq", inv_freq.half())
+
+class ChatPreTrainedModel(PreTrainedModel):
+    base_model_prefix = "transformer"
+"""
+        ),
+        Good(
+            """\
+import torch
+
+class Rotary(torch.nn.Module):
+    def __init__(self, dim, dtype):
+        super().__init__()
+        inv_freq = 1.0 / (10000 ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+        self.inv_freq = inv_freq.to(dtype)
+
+    def forward(self, x, x_pos):
+        inv_freq = self.inv_freq.to(device=x.device, dtype=x.dtype)
+        return x_pos[..., None] * inv_freq[None, :]
+
+def lesson(num_heads):
+    tens = torch.arange(10.0, 100.0, 10.0)
+    halves = torch.arange(0.0, 1.0, 0.25, dtype=torch.bfloat16)
+    times = torch.arange(0, 1, 0.01).half()
+    heads = torch.arange(1, num_heads).bfloat16()
+    return tens.type(torch.float16), halves, times, heads
+
+def angles(length, dtype=torch.float32):
+    return torch.arange(length, dtype=dtype).sin().mean()
+
+for size in (64, 4096):
+    print(angles(size), angles(size, dtype=torch.float16), angles(size, dtype=torch.bfloat16))
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def hundreds(mixed):
+    wide = torch.arange(0, 5000, 7, dtype=torch.float16)  # !
+    odd = torch.arange(1.0, 2000.0, 2.0).to(torch.bfloat16)  # !
+    dtype = torch.float16 if mixed else torch.float32
+    return wide, odd, torch.arange(mixed.length, dtype=dtype)  # !
+""",
+            fixed="""\
+import torch
+
+def hundreds(mixed):
+    wide = torch.arange(0, 5000, 7, dtype=torch.float32)
+    odd = torch.arange(1.0, 2000.0, 2.0).to(torch.float32)
+    dtype = torch.float16 if mixed else torch.float32
+    return wide, odd, torch.arange(mixed.length, dtype=torch.float32)
+""",
         ),
         Good(
             """\
@@ -272,6 +358,9 @@ def frequencies(pos, n=64, temperature=10000):
     dim = temperature ** (2 * torch.div(dim, 2, rounding_mode="trunc") / n)
     return pos[..., None] / dim
 
+def divisors(n=64):
+    return torch.exp(torch.arange(0, n, 2).bfloat16() * -(9.21 / n))  # !
+
 def rates(d_state=16):
     a = repeat(torch.arange(1, d_state + 1, dtype=torch.bfloat16), "n -> d n", d=8).contiguous()  # !
     return torch.nn.Parameter(torch.log(a))
@@ -284,6 +373,9 @@ def frequencies(pos, n=64, temperature=10000):
     dim = torch.arange(n, dtype=torch.float32)
     dim = temperature ** (2 * torch.div(dim, 2, rounding_mode="trunc") / n)
     return pos[..., None] / dim
+
+def divisors(n=64):
+    return torch.exp(torch.arange(0, n, 2).float() * -(9.21 / n))
 
 def rates(d_state=16):
     a = repeat(torch.arange(1, d_state + 1, dtype=torch.float32), "n -> d n", d=8).contiguous()
@@ -324,17 +416,32 @@ def kernel(x):
 
     def _frequencies(self, facts: Facts) -> Iterator[Diagnostic]:
         """Yield the casts of inverse frequencies to a low dtype, or to that of activations."""
-        for name in ("to", "type_as", "half", "bfloat16", "type"):
+        for name in _CASTS:
             for call in facts.calls.get(name, ()):
                 key = dotted(call.receiver)
                 above = facts.parent(call.node)
                 rounds = isinstance(above, cst.Attribute) and above.attr.value in _UPCASTS
                 stored = isinstance(call.statement, cst.Assign) and not dotted(call.statement.targets[0].target)
-                if not _FREQUENCIES.search(key) or rounds or stored:
+                if not _FREQUENCIES.search(key) or rounds or stored or _is_published(facts):
+                    continue
+                if key.startswith("self.") and self._rounded_before(call, facts):
                     continue
                 dtype = self._frequency_dtype(call, facts)
                 if dtype:
                     yield self.at(call, message=self._rounded, name=key.rsplit(".", 1)[-1], dtype=dtype)
+
+    def _rounded_before(self, call: Call, facts: Facts) -> bool:
+        """True if the class casts its frequencies when it is created: then they have that dtype already."""
+        init = call.scope.owner.method("__init__") if call.scope.owner is not None else None
+        if init is None or init is call.scope:
+            return False
+        return any(
+            each.name in ("half", "bfloat16")
+            or (each.name == "to" and any("dtype" in dotted(given) for given in _arguments(each)))
+            or any(dtype in HALF_DTYPES for given in _arguments(each) for _, dtype in facts.dtypes(given, each))
+            for each in init.calls
+            if each.name in _CASTS and _FREQUENCIES.search(dotted(each.receiver))
+        )
 
     def _frequency_dtype(self, call: Call, facts: Facts) -> str:
         """Return the dtype of a cast for the message; "" if it is not low."""
@@ -362,9 +469,35 @@ def kernel(x):
         """Return the low dtype of positions if it cannot hold them."""
         if any(scope.kind == "function" and scope.name.startswith("test") for scope in at.scope.within()):
             return None
-        largest = self._largest(arange, facts)
+        if {dtype for _, dtype in dtypes} >= _EVERY_DTYPE:
+            return None  # the callers compare the dtypes
+        largest, values = self._largest(arange, facts), self._values(arange, facts)
         low = (half for _, dtype in dtypes for half in HALF_DTYPES if half is dtype)
-        return next((half for half in low if not (largest and largest <= half.largest_exact_integer)), None)
+        return next(
+            (
+                half
+                for half in low
+                if not (largest and largest <= half.largest_exact_integer)
+                and not (values and all(half.holds(value) for value in values))
+            ),
+            None,
+        )
+
+    def _values(self, call: Call, facts: Facts) -> list[float]:
+        """Return the values of a range of known numbers; an empty list for an unknown or long one, or for exponents."""
+        given = [call.argument(place, name) for place, name in enumerate(("start", "end", "step"))]
+        if call.name != "arange" or self._is_exponent(call, facts):
+            return []
+        if given[1] is None:
+            given = [None, given[0], None]
+        numbers = [facts.scalars.number(each, call) if each is not None else None for each in given]
+        if any(each is not None and number is None for each, number in zip(given, numbers, strict=True)):
+            return []
+        start, end, step = (
+            number.value if number is not None else default for number, default in zip(numbers, (0, 0, 1), strict=True)
+        )
+        count = math.ceil((end - start) / step) if step else 0
+        return [start + step * i for i in range(count)] if 0 < count <= _MANY else []
 
     def _largest(self, call: Call, facts: Facts) -> float | None:
         """Return the largest position; None if it is unknown, or for exponents: also powers of small ones round."""
@@ -374,16 +507,18 @@ def kernel(x):
             steps = facts.scalars.number(call.argument(2, "steps"), call)
             return steps.value if steps is not None else None
         step = call.argument(2, "step")
+        if isinstance(step, cst.Float):
+            return 1 if float(step.value) % 1 else None  # fractions are data, as those of a `linspace`
         if step is not None and not isinstance(step, cst.Integer):
-            return None  # fractions between the positions
+            return None
         end = call.argument(1 if len(call.positional) > 1 else 0, "end")
-        if dotted(end) and _BATCH.search(dotted(end)):
+        if dotted(end) and _SMALL.search(dotted(end)):
             return 1
         number = facts.scalars.number(end, call)
         return abs(number.value) if number is not None else None
 
     def _is_exponent(self, call: Call, facts: Facts) -> bool:
-        """True for `temperature ** (arange(...) / n)` and `log(arange(...))`, also through a name."""
+        """True for `temperature ** (arange(...) / n)`, `log(arange(...))` and `exp`, also through a name."""
         if _in_exponent(call.node, facts):
             return True
         node: cst.CSTNode = call.node
@@ -434,24 +569,36 @@ def kernel(x):
 
 
 def _in_exponent(node: cst.CSTNode, facts: Facts) -> bool:
-    """True if a value, or what elementwise functions make of it, is an exponent, or its logarithm is taken."""
+    """True if a value, or what elementwise functions make of it, is an exponent, or in a `log` or `exp`."""
     while (parent := facts.parent(node)) is not None:
         if isinstance(parent, cst.BinaryOperation):
             if isinstance(parent.operator, cst.Power) and parent.right is node:
                 return True
         elif isinstance(parent, cst.Arg) and isinstance(call := facts.parent(parent), cst.Call):
             name = dotted(call.func).rpartition(".")[2]
-            if name == "log" or name not in _ELEMENTWISE:
-                return name == "log"
+            if name in _AMPLIFIES or name not in _ELEMENTWISE:
+                return name in _AMPLIFIES
             parent = call
         elif isinstance(parent, cst.Attribute) and isinstance(call := facts.parent(parent), cst.Call):
-            if parent.attr.value == "log" or parent.attr.value not in _ELEMENTWISE:
-                return parent.attr.value == "log"
+            if parent.attr.value in _AMPLIFIES or parent.attr.value not in _ELEMENTWISE:
+                return parent.attr.value in _AMPLIFIES
             parent = call
         else:
             return False
         node = parent
     return False
+
+
+def _arguments(call: Call) -> list[cst.BaseExpression]:
+    """Return all arguments of a call."""
+    return [*call.positional, *call.keywords.values()]
+
+
+def _is_published(facts: Facts) -> bool:
+    """True for the code of a model of transformers: its weights are trained with the angles that it computes."""
+    return any(
+        base.endswith("PreTrainedModel") for scope in facts.scopes if scope.kind == "class" for base in scope.base_names
+    )
 
 
 def _tensor(node: cst.BaseExpression) -> cst.BaseExpression:

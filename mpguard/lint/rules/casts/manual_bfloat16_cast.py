@@ -18,16 +18,18 @@ from mpguard.lint import (
     accelerate_precision,
     any_of,
     compatible,
+    input_casts,
     python_edits,
 )
 
 
 class ManualBfloat16Cast(Rule):
-    """An input, activation or loss is cast to BF16 by hand where the policy casts.
+    """A value that the policy keeps in FP32 is cast to BF16 by hand.
 
     ## What it does
     Reports a cast of a tensor to BF16 whose result is passed to a model that is trained and runs under autocast, under
-    an `Accelerator(mixed_precision=...)`, or in FSDP with a mixed-precision policy.
+    an `Accelerator(mixed_precision=...)`, or in FSDP with a mixed-precision policy, if the cast loses something: the
+    policy's dtype is another one, or by its name the value is a target, a box, a position, a time or the like.
 
     ## Why is this bad
     The policy casts the inputs of the operations that are safe in BF16 and keeps the others in FP32. A cast by hand
@@ -62,10 +64,10 @@ import torch
 
 model = torch.nn.Linear(8, 8).cuda()
 optimizer = torch.optim.AdamW(model.parameters())
-for x in loader:
-    x = x.to("cuda", dtype=torch.bfloat16)  # !
+for points in loader:
+    points = points.to("cuda", dtype=torch.bfloat16)  # !
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = model(x).sum()
+        loss = model(points).sum()
     loss.backward()
     optimizer.step()
 """,
@@ -74,10 +76,10 @@ import torch
 
 model = torch.nn.Linear(8, 8).cuda()
 optimizer = torch.optim.AdamW(model.parameters())
-for x in loader:
-    x = x.to("cuda")
+for points in loader:
+    points = points.to("cuda")
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = model(x).sum()
+        loss = model(points).sum()
     loss.backward()
     optimizer.step()
 """,
@@ -95,28 +97,28 @@ class Loop:
         self.optimizer = th.optim.SGD(self.net.parameters(), 0.1)
 
     def step(self, batch):
-        x = self.move(batch["x"])
+        points = self.move(batch["points"])
         with th.autocast("cuda", bf16):
-            loss = self.net(x).mean()
+            loss = self.net(points).mean()
         loss.backward()
         self.optimizer.step()
 
-    def move(self, x):
-        return x.type(bf16)  # !
+    def move(self, points):
+        return points.type(bf16)  # !
 
 def prepared(loader, model):
     accelerator = Accelerator(mixed_precision="bf16")
     optimizer = th.optim.SGD(model.parameters(), 0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    for x in loader:
-        accelerator.backward(model(x.bfloat16()).sum())  # !
+    for points in loader:
+        accelerator.backward(model(points.bfloat16()).sum())  # !
         optimizer.step()
 
 def sharded(loader, model):
     model = FSDP(model, mixed_precision=MixedPrecision(param_dtype=bf16))
     optimizer = th.optim.SGD(model.parameters(), 0.1)
-    for x in loader:
-        model(x.to(bf16)).sum().backward()  # !
+    for points in loader:
+        model(points.to(bf16)).sum().backward()  # !
         optimizer.step()
 """,
             fixed="""\
@@ -131,28 +133,85 @@ class Loop:
         self.optimizer = th.optim.SGD(self.net.parameters(), 0.1)
 
     def step(self, batch):
-        x = self.move(batch["x"])
+        points = self.move(batch["points"])
         with th.autocast("cuda", bf16):
-            loss = self.net(x).mean()
+            loss = self.net(points).mean()
         loss.backward()
         self.optimizer.step()
 
-    def move(self, x):
-        return x
+    def move(self, points):
+        return points
 
 def prepared(loader, model):
     accelerator = Accelerator(mixed_precision="bf16")
     optimizer = th.optim.SGD(model.parameters(), 0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    for x in loader:
-        accelerator.backward(model(x).sum())
+    for points in loader:
+        accelerator.backward(model(points).sum())
         optimizer.step()
 
 def sharded(loader, model):
     model = FSDP(model, mixed_precision=MixedPrecision(param_dtype=bf16))
     optimizer = th.optim.SGD(model.parameters(), 0.1)
+    for points in loader:
+        model(points).sum().backward()
+        optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+
+def region(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for images in loader:
+        images = images.to("cuda", dtype=torch.bfloat16)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(images).sum()
+        loss.backward()
+        optimizer.step()
+
+def prepared(loader, model):
+    accelerator = Accelerator(mixed_precision="bf16")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
     for x in loader:
-        model(x).sum().backward()
+        accelerator.backward(model(x.bfloat16()).sum())
+        optimizer.step()
+
+def sharded(loader, model):
+    model = FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x.to(torch.bfloat16)).sum().backward()
+        optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def train(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for images, weights in loader:
+        images = images.to("cuda", dtype=torch.bfloat16)  # !
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(images).sum()
+        loss.backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def train(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for images, weights in loader:
+        images = images.to("cuda")
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(images).sum()
+        loss.backward()
         optimizer.step()
 """,
         ),
@@ -226,10 +285,10 @@ from models import Net
 
 net = Net()
 optimizer = torch.optim.AdamW(net.parameters())
-for x in loader:
-    x = x.to(torch.bfloat16)  # !
+for points in loader:
+    points = points.to(torch.bfloat16)  # !
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = net(x).mean()
+        loss = net(points).mean()
     loss.backward()
     optimizer.step()
 """,
@@ -253,9 +312,9 @@ from models import Net
 
 net = Net()
 optimizer = torch.optim.AdamW(net.parameters())
-for x in loader:
+for points in loader:
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = net(x).mean()
+        loss = net(points).mean()
     loss.backward()
     optimizer.step()
 """,
@@ -310,7 +369,7 @@ class Net(torch.nn.Module):
         """Return the call that sets the policy of a model to which the value is passed."""
         guards = [guard for guard in cast.may_be(Dtype.BF16) if not accelerate_precision.follows_policy(guard)]
         training = facts.training_use.cast(cast, Dtype.BF16, guards)
-        if training is None:
+        if training is None or input_casts.loses_nothing(cast, Dtype.BF16, guards, training):
             return None
         for call in training.reach.models:
             if self._has_bfloat16_layers(call, facts):

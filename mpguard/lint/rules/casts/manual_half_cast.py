@@ -16,6 +16,7 @@ from mpguard.lint import (
     accelerate_precision,
     any_of,
     compatible,
+    input_casts,
     python_edits,
     speed_measurement,
     text_of,
@@ -47,16 +48,18 @@ class ManualHalfCast(Rule):
 
     ## Known limits
     Casts for inference are not reported: under `no_grad`, in functions called `evaluate`, `predict`, `generate`,
-    `export` and the like, for frozen models and their inputs, for copies written to a checkpoint, for `.half().float()`
-    rounding, for masks, for the targets of a loss, which have no gradient, and for the inputs of a DeepSpeed engine,
-    whose parameters may be FP16; nor is a model that `deepspeed.initialize` takes, since its FP16 engine keeps FP32
-    masters of it. A dtype that follows `accelerator.mixed_precision` follows the policy. An optimizer alone, or a
-    `backward`, does not count as training if the file takes no step. Where something may keep FP32 masters
-    (`FP16_Optimizer`, `optimizer.backward(loss)`, a framework's own FP16 module, an optimizer of the tree whose code
-    has FP32 copies), no cast of the file is reported: such code has FP16 parameters by design. So has a function that
-    casts the norms of its model back to FP32. Nothing is trained in a
-    file that only measures the speed of steps on one synthetic batch. A library's module that is trained elsewhere is
-    not checked.
+    `export` and the like, for frozen models and their inputs, for models that no optimizer takes and their inputs, for
+    inputs of models that compute in FP16 anyway (under an FP16 autocast, or with adapters on frozen weights), for
+    inputs that an option makes FP16 where no policy is active and no FP16 weights are trained, for sines and cosines,
+    for copies written to a checkpoint, for `.half().float()` rounding, for masks, for the targets of a loss, which have
+    no gradient, and for the inputs of a DeepSpeed engine, whose parameters may be FP16; nor is a model that
+    `deepspeed.initialize` takes, since its FP16 engine keeps FP32 masters of it. A dtype that follows
+    `accelerator.mixed_precision` follows the policy. An optimizer alone, or a `backward`, does not count as training if
+    the file takes no step. Where something may keep FP32 masters (`FP16_Optimizer`, `optimizer.backward(loss)`, a
+    framework's own FP16 module, an optimizer of the tree whose code has FP32 copies), no cast of the file is reported:
+    such code has FP16 parameters by design. So has a function that casts the norms of its model back to FP32. Nothing
+    is trained in a file that only measures the speed of steps on one synthetic batch. A library's module that is
+    trained elsewhere is not checked.
     """
 
     code, name = "MPG101", "manual-half-cast"
@@ -89,27 +92,23 @@ import torch
 
 model = torch.nn.Linear(8, 8).cuda()
 optimizer = torch.optim.AdamW(model.parameters())
-scaler = torch.amp.GradScaler("cuda")
 for x, y in loader:
     x = x.half()  # !
-    with torch.autocast("cuda", dtype=torch.float16):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
         loss = (model(x) - y).pow(2).mean()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    loss.backward()
+    optimizer.step()
 """,
             fixed="""\
 import torch
 
 model = torch.nn.Linear(8, 8).cuda()
 optimizer = torch.optim.AdamW(model.parameters())
-scaler = torch.amp.GradScaler("cuda")
 for x, y in loader:
-    with torch.autocast("cuda", dtype=torch.float16):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
         loss = (model(x) - y).pow(2).mean()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    loss.backward()
+    optimizer.step()
 """,
         ),
         Bad(
@@ -1098,6 +1097,412 @@ def train(net, judge, loader):
         optimizer.step()
 """
         ),
+        Bad(
+            """\
+import torch
+
+class Run:
+    def __init__(self, exp, args):
+        self.amp = args.fp16
+        self.data_type = torch.float16 if args.fp16 else torch.float32
+        self.scaler = torch.cuda.amp.GradScaler(enabled=args.fp16)
+        self.model = exp.get_model()
+        self.optimizer = exp.get_optimizer(self.model)
+
+    def train_one_iter(self, images, targets):
+        images = images.to(self.data_type)
+        targets = targets.to(self.data_type)  # !
+        images, targets = self.resize(images, targets)
+        with torch.cuda.amp.autocast(enabled=self.amp):
+            loss = self.model(images, targets)["total_loss"]
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
+            fixed="""\
+import torch
+
+class Run:
+    def __init__(self, exp, args):
+        self.amp = args.fp16
+        self.data_type = torch.float16 if args.fp16 else torch.float32
+        self.scaler = torch.cuda.amp.GradScaler(enabled=args.fp16)
+        self.model = exp.get_model()
+        self.optimizer = exp.get_optimizer(self.model)
+
+    def train_one_iter(self, images, targets):
+        images = images.to(self.data_type)
+        images, targets = self.resize(images, targets)
+        with torch.cuda.amp.autocast(enabled=self.amp):
+            loss = self.model(images, targets)["total_loss"]
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForVision2Seq
+
+def adapters(loader):
+    model = AutoModelForVision2Seq.from_pretrained("blip2", load_in_8bit=True)
+    model = get_peft_model(model, LoraConfig())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in loader:
+        pixel_values = batch.pop("pixel_values").to("cuda", torch.float16)
+        ids = batch.pop("input_ids")
+        model(pixel_values=pixel_values, labels=ids).loss.backward()
+        optimizer.step()
+
+def accelerated(unet, text_encoder, loader):
+    accelerator = Accelerator(mixed_precision="fp16")
+    optimizer = torch.optim.AdamW(unet.parameters())
+    unet, optimizer = accelerator.prepare(unet, optimizer)
+    for batch in loader:
+        x = batch["x"].to(accelerator.device, dtype=torch.float16)
+        loss = torch.nn.functional.mse_loss(unet(x), batch["noise"])
+        accelerator.backward(loss)
+        optimizer.step()
+
+class Rotary(torch.nn.Module):
+    def tables(self, size):
+        angles = torch.einsum("i,j->ij", torch.arange(size).float(), self.frequencies)
+        cos = torch.cos(angles).repeat_interleave(2, dim=-1)[:, None, :].expand(size, size, 8)
+        sin = torch.sin(angles).repeat_interleave(2, dim=-1)
+        return tuple(t.to(torch.float16).pin_memory() for t in (cos, sin))
+
+    def forward(self, x):
+        cos, sin = self.tables(8)
+        return x * cos + x * sin
+
+def rotate(loader):
+    model = Rotary()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import losses
+import torch
+from accelerate import Accelerator
+from torch.nn.functional import mse_loss
+
+def train(unet, loader):
+    accelerator = Accelerator()
+    optimizer = torch.optim.AdamW(unet.parameters())
+    unet, optimizer = accelerator.prepare(unet, optimizer)
+    for batch in loader:
+        x = batch["x"].to(accelerator.device, dtype=torch.float16)  # !
+        accelerator.backward(mse_loss(unet(x), batch["noise"]))
+        optimizer.step()
+
+def train_fp16(unet, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer = torch.optim.AdamW(unet.parameters())
+    dice = losses.DiceLoss()
+    for x, y, weights, boxes in loader:
+        weights = weights.half()  # !
+        boxes = boxes.half()  # !
+        y = y.half()  # !
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = (unet(x, boxes) * weights).mean() + dice(unet(x, boxes), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            fixed="""\
+import losses
+import torch
+from accelerate import Accelerator
+from torch.nn.functional import mse_loss
+
+def train(unet, loader):
+    accelerator = Accelerator()
+    optimizer = torch.optim.AdamW(unet.parameters())
+    unet, optimizer = accelerator.prepare(unet, optimizer)
+    for batch in loader:
+        x = batch["x"].to(accelerator.device)
+        accelerator.backward(mse_loss(unet(x), batch["noise"]))
+        optimizer.step()
+
+def train_fp16(unet, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer = torch.optim.AdamW(unet.parameters())
+    dice = losses.DiceLoss()
+    for x, y, weights, boxes in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = (unet(x, boxes) * weights).mean() + dice(unet(x, boxes), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Block(torch.nn.Module):
+    def __init__(self, use_fp16=False):
+        super().__init__()
+        self.use_fp16 = use_fp16
+        self.weight = torch.nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x, force_fp32=False):
+        dtype = torch.float16 if self.use_fp16 and not force_fp32 else torch.float32
+        x = x.to(dtype)
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype)).float()
+
+def train(args, loader):
+    model = Block(args.use_fp16)
+    optimizer = torch.optim.Adam(model.parameters())
+    for x in loader:
+        model(x).mean().backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def train(config, model, loss_fn, loader):
+    fp16 = config.mode == "fp16"
+    amp = config.mode.startswith("amp")
+    optimizer = torch.optim.Adam(model.parameters())
+    dtype = torch.float32
+    if amp:
+        dtype = torch.float32
+    elif fp16:
+        dtype = torch.float16
+    for clean, low in loader:
+        clean = clean.to("cuda").to(dtype)
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=amp):
+            loss = loss_fn(net=model, clean=clean, low=low.to(dtype))
+        loss.sum().backward()
+        optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def train(args, model, loader):
+    if args.half:
+        model = model.half()  # !
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        if args.half:
+            x = x.half()  # !
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import clip
+import lpips
+import torch
+from torch.nn.functional import cross_entropy, mse_loss
+
+def invert(path, target):
+    synthesis = load(path).cuda().half()
+    w = torch.zeros(1, 512, device="cuda", requires_grad=True)
+    optimizer = torch.optim.Adam([w], lr=0.1)
+    for _ in range(100):
+        mse_loss(synthesis(w.half()).float(), target).backward()
+        optimizer.step()
+
+def probe(loader):
+    backbone = torch.hub.load("facebookresearch/dinov2", "dinov2_vits14").cuda().half()
+    clip_model, _ = clip.load("ViT-B/32", device="cuda")
+    head = torch.nn.Linear(384, 10).cuda()
+    optimizer = torch.optim.SGD([{"params": list(head.parameters())}], 0.1)
+    for x, y in loader:
+        features = backbone(x.cuda().half()) + clip_model.encode_image(x.cuda().half())
+        cross_entropy(head(features.float()), y).backward()
+        optimizer.step()
+
+def perceive(generator, loader):
+    distance = lpips.LPIPS(net="vgg").cuda().half()
+    params = [p for p in generator.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(params)
+    for x in loader:
+        distance(generator(x).half(), x.half()).float().mean().backward()
+        optimizer.step()
+
+class Buffer:
+    def add(self, x):
+        self.data.append(x.half().cpu())
+
+    def sample(self):
+        return torch.stack(self.data).float()
+
+def replay(model, loader):
+    buffer = Buffer()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        buffer.add(x)
+        model(buffer.sample()).sum().backward()
+        optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from torch.nn.functional import cross_entropy
+
+def hub(loader):
+    model = torch.hub.load("facebookresearch/dinov2", "dinov2_vits14").cuda().half()  # !
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+def optimizer_first(loader):
+    model = build().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model = model.half()  # !
+    for x, y in loader:
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+def part(loader):
+    model = build().cuda()
+    encoder = model.get_encoder()
+    encoder.half()  # !
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        cross_entropy(model.head(encoder(x)), y).backward()
+        optimizer.step()
+
+def inside(loader):
+    tower = build().cuda()
+    model = Classifier(tower)
+    tower.half()  # !
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        cross_entropy(model(tower(x)), y).backward()
+        optimizer.step()
+
+class Classifier(torch.nn.Module):
+    def __init__(self, tower):
+        super().__init__()
+        self.tower = tower
+
+def unknown(loader):
+    tower = build().cuda().half()  # !
+    optimizer = torch.optim.SGD(trained_parameters(), 0.1)
+    for x, y in loader:
+        cross_entropy(tower(x), y).backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+from torch.nn.functional import cross_entropy
+
+def hub(loader):
+    model = torch.hub.load("facebookresearch/dinov2", "dinov2_vits14").cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+def optimizer_first(loader):
+    model = build().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+def part(loader):
+    model = build().cuda()
+    encoder = model.get_encoder()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        cross_entropy(model.head(encoder(x)), y).backward()
+        optimizer.step()
+
+def inside(loader):
+    tower = build().cuda()
+    model = Classifier(tower)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        cross_entropy(model(tower(x)), y).backward()
+        optimizer.step()
+
+class Classifier(torch.nn.Module):
+    def __init__(self, tower):
+        super().__init__()
+        self.tower = tower
+
+def unknown(loader):
+    tower = build().cuda()
+    optimizer = torch.optim.SGD(trained_parameters(), 0.1)
+    for x, y in loader:
+        cross_entropy(tower(x), y).backward()
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from losses import dice_loss
+
+class Autoencoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = torch.nn.Linear(8, 8)
+        self.decoder = torch.nn.Linear(8, 8)
+
+    def encode(self, x):
+        return self.encoder(x)
+
+    def forward(self, x):
+        return self.decoder(self.encode(x))
+
+def train(loader):
+    model = Autoencoder()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        x = x.half()  # !
+        loss = dice_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+from losses import dice_loss
+
+class Autoencoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = torch.nn.Linear(8, 8)
+        self.decoder = torch.nn.Linear(8, 8)
+
+    def encode(self, x):
+        return self.encoder(x)
+
+    def forward(self, x):
+        return self.decoder(self.encode(x))
+
+def train(loader):
+    model = Autoencoder()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        loss = dice_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "losses.py": "def dice_loss(output, target):\n    return 1 - (output * target).sum() / target.sum()\n",
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -1112,7 +1517,11 @@ def train(net, judge, loader):
             ):
                 continue
             training = facts.training_use.cast(cast, Dtype.FP16, guards)
-            if training is not None and not training.reach.meets("initialize"):
+            if (
+                training is not None
+                and not training.reach.meets("initialize")
+                and not input_casts.loses_nothing(cast, Dtype.FP16, guards, training)
+            ):
                 fix = None if cast.kind == "construct" else python_edits.without_cast(facts, cast)
                 found.append((cast, training, fix))
         all_fixable = all(fix is not None for _, _, fix in found)  # a model and its inputs change together
