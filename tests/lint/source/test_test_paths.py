@@ -121,6 +121,17 @@ def test_steps_on_noise_whose_time_is_measured_train_nothing(
     assert capsys.readouterr().out.count(" MPG203 ") == reported
 
 
+def test_a_suppression_in_what_only_measures_is_not_unused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = MEASURES.format(**CLOCK, **STEPS, batch="torch.rand(8, 64)")
+    text = text.replace("optimizer.step()", "optimizer.step()  # mpguard: ignore[MPG203]")
+    Path("train.py").write_text(text, encoding="utf-8")
+    main(["lint", "--no-cache", "--select", "MPG0,MPG2", "--format", "concise", "."])
+    assert "MPG" not in capsys.readouterr().out
+
+
 def test_rules_about_interfaces_report_tests_too() -> None:
     reported = {code for code, rule in rules(own_only=True).items() if issubclass(rule, Rule) and rule.in_tests}
     assert {"MPG302", "MPG406", "MPG513"} <= reported and not {"MPG101", "MPG201", "MPG401"} & reported
