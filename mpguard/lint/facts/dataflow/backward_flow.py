@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 #: Expressions followed for one request.
 _MAX_EXPRESSIONS = 400
 #: Methods of a tensor, and functions of torch, whose results have no gradient.
-_CONSTANT_METHODS = frozenset({"detach", "detach_", "numpy", "item", "tolist", "argmax"})
+_CONSTANT_METHODS = frozenset({
+    "detach", "detach_", "numpy", "item", "tolist", "argmax", "argsort", "multinomial", "generate", "long", "bool",
+})  # fmt: skip
 _CONSTANT_FUNCTIONS = frozenset({"torch.tensor", "torch.from_numpy"})
 
 

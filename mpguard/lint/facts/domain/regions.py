@@ -20,6 +20,7 @@ from mpguard.lint.facts.values.lattice import (
     Alternatives,
     Constant,
     DtypeValue,
+    Function,
     Method,
     Object,
     Ref,
@@ -140,6 +141,24 @@ class Regions:
                 yield self._region(each)
             elif isinstance(each.atom, Ref) and each.atom.path in api_names.NO_GRAD:
                 yield Region("no_grad", each.guard, None, self.facts)
+            elif isinstance(each.atom, Function):
+                yield from self._of_own_decorator(each.atom)
+
+    def _of_own_decorator(self, decorator: Function) -> Iterable[Region]:
+        """Yield the `no_grad` regions in which the wrapper that a decorator of the project returns calls the function.
+
+        def frozen(function):
+            def wrapped(*args):
+                with torch.no_grad():
+                    return function(*args)
+            return wrapped
+        """
+        scope = decorator.scope
+        taken = {param.name for param in scope.params}
+        for inner in scope.children:
+            for call in inner.calls:
+                if call.path in taken:
+                    yield from (each for each in decorator.facts.regions(call) if each.kind == "no_grad")
 
     def entered(self, item: With) -> tuple[Region, ...]:
         """Return the regions that a `with` item enters."""

@@ -124,6 +124,30 @@ accelerator = Accelerator()
 """,
             files={"mp.yaml": "distributed_type: MULTI_GPU\nmixed_precision: fp16\nuse_cpu: true\nnum_processes: 2\n"},
         ),
+        Good(
+            """\
+import torch
+
+class Features(torch.utils.data.Dataset):
+    def __init__(self, encoder, files):
+        self.items = [self.encode(encoder, each) for each in files]
+
+    def encode(self, encoder, file):
+        with torch.autocast("cuda"):
+            return encoder(file).cpu()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+class Features(torch.utils.data.Dataset):
+    def __init__(self, encoder, files):
+        encoder = encoder.cpu()
+        with torch.autocast("cuda"):  # !
+            self.items = [encoder(each) for each in files]
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -181,7 +205,11 @@ accelerator = Accelerator()
                 moved[dotted(targets[0].target) if targets else dotted(call.receiver)] = call
         for calls in facts.calls.values():
             for call in calls:
-                if call.path in moved and any(region.call is event.call for region, _ in facts.autocasts(call)):
+                if (
+                    call.path
+                    and call.path in moved
+                    and any(region.call is event.call for region, _ in facts.autocasts(call))
+                ):
                     return moved[call.path]
         return None
 

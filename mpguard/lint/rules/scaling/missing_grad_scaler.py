@@ -1495,6 +1495,81 @@ def train(model, critic, loader):
         scaler.update()
 """,
         ),
+        Good(
+            """\
+import torch
+
+def without_gradients(function):
+    def wrapped(*args):
+        with torch.no_grad():
+            return function(*args)
+    return wrapped
+
+@without_gradients
+def target_of(teacher, x):
+    with torch.autocast("cuda"):
+        return teacher(x)
+
+def roll_out(model, prompts):
+    with torch.autocast("cuda"):
+        tokens = model.generate(prompts)
+    return tokens
+
+def train(model, teacher, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for prompts in loader:
+        tokens = roll_out(model, prompts)
+        loss = (model(tokens) - target_of(teacher, tokens)).abs().sum()
+        loss.backward()
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def logged(function):
+    def wrapped(*args):
+        print(function.__name__)
+        return function(*args)
+    return wrapped
+
+@logged
+def loss_of(model, x):
+    with torch.autocast("cuda"):
+        return model(x).sum()
+
+def train(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        loss = loss_of(model, x)
+        loss.backward()  # !
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def logged(function):
+    def wrapped(*args):
+        print(function.__name__)
+        return function(*args)
+    return wrapped
+
+@logged
+def loss_of(model, x):
+    with torch.autocast("cuda"):
+        return model(x).sum()
+
+def train(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        loss = loss_of(model, x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
