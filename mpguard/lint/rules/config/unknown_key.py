@@ -159,9 +159,8 @@ mixed_precision: bf16
             if meant is None and entry.key.endswith("_config") and isinstance(entry.value, dict):
                 continue
             fix = _rename(document, entry, meant)
-            versions = (
-                {} if fix is not None and _is_typo(entry.key, str(meant)) else None
-            )  # no version has had that key
+            # no version has had a misspelt key
+            versions: dict[str, str] | None = {} if fix and _is_typo(entry.key, str(meant)) else None
             yield self.at(entry, fix=fix, versions=versions, key=entry.key, hint=hint)
 
 
