@@ -57,6 +57,8 @@ class NoMasterWeights(Rule):
     triggers = (
         any_of(b"bfloat16", b"bf16"),
         any_of(b".bfloat16()", b".to(", b".type(", b"dtype"),
+    )
+    triggers_nearby = (
         any_of(b"optim", b"Trainer("),
         any_of(b".step(", b".train("),
         any_of(b"arameters()", b"Trainer("),
@@ -365,6 +367,48 @@ def fit_head(make, data):
         head(x).sum().backward()
         optimizer.step()
 """
+        ),
+        Bad(
+            """\
+import torch
+from transformers import AutoModelForCausalLM
+
+def build_model(name):
+    model = AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.bfloat16)  # !
+    model.gradient_checkpointing_enable()
+    return model
+""",
+            files={
+                "pyproject.toml": "",
+                "train.py": "import torch\n\nfrom models import build_model\n\n"
+                'model = build_model("gpt2").cuda()\n'
+                "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)\n"
+                "for x in loader:\n"
+                "    model(input_ids=x, labels=x).loss.backward()\n"
+                "    optimizer.step()\n",
+            },
+            name="models.py",
+        ),
+        Good(
+            """\
+import torch
+from transformers import AutoModelForCausalLM
+
+def build_model(name):
+    return AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.bfloat16)
+""",
+            files={
+                "pyproject.toml": "",
+                "train.py": "import torch\n\nfrom models import build_model\n\n"
+                'model, teacher = torch.nn.Linear(8, 8), build_model("gpt2").cuda()\n'
+                "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)\n"
+                "for x in loader:\n"
+                "    with torch.no_grad():\n"
+                "        target = teacher(x).logits\n"
+                "    (model(x) - target).square().mean().backward()\n"
+                "    optimizer.step()\n",
+            },
+            name="models.py",
         ),
     )
 
