@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Diagnostic, Dtype, Facts, Good, Note, Rule, any_of
+import libcst as cst
+
+from mpguard.lint import Bad, Diagnostic, Dtype, Event, Facts, Good, Note, Rule, any_of
 
 _SHARDED_CHECKPOINTS = {
     "pyproject.toml": "",
@@ -410,6 +412,30 @@ def build_model(name):
             },
             name="models.py",
         ),
+        Good(
+            """\
+import torch
+from transformers import AutoModel, TrainingArguments
+from own import Config, train
+from peft import LoraConfig
+
+def main(args):
+    config = Config(
+        model=AutoModel.from_pretrained("base", torch_dtype=torch.bfloat16),
+        tr_args=TrainingArguments(learning_rate=2e-4),
+        peft_config=LoraConfig(r=32) if args.peft else None,
+    )
+    train(config)
+""",
+            files={
+                "pyproject.toml": "",
+                "own.py": "from transformers import Trainer\n\nclass Config:\n"
+                "    def __init__(self, model, tr_args, peft_config):\n"
+                "        self.model, self.args, self.peft = model, tr_args, peft_config\n\n"
+                "def train(config):\n    Trainer(model=config.model, args=config.args).train()\n",
+            },
+            name="main.py",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -419,7 +445,7 @@ def build_model(name):
             optimizers = facts.training_use.plain_optimizers(weights.training) or facts.training_use.trainers(
                 weights.training
             )
-            if optimizers and not facts.training_use.keeps_masters(weights):
+            if optimizers and not (facts.training_use.keeps_masters(weights) or _gets_adapters(weights.event, facts)):
                 call = weights.event.call
                 expr = facts.short(call.func if weights.event.kind == "load" else call.node)
                 yield self.at(
@@ -427,3 +453,14 @@ def build_model(name):
                     expr=expr,
                     notes=(Note("trained with here", optimizers[0].span, facts.elsewhere(optimizers[0])),),
                 )
+
+
+def _gets_adapters(event: Event, facts: Facts) -> bool:
+    """True if a model is an argument next to `peft_config`, in a call of whatever starts its training."""
+    node = facts.parent(event.call.node)
+    while node is not None and not isinstance(node, cst.BaseSmallStatement):
+        call = facts.call_of(node) if isinstance(node, cst.Call) else None
+        if call is not None and "peft_config" in call.keywords:
+            return True
+        node = facts.parent(node)
+    return False
