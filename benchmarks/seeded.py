@@ -25,7 +25,13 @@ so there):
 - an autocast that a constant of an imported module switches off, and an autocast in BF16 around a model whose module
   has its own autocast, which needs the scaler (both since `wide12`);
 - a call that only a comment contains (since `wide12`);
-- an average that is copied but never updated: `weight_decay` says nothing about that.
+- an average that is copied but never updated: `weight_decay` says nothing about that;
+- in a benchmark by its name (`benchmark_50m.py`), and in an example of another package of which the project contains a
+  copy that nothing runs: no rule reports anything there, as the documentation says (both since `wide13`);
+- a kind whose rules are all off by default (since `wide13`: MPG704);
+- a cast in a program of ColossalAI, which has its own mixed precision, as those of the other frameworks (since
+  `wide13`);
+- a key in a DeepSpeed config of a project whose conda environment pins a DeepSpeed which still has it (since `wide13`).
 
 A batch of integers that is cast to FP16 counts as found by MPG110 too, which reports just that.
 """
@@ -48,8 +54,10 @@ import libcst as cst
 
 from mpguard.lint.model.rule import rules
 from mpguard.lint.model.selection import Selectors
+from mpguard.lint.project.references import is_copied_example
 from mpguard.lint.run.engine import Engine, Options
 from mpguard.lint.source.files import Target, kind_of
+from mpguard.lint.source.test_paths import is_test
 
 _spec = importlib.util.spec_from_file_location("corpus", Path(__file__).with_name("corpus.py"))
 assert _spec is not None and _spec.loader is not None
@@ -274,7 +282,7 @@ def _autocast_with(dtype: str) -> Callable[[cst.Call], cst.BaseExpression | None
 
 # -- loss scaling -------------------------------------------------------------------------------------
 
-OTHER = r"apex|deepspeed|accelerat|lightning|\bpl\."
+OTHER = r"apex|deepspeed|accelerat|lightning|\bpl\.|colossalai"
 FP16_LOOP = (r"GradScaler\(", r"autocast\(", r"\.scale\(.*\)\.backward\(", r"[sS]caler\.step\(")
 
 
@@ -1053,7 +1061,8 @@ class Outcome(NamedTuple):
 
 #: What the Python programs of some kind contain.
 WORDS = re.compile(r"\.backward\(|Trainer|GradScaler|autocast|MixedPrecision|custom_fwd|arange\(|ema")
-ENGINE = Engine(rules(own_only=True), Options(Selectors()))
+RULES = rules(own_only=True)
+ENGINE = Engine(RULES, Options(Selectors()))
 
 
 def reported(path: Path, text: str) -> list[str]:
@@ -1098,7 +1107,7 @@ def words_of(folder: Path, repository: str, pattern: str, cache: dict[tuple[str,
         where = folder / repository.replace("/", "+")
         files = (
             each
-            for name in ("*.py", "*requirements*.txt", "requirements/*.txt", "*.toml", "*.lock")
+            for name in ("*.py", "*requirements*.txt", "requirements/*.txt", "*.toml", "*.lock", "*environment*.y*ml")
             for each in where.rglob(name)
         )
         cache[repository, pattern] = any(re.search(pattern, each.read_text("utf-8", "replace")) for each in files)
@@ -1170,6 +1179,8 @@ def run(folder: Path, which: str, per_kind: int, kinds: Iterable[Kind]) -> Itera
     alone: dict[tuple[str, str], bool] = {}
     users = Users(folder)
     for each in kinds:
+        if all(RULES[code].preview for code in each.rules):
+            continue
         count, of, tried = 0, collections.Counter[str](), collections.Counter[str]()
         for program in (one for suffix in each.suffixes for one in every.get(suffix, ())):
             if count >= per_kind:
@@ -1177,7 +1188,9 @@ def run(folder: Path, which: str, per_kind: int, kinds: Iterable[Kind]) -> Itera
             if of[program.repository] >= PER_REPOSITORY or not each.fits(program.text):
                 continue
             path = program.path.relative_to(folder / program.repository.replace("/", "+")).as_posix()
-            if each.trains and _MEASURES.search(path):
+            if (each.trains and _MEASURES.search(path)) or is_copied_example(program.path):
+                continue
+            if is_test(path) and not any(RULES[code].in_tests for code in each.rules):
                 continue
             if each.alone and words_of(folder, program.repository, each.alone, alone):
                 continue

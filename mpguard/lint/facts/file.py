@@ -44,10 +44,11 @@ from mpguard.lint.facts.values.lattice import Alternatives, Class, Constant, Dty
 from mpguard.lint.facts.values.options import Option, forgotten_dtypes
 from mpguard.lint.facts.values.precision import TensorDtypes
 from mpguard.lint.facts.values.scalars import Scalars
-from mpguard.lint.project import summaries
+from mpguard.lint.project import references, summaries
 from mpguard.lint.project.requirements import Required
 from mpguard.lint.source.libcst_internals import Frames
 from mpguard.lint.source.source import Chunk, Source
+from mpguard.lint.source.strip_comments import stripped
 from mpguard.lint.source.test_paths import is_test
 
 #: A class in an imported module whose code is longer than this (in characters) is indexed by its name and its bases
@@ -623,6 +624,12 @@ class Facts(FormerNames, former=_FORMER):
     def is_test(self) -> bool:
         """True for a test or a benchmark."""
         return is_test(self.path)
+
+    @cached_property
+    def may_update_scaler(self) -> bool:
+        """True if the file, or other code of its project, may update a GradScaler that the file steps with."""
+        code = stripped(self.file_text).encode("utf-8", "surrogateescape")
+        return references.updates(code) or self.project.scaler_updated_elsewhere(self.path)
 
     @cached_property
     def may_keep_masters(self) -> bool:

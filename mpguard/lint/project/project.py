@@ -317,6 +317,13 @@ class Project:
             top = tree.top_of(file.parent)
             return not tree.is_project(top) or references.may_call(top, file, name)
 
+    def scaler_updated_elsewhere(self, path: str) -> bool:
+        """True if other code may update a GradScaler that a file steps with; outside of a project, it may."""
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(file.parent)
+            return not tree.is_project(top) or references.may_update_scaler(top, file)
+
     def looked_up(self, path: str) -> bool:
         """True if code of the project of a file may get a class by a name that is not in the code."""
         with tracked_fs.recording_for(path):

@@ -41,12 +41,18 @@ _READS_DEEPSPEED = re.compile(
     rb"|Trainer\(|(?i:accelerat|lightning)"
 )
 _NAMES_DEEPSPEED = re.compile(rb"(?i)deepspeed|HfArgumentParser|TrainingArguments|accelerat|lightning")
+#: `update()` of anything but a progress bar or an average.
+_UPDATE = re.compile(
+    rb"(?i)(?<![\w.])(?![\w.]*(?:bar|progress|tqdm|ema)\w*\s*\.\s*update\b)[\w.]*[\w\])]"
+    rb"\s*\.\s*update\(\s*(?:\)|new_scale)"
+)
+_SCALER, _OWN_SCALER = re.compile(rb"(?i)scaler"), re.compile(rb"GradScaler\(")
 #: The tables of a pyproject.toml with which a package is built.
 _BUILDS = re.compile(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
 #: Kinds of questions.
 _USES, _LOOKS_UP, _READS, _ASKS, _CALLS = "use ", "looks up", "reads deepspeed", "asks for ", "calls "
 _WHERE = "where "
-_RUNS = "runs"
+_RUNS, _UPDATES = "runs", "updates a scaler"
 _LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "COPYING")
 #: Folders of a project's examples.
 _EXAMPLES = frozenset({"example", "examples", "research_projects"})
@@ -84,6 +90,14 @@ def may_ask_for(top: Path, word: str) -> bool:
 def may_call(top: Path, file: Path, name: str) -> bool:
     """True if another file of a project may use a method of a class of a file, by its name."""
     return _asked(top, file, _CALLS + name)
+
+
+def may_update_scaler(top: Path, file: Path) -> bool:
+    """True if other code of a project may update a GradScaler that a file steps with.
+
+    A program with a scaler of its own, which does not use the file, updates that one.
+    """
+    return _asked(top, file, _UPDATES)
 
 
 def is_copied_example(file: Path) -> bool:
@@ -137,6 +151,8 @@ def answer(top: str, file: str, question: str) -> bool | list[str]:
             return any(word in _content(each).lower() for each in files if not each.endswith(PYTHON))
         if question == _RUNS:
             return any(_uses(each, file, "") and not _is_in_copy(each, top) for each in files if each != file)
+        if question == _UPDATES:
+            return any(_updates(each, file) for each in files if each != file and each.endswith(PYTHON))
         if question.startswith(_CALLS):
             method = question.removeprefix(_CALLS).encode()
             return any(_may_call(each, method) for each in files if each != file)
@@ -230,6 +246,20 @@ def _may_call(user: str, method: bytes) -> bool:
     if re.search(rb"^[ \t]+(?:async[ \t]+)?def[ \t]+%s\b" % word, code, re.M):
         code = re.sub(rb"\bself\.%s\b" % word, b"", code)
     return re.search(rb"\.\s*%s\b|[\"']%s[\"']" % (word, word), code) is not None
+
+
+def updates(code: bytes) -> bool:
+    """True if code, without comments, may update a GradScaler."""
+    return _UPDATE.search(code) is not None
+
+
+def _updates(user: str, file: str) -> bool:
+    """True if a file may update the scaler of another one."""
+    data = _content(user)
+    if b".update(" not in data or not _SCALER.search(data):
+        return False
+    code = stripped(data)
+    return updates(code) and (not _OWN_SCALER.search(code) or _uses(user, file, ""))
 
 
 def _code_uses(code: bytes, user: str, file: str, name: str) -> bool:

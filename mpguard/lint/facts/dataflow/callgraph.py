@@ -178,11 +178,21 @@ class CallGraph:
             other.need_uses(name)
         if scope.name not in ("forward", "__call__"):
             return found
+        for factory in self._factories(name):
+            makers = self.facts.users(factory) or []
+            for other in makers:
+                other.need_uses(factory)
+            found = list(dict.fromkeys((*found, *makers)))
         # A model is called where it is passed to: `train_one_epoch(model)` of a module that knows its users only.
         further = [near for other in found for near in other.imported_modules() if b"autocast" in near.source.data]
         for near in further:
             near.need_all()
         return list(dict.fromkeys((*found, *further)))
+
+    def _factories(self, cls: str) -> set[str]:
+        """Return the functions of the file that create an object of a class: `build_model`."""
+        places = {call.scope for call in self.facts.calls.get(cls, ())}
+        return {name for place in places if place.kind == "function" and (name := _name_outside(place))} - {cls}
 
     def _may_be_class_or_instance(self, call: Call) -> bool:
         """True if the callee may be a class of this file or an instance of one.

@@ -132,11 +132,14 @@ class ForwardFlow:
             kind = "gradient" if kind in _TRAIN_SINKS else kind
         self.reach.sinks.append(Sink(kind, call))
 
-    def follow(self, node: cst.CSTNode, at: Record) -> None:
-        """Follow the value of `node`, in the file of `at`, to the enclosing expressions and statements."""
+    def follow(self, node: cst.CSTNode, at: Record, index: int | None = None) -> None:
+        """Follow the value of `node`, in the file of `at`, to the enclosing expressions and statements.
+
+        index: the value is this element of the tuple that the node returns.
+        """
         self.home = self.home or at.scope
         with self.in_file_of(at):
-            self._follow(node, at)
+            self._follow(node, at, index)
 
     @contextlib.contextmanager
     def in_file_of(self, place: Record | Scope) -> Iterator[None]:
@@ -147,13 +150,14 @@ class ForwardFlow:
         finally:
             self.facts = before
 
-    def _follow(self, node: cst.CSTNode, at: Record) -> None:
+    def _follow(self, node: cst.CSTNode, at: Record, index: int | None) -> None:
         parents = self.facts.index.parents
         given = ""
-        while self.nodes_left > 0 and ("node", node) not in self.seen:
-            self.seen.add(("node", node))
+        while self.nodes_left > 0 and ("node", node, index) not in self.seen:
+            self.seen.add(("node", node, index))
             self.nodes_left -= 1
-            parent = parents.get(node)
+            parent, element = parents.get(node), index
+            index = None
             if parent is None or isinstance(
                 parent, (cst.Expr, cst.If, cst.While, cst.Comparison, cst.Index, cst.Slice, cst.Assert)
             ):
@@ -179,8 +183,10 @@ class ForwardFlow:
             elif isinstance(parent, cst.Assign):
                 for target in parent.targets:
                     same = None if self.past_models else _same_place(target.target, node, given)
-                    self.bind(target.target if same is None else same, at)
+                    self.bind(_element(target.target, element) if same is None else same, at)
                 return
+            elif isinstance(parent, cst.Element) and isinstance(above := parents[parent], cst.Tuple):
+                node, index = above, above.elements.index(parent)
             elif isinstance(parent, (cst.AnnAssign, cst.AugAssign)):
                 self.bind(parent.target, at)
                 return
@@ -188,7 +194,7 @@ class ForwardFlow:
                 self.bind(parent.target, at)
                 node = parent
             elif isinstance(parent, (cst.Return, cst.Yield)):
-                self.returned(at.scope)
+                self.returned(at.scope, element)
                 return
             elif isinstance(parent, cst.For):
                 self.bind(parent.target, at)
@@ -569,11 +575,11 @@ class ForwardFlow:
         owner = call.scope.owner
         return dotted(call.receiver) == "self" and owner is not None and self.facts.class_kind(owner) == "model"
 
-    def returned(self, scope: Scope) -> None:
+    def returned(self, scope: Scope, index: int | None) -> None:
         """Follow the value to the callers of the function that returns it: those that it came from, if it did."""
-        if ("returned", scope) in self.seen:
+        if ("returned", scope, index) in self.seen:
             return
-        self.seen.add(("returned", scope))
+        self.seen.add(("returned", scope, index))
         entries = self.entries.get(scope) if scope is not self.home else None
         callers = entries or (self.facts.callers(scope) if scope.kind == "function" else [])
         if scope.name in FRAMEWORK_STEPS and scope.is_method and self.facts.base_unknown(scope.owner):
@@ -584,7 +590,7 @@ class ForwardFlow:
             self.reach.outside = True
         for call in tuple(callers):
             if not self._in_no_grad(call):
-                self.follow(call.node, call)
+                self.follow(call.node, call, index)
 
 
 def _same_place(target: cst.CSTNode, value: cst.CSTNode, given: str) -> cst.CSTNode | None:
@@ -594,3 +600,11 @@ def _same_place(target: cst.CSTNode, value: cst.CSTNode, given: str) -> cst.CSTN
     arguments = {dotted(arg.value) for arg in value.args} - {""}
     names = {dotted(element.value): element.value for element in target.elements}
     return names.get(given) if names.keys() <= arguments else None
+
+
+def _element(target: cst.BaseExpression, index: int | None) -> cst.BaseExpression:
+    """Return the element of a target that gets the element of a tuple; the whole target if that is unknown."""
+    if index is None or not isinstance(target, (cst.Tuple, cst.List)):
+        return target
+    starred = any(isinstance(each, cst.StarredElement) for each in target.elements)
+    return target if starred or index >= len(target.elements) else target.elements[index].value

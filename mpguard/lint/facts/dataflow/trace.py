@@ -177,7 +177,8 @@ class Traces:
     def _of_classes(self, roots: dict[Scope, Trace]) -> Iterator[Trace]:
         """Yield what code of other files runs of a class with one method for backward and another one for the step.
 
-        Each of them is a root, because no function of this file calls them.
+        There may be a third one, which clips in between. Each of them is a root, because no function of this file
+        calls them.
         """
         methods: dict[Scope, list[Scope]] = {}
         for scope in roots:
@@ -188,11 +189,11 @@ class Traces:
             backward = [scope for scope in each if kinds[scope] & {"backward", "framework"}]
             steps = [scope for scope in each if kinds[scope] & {"step", "scaler_step", "other_step"}]
             if len(backward) == len(steps) == 1 and backward != steps and self._keeps_its_scaler(owner):
-                rest = [scope for scope in each if scope not in (*backward, *steps)]
                 # A method that reads the scale, or only scales a loss, stands next to the one for backward.
                 others = set(_OPERATIONS) - {"get_scale"} - ({"scale"} if "scale" in kinds[backward[0]] else set())
-                if not any(kinds[scope] & others for scope in rest):
-                    yield (*roots[backward[0]], *roots[steps[0]])
+                rest = [scope for scope in each if scope not in (*backward, *steps) and kinds[scope] & others]
+                if len(rest) <= 1 and all(kinds[scope] & others <= {"unscale", "clip"} for scope in rest):
+                    yield tuple(step for scope in (*backward, *rest, *steps) for step in roots[scope])
 
     def _keeps_its_scaler(self, owner: Scope) -> bool:
         """True if only the class itself uses its scaler: neither its users nor classes derived from it do."""

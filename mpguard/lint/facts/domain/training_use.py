@@ -555,7 +555,7 @@ class TrainingUse:
 
     @cached_property
     def only_measures_speed(self) -> bool:
-        """True if the file repeats steps on one synthetic batch, or on noise, only to measure how fast they are, or their memory.
+        """True if the file repeats steps on one synthetic batch, or on noise, only to measure their speed or memory.
 
         Each backward pass is in loops that only count, between two readings of a clock whose difference is taken. The
         batch is made once, or in each step at random, outside of functions of models, nothing gives other data, and the
@@ -564,7 +564,7 @@ class TrainingUse:
         calls = self.facts.calls.get("backward", ())
         if not calls or not _SPEED.search(self.facts.source.text) or any(map(_DATA.search, self.facts.calls)):
             return False
-        return all(self._is_timed(call) and self._on_synthetic_batches(call) for call in calls)
+        return all(self._is_timed(call) and self._on_synthetic_batch(call) for call in calls)
 
     def _is_timed(self, call: Call) -> bool:
         """True if a clock is read before and after a call, in its function, and the difference is taken."""
@@ -580,7 +580,7 @@ class TrainingUse:
         )
         return taken and any(c.order < call.order for c in clocks) and any(c.order > call.order for c in clocks)
 
-    def _on_one_batch(self, call: Call) -> bool:
+    def _on_synthetic_batch(self, call: Call) -> bool:
         """True if a call is repeated by counting only, in a function that makes tensors before the loop, or noise."""
         if not call.loops or not all(isinstance(loop, cst.For) and _only_counts(loop) for loop in call.loops):
             return False

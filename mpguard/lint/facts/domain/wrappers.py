@@ -79,11 +79,14 @@ class WrapperFacts:
             self._kinds = found
         return self._kinds
 
-    def of(self, node: cst.CSTNode | None, at: Record, kind: str = "") -> list[Wrap]:
-        """Return the wrappers that an expression passed through, at a record; of one kind, or all."""
-        if node is None or not self.calls:
+    def of(self, node: cst.CSTNode | None, at: Record, kind: str = "", across: bool = False) -> list[Wrap]:
+        """Return the wrappers that an expression passed through, at a record; of one kind, or all.
+
+        across: also those in other files, if all callers of the function there give a wrapped object.
+        """
+        if node is None or not (self.calls or across):
             return []
-        found = _Search(self.facts, self.calls).start(node, at)
+        found = _Search(self.facts, self.calls, across).start(node, at)
         return [wrap for wrap in found if wrap.kind.startswith(kind)]
 
     def forwards(self, kind: str = "") -> Iterator[tuple[Call, Wrap]]:
@@ -106,12 +109,14 @@ class WrapperFacts:
         bindings = self.facts.values.reaching(key.split(".", 1)[0], call.scope, call.order, call.guard)
         return any(binding.kind in ("assign", "element", "param", "with") for binding in bindings)
 
-    def differentiated(self, loss: cst.CSTNode | None, at: Call, kind: str) -> Iterator[tuple[Call, Wrap]]:
+    def differentiated(
+        self, loss: cst.CSTNode | None, at: Call, kind: str, across: bool = False
+    ) -> Iterator[tuple[Call, Wrap]]:
         """Yield the calls of wrapped models that a loss is differentiated through.
 
-        They are neither detached nor under `no_grad`.
+        They are neither detached nor under `no_grad`. across: see `of`.
         """
-        if loss is None or not self.calls:
+        if loss is None or not (self.calls or across):
             return
         records = [record for record in self._computed(loss, at) if isinstance(record, Call)]
         cut: set[Record] = set()
@@ -121,10 +126,10 @@ class WrapperFacts:
         for record in records:
             if not record.path or record in cut or any(r.kind == "no_grad" for r in self.facts.regions(record)):
                 continue
-            wraps = self.of(record.func, record, kind)
+            wraps = self.of(record.func, record, kind, across)
             if record.scope is at.scope and record.name not in _RETURNS_ARGUMENT:  # compute_loss(model, batch)
                 given = (each for each in record.positional if _MODEL.search(dotted(each)))
-                wraps += [wrap for each in given for wrap in self.of(each, record, kind)]
+                wraps += [wrap for each in given for wrap in self.of(each, record, kind, across)]
             for wrap in wraps:
                 if compatible(wrap.guard, self.facts.guard_of(record), self.facts.guard_of(at)):
                     yield record, wrap
@@ -168,8 +173,8 @@ class WrapperFacts:
 class _Search:
     """Follows one expression back to the calls that wrap it."""
 
-    def __init__(self, facts: Facts, calls: dict[Call, str]) -> None:
-        self.facts, self.calls = facts, calls
+    def __init__(self, facts: Facts, calls: dict[Call, str], across: bool) -> None:
+        self.facts, self.calls, self.across = facts, calls, across
         self.found: list[Wrap] = []
         self.seen: set[object] = set()
 
@@ -297,11 +302,26 @@ class _Search:
         elif binding.kind == "for" and not binding.index and self.is_list(value, binding):
             self.expression(value, binding, guard, depth - 1)
         elif binding.kind == "param":
-            for call in self.facts.callers(binding.scope):
+            callers = self.facts.callers(binding.scope)
+            if self.across:
+                self.found += self.given_elsewhere(binding, callers)
+            for call in callers:
                 given = self.facts.values.given(call, binding.scope, binding.key)
                 both = guard.joined(call.guard)
                 if given is not value and both.possible and call.chunk.source is self.facts.source:
                     self.expression(given, call, both, depth - 1)
+
+    def given_elsewhere(self, binding: Binding, callers: list[Call]) -> list[Wrap]:
+        """Return the wrappers of what callers in other files give for a parameter, if all of them give wrapped ones."""
+        found: list[Wrap] = []
+        for call in callers:
+            there = self.facts.of(call)
+            given = self.facts.values.given(call, binding.scope, binding.key)
+            wraps = there.wrappers.of(given, call) if there is not self.facts and given is not binding.value else []
+            if not wraps:
+                return []
+            found += wraps
+        return found
 
     def is_list(self, node: cst.CSTNode | None, at: Record) -> bool:
         """True for a list or tuple that the code writes down: unlike a loader, it has the parts that a loop gives."""

@@ -52,7 +52,8 @@ class BceUnderAutocast(Rule):
     in_tests = True
     message = "`{call}` raises under autocast"
     help = "use the form that takes logits, or compute the loss in FP32 under autocast(enabled=False)"
-    triggers = (any_of(b"autocast"), any_of(b"BCELoss", b"binary_cross_entropy"))
+    triggers = (any_of(b"BCELoss", b"binary_cross_entropy"),)
+    triggers_nearby = (any_of(b"autocast"),)
     examples = (
         Bad(
             """\
@@ -136,6 +137,70 @@ def seldom(x, y, enable_autocast=False):
 def helper(x, y):
     return F.binary_cross_entropy(x, y)
 """
+        ),
+        Bad(
+            """\
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.loss = nn.Linear(8, 1), nn.BCELoss()
+
+    def forward(self, x):
+        return self.loss(torch.sigmoid(self.head(x[0])), x[1])  # !
+
+def build_model():
+    return Model()
+""",
+            files={
+                "pyproject.toml": "",
+                "main.py": "import torch\n\nfrom engine import fit\nfrom models import build_model\n\n"
+                "model = build_model().cuda()\n"
+                "fit(model, loader, torch.optim.AdamW(model.parameters()))\n",
+                "engine.py": "import torch\n\ndef fit(model, loader, optimizer):\n"
+                '    scaler = torch.amp.GradScaler("cuda")\n'
+                "    for x in loader:\n"
+                '        with torch.autocast("cuda", dtype=torch.float16):\n'
+                "            loss = model(x)\n"
+                "        scaler.scale(loss).backward()\n"
+                "        scaler.step(optimizer)\n"
+                "        scaler.update()\n",
+            },
+            name="models.py",
+        ),
+        Good(
+            """\
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.loss = nn.Linear(8, 1), nn.BCEWithLogitsLoss()
+
+    def forward(self, x):
+        return self.loss(self.head(x[0]), x[1])
+
+def build_model():
+    return Model()
+""",
+            files={
+                "pyproject.toml": "",
+                "main.py": "import torch\n\nfrom engine import fit\nfrom models import build_model\n\n"
+                "model = build_model().cuda()\n"
+                "fit(model, loader, torch.optim.AdamW(model.parameters()))\n",
+                "engine.py": "import torch\n\ndef fit(model, loader, optimizer):\n"
+                '    scaler = torch.amp.GradScaler("cuda")\n'
+                "    for x in loader:\n"
+                '        with torch.autocast("cuda", dtype=torch.float16):\n'
+                "            loss = model(x)\n"
+                "        scaler.scale(loss).backward()\n"
+                "        scaler.step(optimizer)\n"
+                "        scaler.update()\n",
+            },
+            name="models.py",
         ),
     )
 

@@ -60,10 +60,10 @@ class CustomFunctionWithoutCustomFwd(Rule):
     help = "decorate forward with torch.amp.custom_fwd and backward with torch.amp.custom_bwd"
     triggers = (
         any_of(b"Function)", b"Function,"),
-        any_of(b"autocast", b"custom_fwd"),
         any_of(b".apply"),
         any_of(b"def backward"),
     )
+    triggers_nearby = (any_of(b"autocast", b"custom_fwd"),)
     examples = (
         Bad(
             """\

@@ -288,6 +288,55 @@ class Stored:
         self.module.load_state_dict(model.state_dict())
 """
         ),
+        Bad(
+            """\
+import copy
+import torch
+
+class EMA:
+    def __init__(self, model, decay=0.9999):
+        self.decay = decay
+        self.shadow = copy.deepcopy(model).to(torch.bfloat16).eval()  # !
+
+    @torch.no_grad()
+    def update(self, model):
+        for ema, param in zip(self.shadow.parameters(), model.parameters()):
+            ema.mul_(self.decay).add_(param, alpha=1 - self.decay)
+""",
+            files={
+                "pyproject.toml": "",
+                "train.py": "from ema import EMA\n\ndef train(model, loader, optimizer):\n    ema = EMA(model)\n"
+                "    for x in loader:\n        model(x).backward()\n        optimizer.step()\n"
+                "        ema.update(model)\n",
+            },
+            name="ema.py",
+        ),
+        Good(
+            """\
+import copy
+import torch
+
+class EMA:
+    def __init__(self, model, decay=0.9999):
+        self.decay = decay
+        self.shadow = copy.deepcopy(model).eval()
+
+    @torch.no_grad()
+    def update(self, model):
+        for ema, param in zip(self.shadow.parameters(), model.parameters()):
+            ema.mul_(self.decay).add_(param, alpha=1 - self.decay)
+
+    def export(self):
+        return copy.deepcopy(self.shadow).to(torch.bfloat16)
+""",
+            files={
+                "pyproject.toml": "",
+                "train.py": "from ema import EMA\n\ndef train(model, loader, optimizer):\n    ema = EMA(model)\n"
+                "    for x in loader:\n        model(x).backward()\n        optimizer.step()\n"
+                "        ema.update(model)\n",
+            },
+            name="ema.py",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -381,7 +430,8 @@ class Stored:
             scopes = list(cast.scope.descendants())
         for scope in scopes:
             for use in scope.uses.get(ema.split(".", 1)[0], ()):
-                if use.path not in wanted or facts.is_inference(use):
+                averages = any(call.name in ("mul_", "lerp_") for call in scope.calls)  # often without gradients
+                if use.path not in wanted or (facts.is_inference(use) and not averages):
                     continue
                 if scope is not cast.scope or use.order > cast.order or set(use.loops) & set(cast.call.loops):
                     return True

@@ -51,9 +51,8 @@ class HalfWeightsInOptimizer(Rule):
         any_of(b"float16", b"half", b"fp16"),
         any_of(b"from_pretrained(", b"from_config(", b"from_single_file("),
         any_of(b"dtype"),
-        any_of(b"optim", b"Trainer("),
-        any_of(b".step(", b".train("),
     )
+    triggers_nearby = (any_of(b"optim", b"Trainer("), any_of(b".step(", b".train("))
     yields_to = ("MPG507", "MPG862", "MPG863", "MPG864")
     examples = (
         Bad(
@@ -241,6 +240,55 @@ for x in loader:
     engine.backward(engine(x).sum())
     engine.step()
 """
+        ),
+        Bad(
+            """\
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+def load(name):
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.float16)  # !
+    return model, tokenizer
+""",
+            files={
+                "pyproject.toml": "",
+                "finetune.py": "from transformers import Trainer, TrainingArguments\n\nfrom modeling import load\n\n"
+                'model, tokenizer = load("facebook/opt-125m")\n'
+                'args = TrainingArguments("out", learning_rate=2e-5, fp16=True)\n'
+                "Trainer(model, args, train_dataset=data(tokenizer)).train()\n",
+            },
+            name="modeling.py",
+            fixed="""\
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+def load(name):
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.float32)
+    return model, tokenizer
+""",
+        ),
+        Good(
+            """\
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+def load(name):
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.float16)
+    return model, tokenizer
+""",
+            files={
+                "pyproject.toml": "",
+                "generate.py": "from modeling import load\n\n"
+                'model, tokenizer = load("facebook/opt-125m")\n'
+                "print(model.generate(**tokenizer('Once', return_tensors='pt')))\n",
+                "finetune.py": "from transformers import Trainer, TrainingArguments\n\n"
+                'args = TrainingArguments("out", learning_rate=2e-5, fp16=True)\n'
+                "Trainer(build(), args, train_dataset=data()).train()\n",
+            },
+            name="modeling.py",
         ),
     )
 

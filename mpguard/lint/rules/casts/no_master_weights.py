@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Diagnostic, Dtype, Facts, Good, Note, Rule, any_of
+import libcst as cst
+
+from mpguard.lint import Bad, Diagnostic, Dtype, Event, Facts, Good, Note, Rule, any_of
 
 _SHARDED_CHECKPOINTS = {
     "pyproject.toml": "",
@@ -57,6 +59,8 @@ class NoMasterWeights(Rule):
     triggers = (
         any_of(b"bfloat16", b"bf16"),
         any_of(b".bfloat16()", b".to(", b".type(", b"dtype"),
+    )
+    triggers_nearby = (
         any_of(b"optim", b"Trainer("),
         any_of(b".step(", b".train("),
         any_of(b"arameters()", b"Trainer("),
@@ -366,6 +370,72 @@ def fit_head(make, data):
         optimizer.step()
 """
         ),
+        Bad(
+            """\
+import torch
+from transformers import AutoModelForCausalLM
+
+def build_model(name):
+    model = AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.bfloat16)  # !
+    model.gradient_checkpointing_enable()
+    return model
+""",
+            files={
+                "pyproject.toml": "",
+                "train.py": "import torch\n\nfrom models import build_model\n\n"
+                'model = build_model("gpt2").cuda()\n'
+                "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)\n"
+                "for x in loader:\n"
+                "    model(input_ids=x, labels=x).loss.backward()\n"
+                "    optimizer.step()\n",
+            },
+            name="models.py",
+        ),
+        Good(
+            """\
+import torch
+from transformers import AutoModelForCausalLM
+
+def build_model(name):
+    return AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.bfloat16)
+""",
+            files={
+                "pyproject.toml": "",
+                "train.py": "import torch\n\nfrom models import build_model\n\n"
+                'model, teacher = torch.nn.Linear(8, 8), build_model("gpt2").cuda()\n'
+                "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)\n"
+                "for x in loader:\n"
+                "    with torch.no_grad():\n"
+                "        target = teacher(x).logits\n"
+                "    (model(x) - target).square().mean().backward()\n"
+                "    optimizer.step()\n",
+            },
+            name="models.py",
+        ),
+        Good(
+            """\
+import torch
+from transformers import AutoModel, TrainingArguments
+from own import Config, train
+from peft import LoraConfig
+
+def main(args):
+    config = Config(
+        model=AutoModel.from_pretrained("base", torch_dtype=torch.bfloat16),
+        tr_args=TrainingArguments(learning_rate=2e-4),
+        peft_config=LoraConfig(r=32) if args.peft else None,
+    )
+    train(config)
+""",
+            files={
+                "pyproject.toml": "",
+                "own.py": "from transformers import Trainer\n\nclass Config:\n"
+                "    def __init__(self, model, tr_args, peft_config):\n"
+                "        self.model, self.args, self.peft = model, tr_args, peft_config\n\n"
+                "def train(config):\n    Trainer(model=config.model, args=config.args).train()\n",
+            },
+            name="main.py",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -375,7 +445,7 @@ def fit_head(make, data):
             optimizers = facts.training_use.plain_optimizers(weights.training) or facts.training_use.trainers(
                 weights.training
             )
-            if optimizers and not facts.training_use.keeps_masters(weights):
+            if optimizers and not (facts.training_use.keeps_masters(weights) or _gets_adapters(weights.event, facts)):
                 call = weights.event.call
                 expr = facts.short(call.func if weights.event.kind == "load" else call.node)
                 yield self.at(
@@ -383,3 +453,14 @@ def fit_head(make, data):
                     expr=expr,
                     notes=(Note("trained with here", optimizers[0].span, facts.elsewhere(optimizers[0])),),
                 )
+
+
+def _gets_adapters(event: Event, facts: Facts) -> bool:
+    """True if a model is an argument next to `peft_config`, in a call of whatever starts its training."""
+    node = facts.parent(event.call.node)
+    while node is not None and not isinstance(node, cst.BaseSmallStatement):
+        call = facts.call_of(node) if isinstance(node, cst.Call) else None
+        if call is not None and "peft_config" in call.keywords:
+            return True
+        node = facts.parent(node)
+    return False

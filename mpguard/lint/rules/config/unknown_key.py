@@ -32,7 +32,7 @@ class UnknownKey(ConfigRule):
 
     ## Known limits
     The keys are those of accelerate 1.15.0; a key that a newer version reads is reported until mpguard supports it.
-    Nothing is reported if the project requires an accelerate older than 1.0.
+    If the project requires an accelerate older than 1.0, only typos of known keys are reported.
     Only files with a `distributed_type`, which accelerate requires, count as its configs; without a
     `compute_environment`, half of their other keys must be accelerate's: training scripts have that key too. A section
     `..._config` whose name is not similar to a known one is not reported: forks of accelerate have such sections
@@ -71,6 +71,32 @@ mpguard_recipe: bf16_mixed  # !
 fsdp_version: 2  # !
 """,
             name="mp.yaml",
+        ),
+        Bad(
+            """\
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+mixed_precison: bf16  # !
+num_processes: 8
+""",
+            files={"requirements.txt": "accelerate==0.34.1\n", "pyproject.toml": ""},
+            name="zero2.yaml",
+            fixed="""\
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_processes: 8
+""",
+        ),
+        Good(
+            """\
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+own_key_of_an_older_version: 1
+""",
+            files={"requirements.txt": "accelerate==0.34.1\n", "pyproject.toml": ""},
+            name="zero2.yaml",
         ),
         Good(
             """\
@@ -132,7 +158,18 @@ mixed_precision: bf16
             )
             if meant is None and entry.key.endswith("_config") and isinstance(entry.value, dict):
                 continue
-            yield self.at(entry, fix=_rename(document, entry, meant), key=entry.key, hint=hint)
+            fix = _rename(document, entry, meant)
+            # no version has had a misspelt key
+            versions: dict[str, str] | None = {} if fix and _is_typo(entry.key, str(meant)) else None
+            yield self.at(entry, fix=fix, versions=versions, key=entry.key, hint=hint)
+
+
+def _is_typo(key: str, meant: str) -> bool:
+    """True if the words of a key are those of another one, apart from their spelling."""
+    return (
+        len(key.split("_")) == len(meant.split("_"))
+        and sum(one != other for one, other in zip(key.split("_"), meant.split("_"), strict=True)) == 1
+    )
 
 
 def _rename(document: Document, entry: Entry, meant: str | None) -> Fix | None:

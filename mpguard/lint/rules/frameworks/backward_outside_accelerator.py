@@ -20,6 +20,18 @@ from mpguard.lint import (
     wrappers,
 )
 
+#: A program whose loop is in `engine.py`.
+_MAIN = {
+    "pyproject.toml": "",
+    "main.py": "import torch\nfrom accelerate import Accelerator\n\nfrom engine import train_epoch\n\n"
+    "def main(model, loader):\n"
+    '    accelerator = Accelerator(mixed_precision="fp16")\n'
+    "    optimizer = torch.optim.AdamW(model.parameters())\n"
+    "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
+    "    for epoch in range(3):\n"
+    "        train_epoch(model, optimizer, loader, accelerator)\n",
+}
+
 
 class BackwardOutsideAccelerator(Rule):
     """`loss.backward()` is called directly on the loss of a model that an Accelerator has prepared.
@@ -51,7 +63,8 @@ class BackwardOutsideAccelerator(Rule):
     severity = "error"
     message = "`{expr}` bypasses the Accelerator that prepared {what}"
     help = "call `accelerator.backward(loss)`: it scales, divides for accumulation, and supports DeepSpeed"
-    triggers = (any_of(b"ccelerator"), any_of(b".backward("), any_of(b".prepare", b"def training_step("))
+    triggers = (any_of(b"ccelerator"), any_of(b".backward("))
+    triggers_nearby = (any_of(b".prepare", b"def training_step("),)
     examples = (
         Bad(
             """\
@@ -381,12 +394,43 @@ def other(args, loader, critic, critic_optimizer):
         critic_optimizer.step()
 """
         ),
+        Bad(
+            """\
+from torch.nn import functional as F
+
+def train_epoch(model, optimizer, loader, accelerator):
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()  # !
+            optimizer.step()
+""",
+            files=_MAIN,
+            name="engine.py",
+        ),
+        Good(
+            """\
+from torch.nn import functional as F
+
+def train_epoch(model, optimizer, loader, accelerator):
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+""",
+            files={
+                **_MAIN,
+                "plain.py": "import torch\n\nfrom engine import train_epoch\n\n"
+                "def main(model, loader):\n"
+                "    optimizer = torch.optim.AdamW(model.parameters())\n"
+                "    train_epoch(model, optimizer, loader, None)\n",
+            },
+            name="engine.py",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         yield from self._in_trainers(facts)
-        if not facts.events("prepare"):
-            return
         for backward in facts.events("backward"):
             if (
                 _is_in_trainer(backward, facts)
@@ -399,7 +443,7 @@ def other(args, loader, critic, critic_optimizer):
             found = self._prepared_model(backward, facts) or self._prepared_optimizer(backward, facts)
             if found is not None:
                 wrap, what = found
-                notes = (Note("prepared here", wrap.call.span),)
+                notes = (Note("prepared here", wrap.call.span, facts.elsewhere(wrap.call)),)
                 expr = facts.short(backward.call.node)
                 yield self.at(backward, expr=expr, what=what, notes=notes, fix=self._fix(backward, wrap, facts))
 
@@ -425,7 +469,7 @@ def other(args, loader, critic, critic_optimizer):
 
     def _prepared_model(self, backward: Event, facts: Facts) -> tuple[Wrap, str] | None:
         """Return the wrap of the model that computes the loss."""
-        for call, wrap in facts.wrappers.differentiated(backward.subject, backward.call, "accelerate"):
+        for call, wrap in facts.wrappers.differentiated(backward.subject, backward.call, "accelerate", True):
             return wrap, f"`{call.path}`"
         return None
 
@@ -436,7 +480,7 @@ def other(args, loader, critic, critic_optimizer):
                 continue
             if not compatible(step.guard, backward.guard):
                 continue
-            for wrap in facts.wrappers.of(step.subject, step.call, "accelerate"):
+            for wrap in facts.wrappers.of(step.subject, step.call, "accelerate", across=True):
                 if compatible(wrap.guard, step.guard, backward.guard):
                     return wrap, f"`{step.key or facts.short(step.subject)}`"
             return None

@@ -36,6 +36,18 @@ _ARGUMENTS = {
 #: An infinite norm clips nothing: the call only measures.
 _INFINITE = re.compile(r"""(?:math|np|numpy|torch)\.inf|float\(['"]\+?inf(?:inity)?['"]\)""")
 
+#: A program whose loop is in `engine.py`.
+_MAIN = {
+    "pyproject.toml": "",
+    "main.py": "import torch\nfrom accelerate import Accelerator\n\nfrom engine import train_epoch\n\n"
+    "def main(model, loader):\n"
+    '    accelerator = Accelerator(mixed_precision="fp16")\n'
+    "    optimizer = torch.optim.AdamW(model.parameters())\n"
+    "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
+    "    for epoch in range(3):\n"
+    "        train_epoch(model, optimizer, loader, accelerator)\n",
+}
+
 
 class ClipOutsideAccelerator(Rule):
     """Gradients of a prepared model are clipped by torch's function instead of the Accelerator's.
@@ -63,7 +75,8 @@ class ClipOutsideAccelerator(Rule):
     severity = "error"
     message = "`{expr}` clips gradients of `{model}` that may be scaled or sharded"
     help = "call `accelerator.{name}`"
-    triggers = (any_of(b"ccelerator"), any_of(b"clip_grad_"), any_of(b".prepare"))
+    triggers = (any_of(b"ccelerator"), any_of(b"clip_grad_"))
+    triggers_nearby = (any_of(b".prepare"),)
     yields_to = ("MPG205",)
     examples = (
         Bad(
@@ -349,11 +362,49 @@ def main(model, optimizer, loader, others):
         optimizer.step()
 """
         ),
+        Bad(
+            """\
+import torch
+from torch.nn import functional as F
+
+def train_epoch(model, optimizer, loader, accelerator):
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # !
+            optimizer.step()
+""",
+            files=_MAIN,
+            name="engine.py",
+        ),
+        Good(
+            """\
+import torch
+from torch.nn import functional as F
+
+def train_epoch(model, optimizer, loader, accelerator):
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        if accelerator is not None:
+            accelerator.backward(loss)
+        else:
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+""",
+            files={
+                **_MAIN,
+                "plain.py": "import torch\n\nfrom engine import train_epoch\n\n"
+                "def main(model, loader):\n"
+                "    optimizer = torch.optim.AdamW(model.parameters())\n"
+                "    train_epoch(model, optimizer, loader, None)\n",
+            },
+            name="engine.py",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if not facts.events("prepare"):
-            return
         # By the Accelerator, or by a scaler in the code: MPG502 reports that.
         by_hand = [*facts.calls.get("unscale_gradients", ()), *(event.call for event in facts.events("unscale"))]
         for clip in facts.events("clip"):
@@ -378,7 +429,7 @@ def main(model, optimizer, loader, others):
                     expr=facts.short(clip.call.node),
                     model=model,
                     help=self.help.format(name=name),
-                    notes=(Note("prepared here", wrap.call.span),),
+                    notes=(Note("prepared here", wrap.call.span, facts.elsewhere(wrap.call)),),
                     fix=self._fix(clip, name, wrap, facts),
                 )
 
@@ -418,7 +469,7 @@ def main(model, optimizer, loader, others):
         for call in calls:
             if call.receiver is None:
                 continue
-            wraps = facts.wrappers.of(call.receiver, call, "accelerate")
+            wraps = facts.wrappers.of(call.receiver, call, "accelerate", across=True)
             wraps += facts.wrappers.of_argument(call.receiver, call, "accelerate")
             for wrap in wraps:
                 if compatible(wrap.guard, clip.guard):

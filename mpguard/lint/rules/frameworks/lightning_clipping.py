@@ -27,7 +27,7 @@ class LightningClipping(Rule):
     """Gradient clipping of Lightning that cannot work under its mixed precision.
 
     ## What it does
-    Reports, in a file with a `Trainer` in mixed precision:
+    Reports, in a file with a `Trainer` in mixed precision, or with a module that such a file uses:
 
     - `fused=True` of an optimizer, if the `Trainer` has `gradient_clip_val`, or the module calls `clip_gradients`;
     - clipping between `manual_backward` and `step` of a module with `automatic_optimization = False`, if the precision
@@ -44,14 +44,15 @@ class LightningClipping(Rule):
     Safe: without `fused=True` the optimizer computes the same, in more kernels.
 
     ## Known limits
-    The `Trainer` must be in the same file, with a literal precision.
+    The `Trainer` must be in the file of the module, or in one that imports it, with a literal precision.
     """
 
     code, name = "MPG516", "lightning-clipping"
     severity = "error"
     in_tests = True
     message = "{what}"
-    triggers = (any_of(b"lightning"), any_of(b"precision"), any_of(b"clip_"))
+    triggers = (any_of(b"lightning"), any_of(b"clip_", b"fused"))
+    triggers_nearby = (any_of(b"precision"), any_of(b"clip_"))
     examples = (
         Bad(
             """\
@@ -159,32 +160,82 @@ def main(args):
     L.Trainer(precision="bf16-mixed", gradient_clip_val=0.0).fit(Fused())
 """
         ),
+        Bad(
+            """\
+import lightning as L
+import torch
+
+class Lit(L.LightningModule):
+    def __init__(self, model):
+        super().__init__()
+        self.automatic_optimization = False
+        self.model = model
+
+    def training_step(self, batch, batch_idx):
+        opt = self.optimizers()
+        loss = self.model(batch)
+        opt.zero_grad()
+        self.manual_backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)  # !
+        opt.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "train.py": "import lightning as L\n\nfrom module import Lit\n\n"
+                'trainer = L.Trainer(max_epochs=3, precision="16-mixed")\n'
+                "trainer.fit(Lit(model()), loader())\n",
+            },
+            name="module.py",
+        ),
+        Good(
+            """\
+import lightning as L
+import torch
+
+class Lit(L.LightningModule):
+    def __init__(self, model):
+        super().__init__()
+        self.automatic_optimization = False
+        self.model = model
+
+    def training_step(self, batch, batch_idx):
+        opt = self.optimizers()
+        loss = self.model(batch)
+        opt.zero_grad()
+        self.manual_backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        opt.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "train.py": "import lightning as L\n\nfrom module import Lit\n\n"
+                'trainer = L.Trainer(max_epochs=3, precision="bf16-mixed")\n'
+                "trainer.fit(Lit(model()), loader())\n",
+            },
+            name="module.py",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        trainers = [
-            (call, lightning.precision(facts, call))
-            for call in lightning.created(facts, "Trainer")
-            if "precision" in call.keywords
-        ]
-        mixed = [call for call, values in trainers if values and values <= lightning.MIXED]
-        fp16 = [call for call, values in trainers if values and values <= lightning.FP16_MIXED]
-        modules = [scope for scope in facts.scopes if scope.kind == "class" and _is_module(scope, facts)]
-        for module in modules if mixed else ():
-            yield from self._fused(module, mixed, facts)
-        for module in modules if fp16 and len(fp16) == len(trainers) else ():
-            yield from self._manual(module, fp16[0], facts)
+        for module in facts.scopes:
+            if module.kind == "class" and _is_module(module, facts):
+                trainers = _trainers(module, facts)
+                mixed = [call for call, values in trainers if values and values <= lightning.MIXED]
+                fp16 = [call for call, values in trainers if values and values <= lightning.FP16_MIXED]
+                yield from self._fused(module, mixed, facts)
+                if fp16 and len(fp16) == len(trainers):
+                    yield from self._manual(module, fp16[0], facts)
 
     def _fused(self, module: Scope, mixed: list[Call], facts: Facts) -> Iterator[Diagnostic]:
-        clips = [call for call in mixed if _positive(call, facts)]
+        clips = [call for call in mixed if _positive(call, facts.of(call))]
         scopes = list(module.descendants())
-        clips += [call for scope in scopes for call in scope.calls if call.path == "self.clip_gradients"]
+        clips += [call for scope in scopes for call in scope.calls if call.path == "self.clip_gradients" and mixed]
         for call in (call for scope in scopes for call in scope.calls if call.name in _FUSED and clips):
             given = call.keywords.get("fused")
             if constant(given) == (True,) and given is not None and facts.called_path(call).startswith("torch.optim."):
                 what = "a fused optimizer cannot be clipped under mixed precision: Lightning stops"
                 fix = Fix("Remove `fused=True`", "safe", (python_edits.without_argument(call, given),))
-                notes = (Note("it is clipped here", clips[0].span),)
+                notes = (Note("it is clipped here", clips[0].span, facts.elsewhere(clips[0])),)
                 yield self.at(facts.span(given, call), what=what, help="remove `fused=True`", notes=notes, fix=fix)
 
     def _manual(self, module: Scope, trainer: Call, facts: Facts) -> Iterator[Diagnostic]:
@@ -206,7 +257,19 @@ def main(args):
                     help = (
                         "clip in the hook `on_before_optimizer_step`, which runs after that; `unscale_` would run twice"
                     )
-                    yield self.at(call, what=what, help=help, notes=(Note("the precision is FP16", trainer.span),))
+                    notes = (Note("the precision is FP16", trainer.span, facts.elsewhere(trainer)),)
+                    yield self.at(call, what=what, help=help, notes=notes)
+
+
+def _trainers(module: Scope, facts: Facts) -> list[tuple[Call, set[str]]]:
+    """Return the Trainers with a precision in the file of a module, or else in those that use the module."""
+    for near in ([facts], facts.users(module.name) or []):
+        for user in near:
+            user.need_all()
+        found = [(user, call) for user in near for call in lightning.created(user, "Trainer")]
+        if given := [(call, lightning.precision(user, call)) for user, call in found if "precision" in call.keywords]:
+            return given
+    return []
 
 
 def _is_module(scope: Scope, facts: Facts) -> bool:

@@ -61,7 +61,8 @@ class ManualAmpUnderAccelerate(Rule):
     severity = "error"
     message = "manual `{expr}` in addition to the Accelerator that prepared `{model}`"
     help = "leave the precision to the Accelerator: `accelerator.autocast()`, `accelerator.backward(loss)`"
-    triggers = (any_of(b"ccelerator"), any_of(b".prepare"), any_of(b"autocast", b"Scaler"))
+    triggers = (any_of(b"ccelerator"), any_of(b"autocast", b"Scaler"))
+    triggers_nearby = (any_of(b".prepare"),)
     yields_to = ("MPG862",)
     examples = (
         Bad(
@@ -450,8 +451,6 @@ class Trainer:
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if not facts.events("prepare"):
-            return
         reported: set[Call] = set()
         for call, wrap in facts.wrappers.forwards("accelerate"):
             if facts.is_inference(call):
@@ -481,7 +480,7 @@ class Trainer:
         """Yield a scaler that scales the loss of a prepared model."""
         if wrappers.other_way(scale.guard, "accelerat"):
             return
-        for call, wrap in facts.wrappers.differentiated(scale.call.positional[0], scale.call, "accelerate"):
+        for call, wrap in facts.wrappers.differentiated(scale.call.positional[0], scale.call, "accelerate", True):
             place = self._scaler_call(scale, facts)
             if place is not None and place not in reported:
                 reported.add(place)
@@ -498,7 +497,7 @@ class Trainer:
         return None
 
     def _found(self, place: Call, call: Call, wrap: Wrap, fix: Fix | None, facts: Facts) -> Diagnostic:
-        notes = (Note("prepared here", wrap.call.span), Note("called here", call.span))
+        notes = (Note("prepared here", wrap.call.span, facts.elsewhere(wrap.call)), Note("called here", call.span))
         return self.at(place, expr=facts.short(place.node), model=call.path, notes=notes, fix=fix)
 
     def _fix(self, place: Call, wrap: Wrap, facts: Facts) -> Fix | None:

@@ -28,6 +28,42 @@ from mpguard.lint import (
     trace_facts,
 )
 
+_CLIPPER = """\
+import torch
+
+class Amp:
+    def __init__(self, mixed):
+        self.scaler = torch.amp.GradScaler("cuda") if mixed else None
+
+    def backward(self, loss):
+        if self.scaler is not None:
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()
+
+    def step(self, optimizer):
+        if self.scaler is not None:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizer.step()
+
+    def clip(self, model, optimizer, norm):
+        {clip}
+"""
+
+_CLIPPER_USER = {
+    "pyproject.toml": "",
+    "train.py": "from amp import Amp\n"
+    "\n"
+    "def train(model, optimizer, loader):\n"
+    "    amp = Amp(True)\n"
+    "    for x in loader:\n"
+    "        amp.backward(model(x))\n"
+    "        amp.clip(model, optimizer, 1.0)\n"
+    "        amp.step(optimizer)\n",
+}
+
 
 class ClipBeforeUnscale(Rule):
     """Gradients are clipped while they are still multiplied by the loss scale.
@@ -433,6 +469,32 @@ def train(args, model, optimizer, loader):
         scaler.step(optimizer)
         scaler.update()
 """,
+        ),
+        Bad(
+            _CLIPPER.format(clip="torch.nn.utils.clip_grad_norm_(model.parameters(), norm)  # !"),
+            files=_CLIPPER_USER,
+            name="amp.py",
+        ),
+        Good(
+            _CLIPPER.format(
+                clip="if self.scaler is not None:\n            self.scaler.unscale_(optimizer)\n"
+                "        torch.nn.utils.clip_grad_norm_(model.parameters(), norm)"
+            ),
+            files=_CLIPPER_USER,
+            name="amp.py",
+        ),
+        Good(
+            _CLIPPER.format(
+                clip="torch.nn.utils.clip_grad_norm_(model.parameters(), norm)\n\n"
+                "    def unscale(self, optimizer):\n        self.scaler.unscale_(optimizer)"
+            ),
+            files={
+                **_CLIPPER_USER,
+                "train.py": _CLIPPER_USER["train.py"].replace(
+                    "        amp.clip", "        amp.unscale(optimizer)\n        amp.clip"
+                ),
+            },
+            name="amp.py",
         ),
     )
 

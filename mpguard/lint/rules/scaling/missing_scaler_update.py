@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import libcst as cst
@@ -25,6 +26,67 @@ from mpguard.lint import (
     trace_facts,
 )
 
+_OPTIMIZER_USER = {
+    "pyproject.toml": "",
+    "train.py": "from tqdm import tqdm\n"
+    "\n"
+    "from optim import Optimizer\n"
+    "\n"
+    "def train(args, model, loader):\n"
+    "    optimizer = Optimizer(args, model)\n"
+    "    bar = tqdm(loader)\n"
+    "    for x in loader:\n"
+    "        optimizer.scaler.scale(model(x)).backward()\n"
+    "        optimizer.step()\n"
+    "        bar.update()\n",
+    "other.py": "import torch\n"
+    "\n"
+    "def train(model, loader, optimizer):\n"
+    '    scaler = torch.amp.GradScaler("cuda")\n'
+    "    for x in loader:\n"
+    "        scaler.scale(model(x)).backward()\n"
+    "        scaler.step(optimizer)\n"
+    "        scaler.update()\n",
+}
+
+_OPTIMIZER = """\
+import torch
+
+class Optimizer:
+    def __init__(self, args, model):
+        self.scaler = torch.amp.GradScaler("cuda") if args.amp else None
+        self.inner = torch.optim.AdamW(model.parameters())
+
+    def clip(self, model):
+        if self.scaler is not None:
+            self.scaler.unscale_(self.inner)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    def step(self):
+        if self.scaler is not None:
+            {step}
+        else:
+            self.inner.step()
+"""
+
+#: A program whose callbacks get the scaler before the step.
+_WITH_CALLBACKS = """\
+import torch
+
+class Trainer:
+    def train(self, model, optimizer, loader):
+        scaler = torch.amp.GradScaler("cuda", **self.config.scaler)
+        for x in loader:
+            self.training_step(model, optimizer, scaler, x)
+
+    def training_step(self, model, optimizer, scaler, x):
+        loss = scaler.scale(model(x))
+        loss.backward()
+        self.callbacks.on_before_optimizer_step(model, optimizer, scaler)
+        {step}
+        optimizer.zero_grad()
+"""
+
 _AMP_USER = {
     "pyproject.toml": "",
     "train.py": "from amp import Amp\n"
@@ -36,6 +98,10 @@ _AMP_USER = {
     "        amp.step(optimizer)\n"
     "    print(amp.report())\n",
 }
+
+
+#: Functions that get a scaler before the step, and leave its update to what follows: `on_before_optimizer_step`.
+_COMES_BEFORE = re.compile(r"(?i)before|clip|unscale|norm")
 
 
 class MissingScalerUpdate(Rule):
@@ -61,15 +127,20 @@ class MissingScalerUpdate(Rule):
     came before it. An `update` before the step is moved behind it, where both are statements of one block.
 
     ## Known limits
-    A missing update is reported only for a GradScaler of torch that the file creates, in a loop whose scaled `backward`
-    and `step` are both in the file. A scaler that is passed to code elsewhere may be updated there.
+    A missing update is reported only for a GradScaler of torch that the file creates: in a loop whose scaled `backward`
+    and `step` are both in the file, or where nothing in the project updates a scaler, apart from programs that create
+    their own. A scaler that is passed to code elsewhere may be updated there.
     """
 
     code, name = "MPG204", "missing-scaler-update"
     severity = "error"
     message = "`{expr}` is never followed by `{scaler}.update()`"
     help = "call `update()` once per step, after the last `step`"
-    triggers = (any_of(b"GradScaler", b".update("), any_of(b".scale(", b".unscale_("), any_of(b".step("))
+    triggers = (
+        any_of(b"GradScaler", b".update("),
+        any_of(b".scale(", b".unscale_(", b"caler.step("),
+        any_of(b".step("),
+    )
     examples = (
         Bad(
             """\
@@ -919,6 +990,52 @@ class Trainer:
             self.optimizer.zero_grad()
 """,
         ),
+        Bad(
+            _OPTIMIZER.format(step="self.scaler.step(self.inner)  # !"),
+            files=_OPTIMIZER_USER,
+            name="optim.py",
+            fixed=_OPTIMIZER.format(step="self.scaler.step(self.inner)\n            self.scaler.update()"),
+        ),
+        Bad(
+            _OPTIMIZER.format(step="self.scaler.update()  # !\n            self.scaler.step(self.inner)"),
+            files=_OPTIMIZER_USER,
+            name="optim.py",
+            fixed=_OPTIMIZER.format(step="self.scaler.step(self.inner)\n            self.scaler.update()"),
+        ),
+        Good(
+            _OPTIMIZER.format(step="self.scaler.step(self.inner)"),
+            files={
+                **_OPTIMIZER_USER,
+                "train.py": _OPTIMIZER_USER["train.py"].replace("bar.update()", "optimizer.scaler.update()"),
+            },
+            name="optim.py",
+        ),
+        Good(
+            _OPTIMIZER.format(step="self.scaler.step(self.inner)"),
+            files={
+                **_OPTIMIZER_USER,
+                "hooks.py": "def after_step(trainer):\n    scaler = trainer.optimizer.scaler\n    scaler.update()\n",
+            },
+            name="optim.py",
+        ),
+        Bad(
+            _WITH_CALLBACKS.format(step="scaler.step(optimizer)  # !"),
+            files={"pyproject.toml": "", "run.py": "from train import Trainer\n\nTrainer().train(*build())\n"},
+            name="train.py",
+            fixed=_WITH_CALLBACKS.format(step="scaler.step(optimizer)\n        scaler.update()"),
+        ),
+        Good(
+            _WITH_CALLBACKS.format(step="scaler.step(optimizer)"),
+            files={
+                "pyproject.toml": "",
+                "run.py": "from train import Trainer\n\nTrainer().train(*build())\n",
+                "callbacks.py": "class Updates:\n"
+                "    def on_before_optimizer_step(self, model, optimizer, scaler):\n"
+                "        if self.stepped:\n"
+                "            scaler.update()\n",
+            },
+            name="train.py",
+        ),
         Good(
             """\
 import torch
@@ -944,6 +1061,21 @@ class Trainer:
             self.optimizer.zero_grad()
 """,
         ),
+        Good(
+            """\
+import torch
+
+class Trainer:
+    def train(self, model, optimizer, loader):
+        scaler = torch.amp.GradScaler("cuda")
+        for x in loader:
+            scaler.scale(model(x)).backward()
+            scaler.step(optimizer)
+            self.callbacks.after_step(scaler)
+""",
+            files={"pyproject.toml": "", "run.py": "from train import Trainer\n\nTrainer().train(*build())\n"},
+            name="train.py",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -963,10 +1095,11 @@ class Trainer:
                     continue
                 reported.add(step.record)
                 scaler = facts.short(step.scaler)
-                _, backward = next(_scaled_before(trace, place))
-                notes = (Note("its loss is scaled here", backward.span),)
+                scaled = [each for _, each in _scaled_before(trace, place)][:1]
+                notes = tuple(Note("its loss is scaled here", backward.span) for backward in scaled)
                 fix = None
-                together = set(step.loops) <= set(backward.loops)  # else the update belongs after the inner loop
+                # else the update belongs after the inner loop
+                together = set(step.loops) <= set(scaled[0].loops if scaled else ())
                 if step.call.is_statement and together and not self._updated_elsewhere(trace, step, facts):
                     edit = python_edits.line_after(facts, step.call.line, step.call, f"{scaler}.update()")
                     fix = Fix("Update the scaler after the step", "unsafe", (edit,))
@@ -985,7 +1118,11 @@ class Trainer:
 
         before = next((each for each in reversed(trace[:place]) if near(each)), None)
         after = next((each for each in trace[place + 1 :] if near(each)), None)
-        if after is None or after.kind != "scaler_step" or (before is not None and before.kind != "backward"):
+        if after is None or after.kind != "scaler_step":
+            return None
+        if self._is_next_line(update, after, facts) and not any(each.kind == "scaler_step" for each in trace[:place]):
+            return after
+        if before is not None and before.kind != "backward":
             return None
         unscaled = any(each.kind == "unscale" and each.record.scope is scope for each in trace[:place])
         if before is None and not unscaled:
@@ -994,6 +1131,14 @@ class Trainer:
         if not together or (before is not None and not set(update.loops) <= set(before.loops)):
             return None
         return after if facts.short(after.scaler) == facts.short(update.scaler) else None
+
+    def _is_next_line(self, update: TraceStep, step: TraceStep, facts: Facts) -> bool:
+        """True if the step is the statement after the update: the first update would come before any step."""
+        block = facts.parent(update.call.line)
+        lines = list[cst.CSTNode](block.body) if isinstance(block, cst.IndentedBlock) else []
+        place = lines.index(update.call.line) if update.call.line in lines else len(lines)
+        follows = lines[place + 1 : place + 2] == [step.call.line]
+        return follows and facts.short(step.scaler) == facts.short(update.scaler)
 
     def _too_early(self, update: TraceStep, step: TraceStep, facts: Facts) -> Diagnostic:
         call, late = update.call, step.call
@@ -1020,8 +1165,27 @@ class Trainer:
 
     def _never_updated(self, trace: Trace, place: int, facts: Facts) -> bool:
         step, traces = trace[place], facts.traces
-        if not traces.own(step.scaler, step.record):
+        if traces.own(step.scaler, step.record) and self._not_in_its_loop(trace, place, facts):
+            return True
+        made = any(traces.own(each.call.node, each.call) for each in facts.events("scaler"))
+        return made and traces.like_torch(step.scaler, step.record) and self._nowhere_updated(trace, place, facts)
+
+    def _nowhere_updated(self, trace: Trace, place: int, facts: Facts) -> bool:
+        """True if no code of the project updates the scaler: that of a class whose users run backward, for example."""
+        step = trace[place]
+        owner = step.record.scope.owner
+        if owner is not None and facts.class_kind(owner) in ("framework", "trainer"):
             return False
+        if any(each.kind == "scaler_step" for each in trace[place + 1 :]):
+            return False  # only the last step is reported
+        for index, each in enumerate(trace):
+            before = index < place and _COMES_BEFORE.search(each.call.name) if each.kind == "passed" else True
+            if not before and not facts.functions(each.call):
+                return False
+        return not facts.may_update_scaler
+
+    def _not_in_its_loop(self, trace: Trace, place: int, facts: Facts) -> bool:
+        step, traces = trace[place], facts.traces
         scaled = next(_scaled_before(trace, place), None)
         if scaled is None:
             return False

@@ -1014,6 +1014,85 @@ def train(args, model, loader):
         scaler.update()
 """,
         ),
+        Bad(
+            """\
+import torch
+from elsewhere import Base
+
+class Trainer(Base):
+    def create_scaler(self):
+        self.scaler = torch.amp.GradScaler("cuda") if self.fp16 else None
+
+    def backward(self, x):
+        loss = self.model(x)
+        if self.fp16:
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()
+        return loss
+
+    def train(self, loader):
+        for x in loader:
+            self.backward(x)
+            if self.fp16:
+                self.optimizer.step()  # !
+                self.scaler.update()
+            else:
+                self.optimizer.step()
+""",
+            fixed="""\
+import torch
+from elsewhere import Base
+
+class Trainer(Base):
+    def create_scaler(self):
+        self.scaler = torch.amp.GradScaler("cuda") if self.fp16 else None
+
+    def backward(self, x):
+        loss = self.model(x)
+        if self.fp16:
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()
+        return loss
+
+    def train(self, loader):
+        for x in loader:
+            self.backward(x)
+            if self.fp16:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            else:
+                self.optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+from elsewhere import Base
+
+class Trainer(Base):
+    def create_scaler(self):
+        self.scaler = torch.amp.GradScaler("cuda") if self.fp16 else None
+
+    def backward(self, x):
+        loss = self.model(x)
+        if self.fp16:
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()
+        return loss
+
+    def train(self, loader):
+        for x in loader:
+            self.backward(x)
+            if self.fp16:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            else:
+                self.optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -1109,7 +1188,7 @@ def train(args, model, loader):
         for call in reversed(step.scope.calls):
             if call.order >= step.order or call.name in _NO_BACKWARD or not compatible(call.guard, without):
                 continue
-            inner = call if call in backwards else self._inside(call, backwards, facts)
+            inner = call if call in backwards else self._inside(call, backwards, without, facts)
             if inner is None and call.name != "backward":
                 continue
             found.append(inner)
@@ -1129,10 +1208,11 @@ def train(args, model, loader):
                         return found
         return []
 
-    def _inside(self, call: Call, backwards: dict[Call, Event], facts: Facts) -> Call | None:
+    def _inside(self, call: Call, backwards: dict[Call, Event], guard: PathCondition, facts: Facts) -> Call | None:
         for function in facts.functions(call):
             if function.facts is facts:
-                inner = [each for each in function.scope.calls if each in backwards]
+                calls = function.scope.calls
+                inner = [each for each in calls if each in backwards and compatible(each.guard, guard)]
                 if inner:
                     return inner[-1]
         return None

@@ -45,8 +45,22 @@ class UnscaleMisuse(Rule):
     severity = "error"
     message = "`{expr}` {what}"
     help = "unscale once per step: after the last `backward`, before `step`"
-    triggers = (any_of(b".unscale_("), any_of(b".step(", b".scale("))
+    triggers = (any_of(b".unscale_("),)
     examples = (
+        Bad(
+            """\
+from transformers import Trainer
+
+class Collects(Trainer):
+    def training_step(self, model, inputs):
+        super().training_step(model, inputs)
+        self.scaler.unscale_(self.optimizer)
+        if self.args.max_grad_norm > 0:
+            self.scaler.unscale_(self.optimizer)  # !
+            self.clip(model)
+        self.collect(model)
+"""
+        ),
         Bad(
             """\
 import torch
@@ -288,9 +302,9 @@ def train(model, optimizer, loader):
                 return None
             if each.kind not in ("unscale", "scaler_step") or each.record is unscale.record:
                 continue
-            if unscale.guard - each.guard or not facts.traces.same(
-                each.optimizer, each.record, unscale.optimizer, unscale.record
-            ):
+            if unscale.guard - each.guard and (each.kind != "unscale" or each.guard - unscale.guard):
+                continue
+            if not facts.traces.same(each.optimizer, each.record, unscale.optimizer, unscale.record):
                 continue
             if any(trace_facts.between(trace, index, place, "exit", guard=each.guard)):
                 continue
