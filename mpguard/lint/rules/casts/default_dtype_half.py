@@ -208,7 +208,7 @@ print(AutoModel.from_pretrained("gpt2").config)
             files={
                 "pyproject.toml": "",
                 "helpers.py": "import random\n\ndef setup_seed(seed):\n    random.seed(seed)\n",
-                "train.py": "from transformers import Trainer\nfrom helpers import setup_seed\n\nsetup_seed(1)\n"
+                "run.py": "from transformers import Trainer\nfrom helpers import setup_seed\n\nsetup_seed(1)\n"
                 "trainer = Trainer(model=model, args=args)\ntrainer.train()\n",
             },
         ),
