@@ -30,8 +30,8 @@ _BROKEN_CONFIG = re.compile(
     rb"[\"']?[ \t]*:",
     re.M,
 )
-#: What a value in a template begins with: `{{ batch }}`, `${BATCH}`, `<batch>`, `%BATCH%`, `@BATCH@`, `GPU_BATCH_SIZE`.
-_PLACEHOLDER = re.compile(r"\{[{%]|[$<%@]|[A-Z][A-Z0-9]*_[A-Z0-9_]+\b")
+#: What a value in a template begins with: `{{ batch }}`, `${BATCH}`, `<batch>`, `%BATCH%`, `@BATCH@`, `BATCH`.
+_PLACEHOLDER = re.compile(r"\{[{%]|[$<%@]|(?!(?:TRUE|FALSE|NULL|NONE|NAN|INF|INFINITY)\b)[A-Z][A-Z0-9_]+\b")
 _SUPPRESSION = re.compile(rb"noqa|mpguard\s*:\s*i", re.I)
 
 

@@ -50,14 +50,16 @@ def test_a_broken_file_is_reported_if_it_is_surely_a_config(
     assert not reported or checked.encode is None, "what cannot be read is not fixed"
 
 
-@pytest.mark.parametrize("value", [b"{{ stage }}", b"ZERO_STAGE", b"${STAGE}", b"<stage>"])
+@pytest.mark.parametrize("value", [b"{{ stage }}", b"ZERO_STAGE", b"STAGE", b"${STAGE}", b"<stage>"])
 def test_a_template_is_reported_only_if_it_is_named(tmp_path: Path, value: bytes) -> None:
     data = b'{\n  "bf16": {"enabled": true},\n  "zero_optimization": {"stage": %s}\n}\n' % value
     found = config.check(data, context(tmp_path / "ds.json", "config", named=False))
     assert (places(found), found.recognized) == ([], False)
     assert places(config.check(data, context(tmp_path / "ds.json", "config", named=True))) == [("MPG003", 3)]
-    trailing_comma = data.replace(value, b"2,")
-    assert places(config.check(trailing_comma, context(tmp_path / "ds.json", "config", named=False))) == [("MPG003", 3)]
+    for mistake in (b"2,", b"NONE"):
+        mistaken = data.replace(value, mistake)
+        found = config.check(mistaken, context(tmp_path / "ds.json", "config", named=False))
+        assert places(found) == [("MPG003", 3)]
 
 
 def test_comments_suppress_findings_in_yaml_and_unused_ones_are_reported(tmp_path: Path) -> None:
