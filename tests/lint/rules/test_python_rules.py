@@ -190,7 +190,7 @@ SHAPES = {
         while True:
             with ctx:
                 logits, loss = model(X, Y)
-            loss.backward()
+            loss.backward()  # !MPG201
             optimizer.step()
     """,
     "a library's module": """

@@ -17,7 +17,6 @@ from mpguard.lint.facts.values.dtypes import AnyDtype, PossibleDtypes, guards_of
 from mpguard.lint.facts.values.lattice import (
     UNKNOWN,
     Alternative,
-    Alternatives,
     Constant,
     DtypeValue,
     Function,
@@ -166,7 +165,7 @@ class Regions:
             self._regions[item] = ()
             self._active += 1
             found: list[Region] = []
-            for each in self._contexts(item):
+            for each in self.facts.values.evaluate(item.expr, item.scope, item.order):
                 atom = each.atom
                 if (
                     isinstance(atom, Object)
@@ -188,29 +187,6 @@ class Regions:
             self._regions[item] = tuple(possible or found)
             self._active -= 1
         return self._regions[item]
-
-    def _contexts(self, item: With) -> Alternatives:
-        """Return the contexts that an item may enter; of a dict (`{"fp16": autocast(...)}[args.precision]`), all."""
-        values, scope = self.facts.values, item.scope
-        if not isinstance(item.expr, cst.Subscript) or len(item.expr.slice) != 1:
-            return values.evaluate(item.expr, scope, item.order)
-        index = item.expr.slice[0].slice
-        flag = dotted(index.value) if isinstance(index, cst.Index) else ""
-        table: cst.CSTNode | None = item.expr.value
-        at: Record = item
-        if isinstance(table, cst.Name):
-            bindings = values.reaching(table.value, scope, item.order, item.guard)
-            if len(bindings) == 1 and bindings[0].kind == "assign":
-                table, at = bindings[0].value, bindings[0]
-        if not flag or not isinstance(table, cst.Dict):
-            return values.evaluate(item.expr, scope, item.order)
-        found: list[Alternative] = []
-        for element in table.elements:
-            key = constant(element.key) if isinstance(element, cst.DictElement) else None
-            chosen = ALWAYS if key is None else ALWAYS.given(Flag(flag, key[0]))
-            for each in values.evaluate(element.value, at.scope, at.order):
-                found.append(dataclasses.replace(each, guard=each.guard.joined(chosen)))
-        return tuple(found)
 
     def _region(self, each: Alternative) -> Region:
         assert isinstance(each.atom, Object)

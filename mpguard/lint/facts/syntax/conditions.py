@@ -86,7 +86,7 @@ class Conditions:
             key = constant(args[1 if name == "getattr" else 0]) if len(args) > (name == "getattr") else None
             if name in ("getattr", "get") and key and isinstance(key[0], str):
                 return Flag(key[0])
-        return Flag(_subject(node))
+        return Flag(subject(node))
 
     def _formula(self, node: cst.BooleanOperation, scope: Scope) -> Condition:
         parts = (self.of(node.left, scope), self.of(node.right, scope))
@@ -97,22 +97,22 @@ class Conditions:
     def _comparison(self, node: cst.Comparison, scope: Scope) -> Condition:
         operator, right = node.comparisons[0].operator, node.comparisons[0].comparator
         value = constant(right)
-        subject = _subject(node.left)
+        tested = subject(node.left)
         if value is not None and type(operator) in _EQUALITY:
             if value[0] is None or value[0] is False:
                 found = negated(self.of(node.left, scope))
             elif value[0] is True:
                 found = self.of(node.left, scope)
             else:
-                found = Flag(subject, value[0])
+                found = Flag(tested, value[0])
             return found if type(operator) in _EQUAL else negated(found)
         if _member(right) and type(operator) in _EQUALITY:
-            found = Flag(subject, _member(right)[0])
+            found = Flag(tested, _member(right)[0])
             return found if type(operator) in _EQUAL else negated(found)
         if type(operator) in _MEMBERSHIP and isinstance(right, (cst.Tuple, cst.List, cst.Set)):
             values = [constant(each.value) or _member(each.value) for each in right.elements]
             if all(values):
-                found = Any(tuple(Flag(subject, each[0]) for each in values if each))
+                found = Any(tuple(Flag(tested, each[0]) for each in values if each))
                 return found if type(operator) is cst.In else negated(found)
         return Flag(text_of(node))
 
@@ -127,7 +127,7 @@ def _bases(owner: Scope | None, depth: int = 4) -> Iterator[Scope]:
             yield from _bases(each, depth - 1)
 
 
-def _subject(node: cst.CSTNode) -> str:
+def subject(node: cst.CSTNode) -> str:
     """Return the flag that a comparison tests: the last name of the expression, its string key, or its text."""
     path = dotted(node)
     if path:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.lint.facts.syntax.conditions import subject
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Param, Scope
@@ -22,6 +23,7 @@ from mpguard.lint.facts.values.lattice import (
     Atom,
     Class,
     Constant,
+    DictValue,
     Function,
     Method,
     Module,
@@ -184,10 +186,44 @@ class Values:
         if type(node) is cst.NamedExpr:
             return self.evaluate(node.value, scope, order)
         if type(node) is cst.Subscript and len(node.slice) == 1 and type(node.slice[0].slice) is cst.Index:
-            index = constant(node.slice[0].slice.value)
-            if index is not None and isinstance(index[0], int):
-                return element_at(self.evaluate(node.value, scope, order), (index[0],))
+            return self._item(node.value, node.slice[0].slice.value, scope, order) or NOTHING_KNOWN
+        if type(node) is cst.Dict and len(node.elements) <= _MAX_ALTERNATIVES:
+            return self._table(node, scope, order)
         return NOTHING_KNOWN
+
+    def _table(self, node: cst.Dict, scope: Scope, order: int) -> Alternatives:
+        parts = []
+        for element in node.elements:
+            key = constant(element.key) if isinstance(element, cst.DictElement) else None
+            if key is None:
+                return NOTHING_KNOWN
+            parts.append((key[0], functools.partial(self.evaluate, element.value, scope, order)))
+        return (Alternative(ALWAYS, DictValue(tuple(parts))),)
+
+    def _item(self, owner: cst.CSTNode, key: cst.BaseExpression, scope: Scope, order: int) -> Alternatives:
+        """Return the alternatives of `owner[key]`: of a dict, each value under the condition that the key is its own.
+
+        Nothing, if the dict does not have the key.
+
+        The condition remains where the key is a constant with a name, because tests of that name agree with it:
+        `GradScaler(enabled=(dtype == "float16"))` next to `autocast(dtype={"float16": torch.float16, ...}[dtype])`.
+        """
+        owners, literal = self.evaluate(owner, scope, order), constant(key)
+        if literal is not None and isinstance(literal[0], int):
+            return element_at(owners, (literal[0],))
+        tables = [each for each in owners if isinstance(each.atom, DictValue)]
+        if not tables:
+            return NOTHING_KNOWN
+        found: list[Alternative] = []
+        for table in tables:
+            assert isinstance(table.atom, DictValue)
+            for value, part in table.atom.parts:
+                condition = _condition_of(subject(key), Constant(value)) if literal is None else None
+                chosen = table.guard if condition is None else table.guard.given(condition)
+                for each in self.evaluate(key, scope, order):
+                    if not isinstance(each.atom, Constant) or each.atom.value == value:
+                        found += restrict(part(), each.guard.joined(chosen))
+        return tuple(found)
 
     def _anonymous(self, node: cst.Lambda, scope: Scope, order: int) -> Alternatives:
         """Return what a `lambda` without parameters gives that only creates an autocast; other ones are unknown."""
@@ -482,6 +518,12 @@ class Values:
         search.active[call] = None
         try:
             found: list[Alternative] = []
+            if call.name == "get" and call.receiver is not None and call.positional:
+                found += self._item(call.receiver, call.positional[0], call.scope, call.order)
+                if all(each.atom is not UNKNOWN for each in found):
+                    default = call.argument(1)
+                    return (*found, *(self.evaluate(default, call.scope, call.order) if default is not None else ()))
+                found = []
             for alternative in self.evaluate(call.func, call.scope, call.order):
                 found += restrict(self._called(alternative.atom, call), alternative.guard)
                 if len(found) > _MAX_ALTERNATIVES:

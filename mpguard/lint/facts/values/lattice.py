@@ -84,6 +84,13 @@ class TupleValue:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class DictValue:
+    """A dict with constant keys; each value is evaluated on demand."""
+
+    parts: tuple[tuple[object, Callable[[], Alternatives]], ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Module:
     """A module of the linted tree."""
 
@@ -96,7 +103,7 @@ class _Unknown:
 
 
 UNKNOWN = _Unknown()
-Atom = DtypeValue | Constant | Ref | Function | Class | Object | Method | TupleValue | Module | _Unknown
+Atom = DtypeValue | Constant | Ref | Function | Class | Object | Method | TupleValue | DictValue | Module | _Unknown
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -669,18 +669,68 @@ import torch
 def train(args, loader, dtype):
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
-    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
     for x in loader:
-        with torch.autocast("cuda", dtype=dtypes[args.dtype]):
-            loss = model(x).sum()
         with torch.autocast("cuda", dtype=dtype):
-            loss = loss + model(x).sum()
+            loss = model(x).sum()
         with torch.autocast("cpu"):
             loss = loss + model(x).sum()
         with torch.autocast("cuda", enabled=False):
             loss = loss + model(x).sum()
         with torch.autocast("cuda", dtype=getattr(torch, args.dtype)):
             loss = loss + model(x).sum()
+        loss.backward()
+        optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from contextlib import nullcontext
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+def train(args, loader):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast("cuda", dtype=DTYPES[args.dtype]):
+            loss = model(x).sum()
+        loss.backward()  # !
+        optimizer.step()
+
+def train_by_hardware(loader, model, optimizer):
+    dtype = "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    ptdtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype, torch.float32)
+    ctx = torch.autocast("cuda", dtype=ptdtype) if torch.cuda.is_available() else nullcontext()
+    for x in loader:
+        with ctx:
+            loss = model(x).sum()
+        loss.backward()  # !
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+dtype = "float16"
+ptdtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+scaler = torch.amp.GradScaler("cuda", enabled=(dtype == "float16"))
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    with torch.autocast("cuda", dtype=ptdtype):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+def in_bfloat16(loader):
+    kind = "bf16"
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
+    for x in loader:
+        with torch.autocast("cuda", dtype=dtypes[kind]):
+            loss = model(x).sum()
         loss.backward()
         optimizer.step()
 """
