@@ -52,7 +52,7 @@ from typing import Any, NamedTuple
 
 import libcst as cst
 
-from mpguard.lint.model.rule import rules
+from mpguard.lint.model.rule import BaseRule, Rule, rules
 from mpguard.lint.model.selection import Selectors
 from mpguard.lint.project.references import is_copied_example
 from mpguard.lint.run.engine import Engine, Options
@@ -1173,6 +1173,11 @@ class Users:
         return not defined[1].startswith("test_") and bool(used)
 
 
+def _reports_in_tests(rule: type[BaseRule]) -> bool:
+    """True for a rule about an interface, and for one that reads configs."""
+    return rule.in_tests if issubclass(rule, Rule) else True
+
+
 def run(folder: Path, which: str, per_kind: int, kinds: Iterable[Kind]) -> Iterator[Outcome]:
     every = programs(folder, which)
     clean: dict[Path, bool] = {}
@@ -1190,7 +1195,7 @@ def run(folder: Path, which: str, per_kind: int, kinds: Iterable[Kind]) -> Itera
             path = program.path.relative_to(folder / program.repository.replace("/", "+")).as_posix()
             if (each.trains and _MEASURES.search(path)) or is_copied_example(program.path):
                 continue
-            if is_test(path) and not any(RULES[code].in_tests for code in each.rules):
+            if is_test(path) and not any(_reports_in_tests(RULES[code]) for code in each.rules):
                 continue
             if each.alone and words_of(folder, program.repository, each.alone, alone):
                 continue
