@@ -31,7 +31,9 @@ so there):
 - a kind whose rules are all off by default (since `wide13`: MPG704);
 - a cast in a program of ColossalAI, which has its own mixed precision, as those of the other frameworks (since
   `wide13`);
-- a key in a DeepSpeed config of a project whose conda environment pins a DeepSpeed which still has it (since `wide13`).
+- a key in a DeepSpeed config of a project whose conda environment pins a DeepSpeed which still has it (since `wide13`);
+- `loss.backward()` and torch's clipping under an Accelerator that a constant makes BF16, or sets to no mixed precision,
+  without a plugin (and, for `backward`, without accumulation), which does the same (since `wide14`).
 
 A batch of integers that is cast to FP16 counts as found by MPG110 too, which reports just that.
 """
@@ -777,7 +779,11 @@ def _renamed(old: str, new: str, of: str) -> Callable[[cst.Call], cst.BaseExpres
     return how
 
 
-@kind("501", r"accelerator\.prepare\(", r"accelerator\.backward\(")
+#: An Accelerator that adds nothing to the backward pass and the clipping.
+_ADDS_NOTHING = r"\bAccelerator\((?![^)]*(?:{}))[^)]*\bmixed_precision *= *[\"'](?:bf16|no)[\"']"
+
+
+@kind("501", r"accelerator\.prepare\(", r"accelerator\.backward\(", never=_ADDS_NOTHING.format("steps|plugin"))
 def backward_outside_accelerator(text: str) -> str | None:
     def how(call: cst.Call) -> cst.BaseExpression | None:
         if called(call, "backward", "accelerator$") and isinstance(call.args[0].value, cst.Name):
@@ -792,7 +798,7 @@ def backward_outside_accelerator(text: str) -> str | None:
     r"accelerator\.prepare\(",
     r"accelerator\.clip_grad_norm_\(",
     r"(?m)^import torch *(?:,|#|$)",
-    never=r"unscale_\(",
+    never=rf"unscale_\(|{_ADDS_NOTHING.format('plugin')}",
 )
 def clip_outside_accelerator(text: str) -> str | None:
     return changed(text, Replace(_renamed("clip_grad_norm_", "torch.nn.utils.clip_grad_norm_", "accelerator$")))

@@ -9,6 +9,8 @@ from mpguard.lint.facts.domain.regions import Region
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, negated
 from mpguard.lint.facts.syntax.records import Binding
+from mpguard.lint.facts.values import project_words
+from mpguard.lint.facts.values.lattice import Constant
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -22,6 +24,14 @@ _ENGINES = frozenset({"DEEPSPEED", "MEGATRON_LM"})
 #: Options of launch lines, and arguments of `Accelerator`, that choose such an engine.
 _ENGINE_OPTIONS = frozenset({"use_deepspeed", "deepspeed_config_file", "use_megatron_lm"})
 _ENGINE_ARGUMENTS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin")
+#: The arguments of `Accelerator` that change neither the backward pass nor the clipping, without an engine and FP16.
+_PLAIN_ARGUMENTS = frozenset({
+    "mixed_precision", "kwargs_handlers", "device_placement", "split_batches", "dataloader_config", "log_with",
+    "project_dir", "project_config", "logging_dir", "step_scheduler_with_optimizer", "even_batches", "dispatch_batches",
+    "use_seedable_sampler", "cpu", "rng_types", "dynamo_backend", "dynamo_plugin", "gradient_accumulation_steps",
+})  # fmt: skip
+#: Options of launch lines that are about accumulation, or an engine or sharding.
+_NOT_PLAIN = re.compile(r"gradient_accumulation_steps|deepspeed|fsdp|megatron|parallelism_config|\btpu\b")
 
 
 def follows_policy(guard: PathCondition) -> bool:
@@ -59,6 +69,33 @@ def leaves_autocast_out(facts: Facts) -> bool:
         launch.launcher == "deepspeed"
         or not _ENGINE_OPTIONS.isdisjoint(launch.options)
         or any((word.text or "").startswith(("--deepspeed", "--use_deepspeed")) for word in launch.arguments)
+        for launch in facts.project.launches_of(facts.path)
+    )
+
+
+def backward_is_plain(facts: Facts, accumulates: bool = False) -> bool:
+    """True if the Accelerators of a file add nothing to `loss.backward()` and torch's clipping.
+
+    Their precision is BF16 or none by a constant in the code, which the launcher does not change. The file, its launch
+    configs and its launch lines use no engine and no sharding. accumulates: they may accumulate gradients.
+    """
+    created = facts.events("accelerator")
+    if not created or project_words.SHARDING.search(facts.file_text):
+        return False
+    for call in (event.call for event in created):
+        if call.starred or call.positional or not call.keywords.keys() <= _PLAIN_ARGUMENTS:
+            return False
+        steps = call.keywords.get("gradient_accumulation_steps")
+        if steps is not None and not accumulates and constant(steps) != (1,):
+            return False
+        modes = [each.atom for each in facts.evaluate(call.keywords.get("mixed_precision"), call)]
+        if not modes or not all(isinstance(mode, Constant) and mode.value in ("no", "bf16") for mode in modes):
+            return False
+    launched = {(config.distributed_type or "").upper() for config in facts.project.configs_for(facts.path)}
+    return launched <= {"", "NO", "MULTI_GPU", "MULTI_CPU"} and not any(
+        launch.launcher == "deepspeed"
+        or any(map(_NOT_PLAIN.search, launch.options))
+        or any(_NOT_PLAIN.search(word.text or "") for word in launch.arguments)
         for launch in facts.project.launches_of(facts.path)
     )
 

@@ -277,11 +277,35 @@ class Regions:
         return ((guard.given(on_gpu), Dtype.FP16), (guard.given(negated(on_gpu)), None))
 
     def off_by_default(self, region: Region) -> bool:
-        """True if `enabled` of the region is a parameter whose default is False."""
+        """True if `enabled` of the region is a parameter whose default is False, or an option that callers set so."""
         call = region.call
         given = enabled_argument(call, region.facts.called_path(call)) if call is not None else None
-        params = call.scope.params if call is not None and isinstance(given, cst.Name) else []
-        return any(p.name == dotted(given) and constant(p.default) == (False,) for p in params)
+        if call is None or given is None:
+            return False
+        params = call.scope.params if isinstance(given, cst.Name) else []
+        off = any(p.name == dotted(given) and constant(p.default) == (False,) for p in params)
+        return off or self._set_off(dotted(given), call)
+
+    def _set_off(self, option: str, call: Call, depth: int = 3) -> bool:
+        """True if an attribute of an object that all callers pass is set to False: `opt.fp16 = False; Run(opt)`."""
+        facts = self.facts.of(call)
+        name, _, attribute = option.rpartition(".")
+        scope, param = facts.regions_index._parameter(name, call) if name else (None, "")
+        if scope is None or not depth:
+            return False
+        callers = facts.callers(scope)
+        return bool(callers) and all(
+            self._is_off(facts.values.given(each, scope, param), attribute, each, depth) for each in callers
+        )
+
+    def _is_off(self, given: cst.BaseExpression | None, attribute: str, call: Call, depth: int) -> bool:
+        """True if an attribute of an object that a call passes is False there."""
+        if given is None or not dotted(given):
+            return False
+        option = f"{dotted(given)}.{attribute}"
+        found = self.facts.of(call).values.lookup(option, call.scope, call.order)
+        off = bool(found) and all(each.atom == Constant(False) and not each.guard - call.guard for each in found)
+        return off or self._set_off(option, call, depth - 1)
 
     def switched_off(self, region: Region, program: Collection[Scope]) -> bool:
         """True if `enabled` of the region is a parameter that all calls in a program's files set to False.

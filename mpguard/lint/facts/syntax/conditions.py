@@ -96,25 +96,26 @@ class Conditions:
 
     def _comparison(self, node: cst.Comparison, scope: Scope) -> Condition:
         operator, right = node.comparisons[0].operator, node.comparisons[0].comparator
-        value = constant(right)
-        tested = subject(node.left)
-        if value is not None and type(operator) in _EQUALITY:
-            if value[0] is None or value[0] is False:
-                found = negated(self.of(node.left, scope))
-            elif value[0] is True:
-                found = self.of(node.left, scope)
-            else:
-                found = Flag(tested, value[0])
-            return found if type(operator) in _EQUAL else negated(found)
-        if _member(right) and type(operator) in _EQUALITY:
-            found = Flag(tested, _member(right)[0])
-            return found if type(operator) in _EQUAL else negated(found)
+        if type(operator) in _EQUALITY:
+            found = self._equal(node.left, right, scope)
+            if found is not None:
+                return found if type(operator) in _EQUAL else negated(found)
         if type(operator) in _MEMBERSHIP and isinstance(right, (cst.Tuple, cst.List, cst.Set)):
-            values = [constant(each.value) or _member(each.value) for each in right.elements]
-            if all(values):
-                found = Any(tuple(Flag(tested, each[0]) for each in values if each))
-                return found if type(operator) is cst.In else negated(found)
+            equal = [self._equal(node.left, each.value, scope) for each in right.elements]
+            parts = tuple(each for each in equal if each is not None)
+            if len(parts) == len(equal):
+                return Any(parts) if type(operator) is cst.In else negated(Any(parts))
         return Flag(text_of(node))
+
+    def _equal(self, node: cst.BaseExpression, other: cst.BaseExpression, scope: Scope) -> Condition | None:
+        """Return the condition that an expression equals a constant or a member of an enum; None for all else."""
+        value = constant(other)
+        if value is None:
+            member = _member(other)
+            return Flag(subject(node), member[0]) if member else None
+        if value[0] is None or isinstance(value[0], bool):
+            return self.of(node, scope) if value[0] else negated(self.of(node, scope))
+        return Flag(subject(node), value[0])
 
 
 def _bases(owner: Scope | None, depth: int = 4) -> Iterator[Scope]:

@@ -23,6 +23,34 @@ from mpguard.lint import (
 _FUNCTION = "torch.nn.functional.binary_cross_entropy"
 _LOSSES = frozenset({"torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss"})
 
+#: A script that sets an option after it has parsed the arguments, and its trainer.
+_SCRIPT = """\
+import argparse
+
+from engine import Trainer
+
+def main(loader):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fp16", action="store_true")
+    opt = parser.parse_args()
+    {}
+    Trainer(opt).train(loader)
+"""
+_TRAINER = """\
+import torch
+import torch.nn.functional as F
+
+class Trainer:
+    def __init__(self, opt):
+        self.opt = opt
+
+    def train(self, loader):
+        for x, y in loader:
+            with torch.cuda.amp.autocast(enabled=self.opt.fp16):
+                loss = F.binary_cross_entropy(x, y){}
+            loss.backward()
+"""
+
 
 class BceUnderAutocast(Rule):
     """`binary_cross_entropy` or `BCELoss` inside a `"cuda"` autocast region.
@@ -201,6 +229,28 @@ def build_model():
                 "        scaler.update()\n",
             },
             name="models.py",
+        ),
+        Good(
+            _TRAINER.format(""),
+            files={"pyproject.toml": "", "main.py": _SCRIPT.format("opt.fp16 = False")},
+            name="engine.py",
+        ),
+        *(
+            Bad(
+                _TRAINER.format("  # !"),
+                files={"pyproject.toml": "", "main.py": _SCRIPT.format(line)},
+                name="engine.py",
+            )
+            for line in ("opt.seed = 1", "opt.fp16 = False if opt.seed else opt.fp16", "if opt.cpu: opt.fp16 = False")
+        ),
+        Bad(
+            _TRAINER.format("  # !"),
+            files={
+                "pyproject.toml": "",
+                "main.py": _SCRIPT.format("opt.fp16 = False"),
+                "other.py": _SCRIPT.format("opt.seed = 1"),
+            },
+            name="engine.py",
         ),
     )
 

@@ -43,13 +43,13 @@ class Fp8MisalignedDims(Rule):
 
     ## Known limits
     Sizes from a config are not checked, nor layers that a container of modules runs in a loop. A filter and
-    `pad_inner_dim=True` of torchao are assumed to leave out, or pad, sizes that do not fit. NVFP4 needs 16 here; 128 is
+    `pad_inner_dim=True` of torchao are assumed to leave out, or pad, sizes that do not fit. Tests are not checked: they
+    convert a small layer without calling it, or expect the error. NVFP4 needs 16 here; 128 is
     the multiple to which grouped products are padded.
     """
 
     code, name = "MPG404", "fp8-misaligned-dims"
     severity = "error"
-    in_tests = True
     message = "{what} of {size}: FP8 needs multiples of {multiple}"
     help = "choose or pad to a multiple of {multiple}"
     triggers = (
@@ -149,6 +149,26 @@ convert_to_float8_training(padded, config=Float8LinearConfig(pad_inner_dim=True)
 on_cpu = torch.nn.Sequential(torch.nn.Linear(30, 10))
 convert_to_float8_training(on_cpu, config=Float8LinearConfig(emulate=True))
 """
+        ),
+        Good(
+            """\
+import unittest
+
+import torch
+from torchao.float8 import convert_to_float8_training
+
+class TestSwap(unittest.TestCase):
+    def test_swap(self):
+        model = convert_to_float8_training(torch.nn.Linear(3, 3))
+        self.assertEqual(type(model).__name__, "Float8Linear")
+
+    def test_root_with_children_raises(self):
+        model = torch.nn.Linear(3, 3)
+        model.child = torch.nn.Linear(3, 3)
+        with self.assertRaises(AssertionError):
+            convert_to_float8_training(model)
+""",
+            name="test_swap.py",
         ),
     )
 

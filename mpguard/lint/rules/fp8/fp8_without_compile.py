@@ -340,6 +340,57 @@ class Fp8Trainer(Trainer):
         return [AORecipeKwargs()]
 """
         ),
+        Bad(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def run(mode, loader):
+    model = torch.nn.Linear(1024, 1024)
+    if mode is None:
+        convert_to_float8_training(model)  # !
+    if mode not in (None, "off"):
+        model = torch.compile(model)
+    for x in loader:
+        model(x).sum().backward()
+""",
+            fixed="""\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def run(mode, loader):
+    model = torch.nn.Linear(1024, 1024)
+    if mode is None:
+        convert_to_float8_training(model)
+        model = torch.compile(model)
+    if mode not in (None, "off"):
+        model = torch.compile(model)
+    for x in loader:
+        model(x).sum().backward()
+""",
+        ),
+        Good(
+            """\
+import copy
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def run(plain, recipe, other, convert_otherwise, loader):
+    assert not (recipe is not None and other is not None)
+    assert other in (None, "mxfp8")
+    if recipe is not None:
+        model = convert_to_float8_training(copy.deepcopy(plain), config=recipe)
+    else:
+        assert other is not None
+        model = copy.deepcopy(plain)
+        convert_otherwise(model)
+    model = torch.compile(model)
+    for x in loader:
+        model(x).sum().backward()
+
+run(torch.nn.Linear(1024, 1024), "rowwise", None, None, load())
+"""
+        ),
         Good(
             """\
 from accelerate import Accelerator

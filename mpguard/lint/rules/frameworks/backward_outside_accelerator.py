@@ -14,6 +14,7 @@ from mpguard.lint import (
     Note,
     Rule,
     Wrap,
+    accelerate_precision,
     any_of,
     compatible,
     python_edits,
@@ -31,6 +32,20 @@ _MAIN = {
     "    for epoch in range(3):\n"
     "        train_epoch(model, optimizer, loader, accelerator)\n",
 }
+
+#: A program with the arguments of its Accelerator, and its backward pass.
+_LAUNCHED = """\
+import torch
+from accelerate import Accelerator
+
+def main(args, model, optimizer, loader):
+    accelerator = Accelerator({})
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        loss = model(x).sum()
+        {}
+        optimizer.step()
+"""
 
 
 class BackwardOutsideAccelerator(Rule):
@@ -55,8 +70,9 @@ class BackwardOutsideAccelerator(Rule):
     ## Known limits
     An Accelerator that prepares nothing that this loss uses (used for devices, logging, metrics) is ignored. A loss
     that a GradScaler of the code's own scales is reported by MPG502, and one that apex scales (`amp.scale_loss`) by no
-    rule. A `backward` under a flag that is named after accelerate, DeepSpeed or the distributed type is assumed to be
-    the path without the Accelerator.
+    rule. An Accelerator whose `mixed_precision` is "bf16" or "no" in the code, without accumulation, an engine or
+    sharding, adds nothing to `backward` and is ignored. A `backward` under a flag that is named after accelerate,
+    DeepSpeed or the distributed type is assumed to be the path without the Accelerator.
     """
 
     code, name = "MPG501", "backward-outside-accelerator"
@@ -427,6 +443,41 @@ def train_epoch(model, optimizer, loader, accelerator):
             },
             name="engine.py",
         ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+
+def bfloat16(model, optimizer, loader):
+    ddp = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(mixed_precision="bf16", kwargs_handlers=[ddp])
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for i, x in enumerate(loader):
+        loss = model(x).sum() / 4
+        loss.backward()
+        if (i + 1) % 4 == 0:
+            optimizer.step()
+""",
+            files={"pyproject.toml": "", "run.sh": "torchrun --nproc-per-node 8 example.py\n"},
+        ),
+        *(
+            Bad(
+                _LAUNCHED.format(arguments, "loss.backward()  # !"),
+                files={"pyproject.toml": "", "run.sh": f"accelerate launch {options} train.py\n"},
+                name="train.py",
+                fixed=_LAUNCHED.format(arguments, "accelerator.backward(loss)"),
+            )
+            for arguments, options in (
+                ('mixed_precision="fp16"', ""),
+                ("mixed_precision=args.mixed_precision", ""),
+                ('mixed_precision="bf16" if args.bf16 else None', ""),
+                ('mixed_precision="bf16", gradient_accumulation_steps=args.steps', ""),
+                ('mixed_precision="bf16", fsdp_plugin=args.plugin', ""),
+                ('mixed_precision="bf16", **args.others', ""),
+                ('mixed_precision="bf16"', "--use_deepspeed"),
+                ('mixed_precision="bf16"', "--gradient_accumulation_steps 4"),
+            )
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -441,7 +492,7 @@ def train_epoch(model, optimizer, loader, accelerator):
             if self._is_scaled(backward, facts):
                 continue
             found = self._prepared_model(backward, facts) or self._prepared_optimizer(backward, facts)
-            if found is not None:
+            if found is not None and not accelerate_precision.backward_is_plain(found[0].facts):
                 wrap, what = found
                 notes = (Note("prepared here", wrap.call.span, facts.elsewhere(wrap.call)),)
                 expr = facts.short(backward.call.node)

@@ -15,6 +15,7 @@ from mpguard.lint import (
     PathCondition,
     Rule,
     Wrap,
+    accelerate_precision,
     any_of,
     compatible,
     dotted,
@@ -66,7 +67,8 @@ class ClipOutsideAccelerator(Rule):
     Accelerator's function does not take, and if the Accelerator has no name at the place.
 
     ## Known limits
-    Only parameters of a model that is known to be prepared are checked. Files that call
+    Only parameters of a model that is known to be prepared are checked. An Accelerator whose `mixed_precision` is
+    "bf16" or "no" in the code, without an engine or sharding, clips as torch does and is ignored. Files that call
     `accelerator.unscale_gradients()` themselves are not reported, nor are functions that unscale with their own scaler
     (MPG502), nor an infinite norm, which clips nothing, nor what runs if the Accelerator's own clipping raised.
     """
@@ -402,6 +404,53 @@ def train_epoch(model, optimizer, loader, accelerator):
             },
             name="engine.py",
         ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+def main(args, model, optimizer, loader):
+    accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=args.steps)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+def main(model, optimizer, loader):
+    accelerator = Accelerator(mixed_precision="bf16")
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        accelerator.backward(model(x).sum())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # !
+        optimizer.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "run.sh": "accelerate launch --config_file fsdp.yaml train.py\n",
+                "fsdp.yaml": "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n",
+            },
+            name="train.py",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+
+def main(model, optimizer, loader):
+    accelerator = Accelerator(mixed_precision="bf16")
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        accelerator.backward(model(x).sum())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -421,7 +470,7 @@ def train_epoch(model, optimizer, loader, accelerator):
             ):
                 continue
             found = self._prepared_model(clip, facts)
-            if found is not None:
+            if found is not None and not accelerate_precision.backward_is_plain(found[1].facts, accumulates=True):
                 model, wrap = found
                 name = path.rsplit(".", 1)[-1]
                 yield self.at(
