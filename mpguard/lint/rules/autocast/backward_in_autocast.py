@@ -17,6 +17,7 @@ from mpguard.lint import (
     PathCondition,
     Region,
     Rule,
+    accelerate_precision,
     any_of,
     constant,
     dotted,
@@ -69,7 +70,8 @@ class BackwardInAutocast(Rule):
     `cache_enabled=False`.
     Tests (`test_...`) are not reported, since they may do this on purpose, nor is the context of the forward pass if it
     is entered again for the backward pass alone: a `torch.autograd.Function` without `custom_bwd` needs it.
-    Accelerate's autocast around nothing but a sum of losses is not reported: the prepared model enters its own.
+    Accelerate's autocast around nothing but a sum of losses is not reported: the prepared model enters its own. Nor is
+    that of an Accelerator for which no argument, launch config or launch line sets a precision: it enters no autocast.
     """
 
     code, name = "MPG301", "backward-in-autocast"
@@ -149,7 +151,7 @@ for i, x in enumerate(loader):
 import torch
 from accelerate import Accelerator
 
-accelerator = Accelerator()
+accelerator = Accelerator(mixed_precision=args.mixed_precision)
 model, optimizer = accelerator.prepare(model, optimizer)
 
 def apply(loss):
@@ -427,6 +429,39 @@ def train(model, criterion, optimizer, loader):
         optimizer.step()
 """,
         ),
+        Good(
+            """\
+from accelerate import Accelerator
+
+class Trainer:
+    def __init__(self, model, optimizer, accelerate_kwargs):
+        self.accelerator = Accelerator(split_batches=True, **accelerate_kwargs)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    def step(self, x):
+        with self.accelerator.autocast():
+            self.accelerator.backward(self.model(x).sum())
+        self.optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+from accelerate import Accelerator
+
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.accelerator = Accelerator(split_batches=True)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    def step(self, x):
+        with self.accelerator.autocast():
+            loss = self.model(x).sum()
+            self.accelerator.backward(loss)  # !
+        self.optimizer.step()
+""",
+            files={"pyproject.toml": "", "run.sh": "accelerate launch --mixed_precision bf16 main.py\n"},
+            name="main.py",
+        ),
         Bad(
             """\
 from contextlib import suppress
@@ -636,6 +671,8 @@ def train(args, model, optimizer, scaler, loader):
             if self._is_thrown_away(event.call) or _is_zero(event.subject):
                 continue
             if self._keeps_no_casts(region, facts) or self._has_dtype_of_weights(region, event, facts):
+                continue
+            if region.kind == "accelerator_autocast" and not accelerate_precision.may_be_mixed(region.facts):
                 continue
             if event.kind == "framework" or facts.has_step(event.scope):
                 made = region.call
