@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
+    HALF_DTYPES,
     Bad,
     Call,
     Diagnostic,
@@ -41,6 +42,22 @@ _OF_WEIGHTS = re.compile(r"(?:\.weight|\bparameters\(\)\))\.dtype$")
 #: A function with more callers than these is not checked: the work grows with each caller.
 _CALLERS = 8
 
+#: A model whose config is a dict.
+_NET = """\
+import torch
+from torch import nn
+
+CONFIG = {{"dim": 8, "dtype": torch.{dtype}}}
+
+class Net(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.head = nn.Linear(cfg["dim"], 8, dtype=cfg["dtype"])
+
+    def forward(self, x):
+        return self.head(x)
+"""
+
 
 class BackwardInAutocast(Rule):
     """A backward pass runs inside the autocast region of its forward pass.
@@ -65,9 +82,9 @@ class BackwardInAutocast(Rule):
     ## Known limits
     A region that is entered in another file is seen only around a call of the function, and only if one of the two
     files takes a `step`: others measure memory or speed, and so does a function whose gradients no optimizer applies,
-    or that clears them in a `finally`. Callers under `no_grad` do not count, nor a region in the dtype of the weights:
-    that of a DeepSpeed engine, of `param_dtype` in FSDP's policy, or of a model that is cast to it; nor a region with
-    `cache_enabled=False`.
+    or that clears them in a `finally`. Callers under `no_grad` do not count, nor a region around weights
+    in FP16 or BF16: of a DeepSpeed engine, by `param_dtype` in FSDP's policy, or of a model that is cast to it or whose
+    class creates its layers in it; nor a region with `cache_enabled=False`.
     Tests (`test_...`) are not reported, since they may do this on purpose, nor is the context of the forward pass if it
     is entered again for the backward pass alone: a `torch.autograd.Function` without `custom_bwd` needs it.
     Accelerate's autocast around nothing but a sum of losses is not reported: the prepared model enters its own. Nor is
@@ -658,6 +675,78 @@ def train(args, model, optimizer, scaler, loader):
         scaler.update()
 """,
         ),
+        Good(
+            """\
+import torch
+from torch import nn
+
+CONFIG = {"dim": 8, "dtype": torch.bfloat16}
+
+class Net(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.head = nn.Linear(cfg["dim"], 8, dtype=cfg["dtype"])
+
+    def forward(self, x):
+        return self.head(x)
+
+def train(loader):
+    dtype = "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    table = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    model = Net(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.amp.autocast("cuda", dtype=table[dtype]):
+            loss = model(x).sum()
+            loss.backward()
+        optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+from net import CONFIG, Net
+
+def train(loader):
+    model = Net(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+            loss.backward()
+        optimizer.step()
+""",
+            files={"pyproject.toml": "", "net.py": _NET.format(dtype="bfloat16")},
+        ),
+        Bad(
+            """\
+import torch
+from net import CONFIG, Net
+
+def train(loader):
+    model = Net(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+            loss.backward()  # !
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+from net import CONFIG, Net
+
+def train(loader):
+    model = Net(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+""",
+            files={"pyproject.toml": "", "net.py": _NET.format(dtype="float32")},
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -670,7 +759,7 @@ def train(args, model, optimizer, scaler, loader):
                 continue
             if self._is_thrown_away(event.call) or _is_zero(event.subject):
                 continue
-            if self._keeps_no_casts(region, facts) or self._has_dtype_of_weights(region, event, facts):
+            if self._keeps_no_casts(region, facts) or self._has_low_weights(region, event, facts):
                 continue
             if region.kind == "accelerator_autocast" and not accelerate_precision.may_be_mixed(region.facts):
                 continue
@@ -733,10 +822,17 @@ def train(args, model, optimizer, scaler, loader):
             value is not None and _OF_WEIGHTS.search(text_of(value)) is not None for value in values
         )
 
-    def _has_dtype_of_weights(self, region: Region, event: Event, facts: Facts) -> bool:
-        """True if the weights are in the dtype of a region whenever it is entered: cast to it, or by FSDP's policy."""
+    def _has_low_weights(self, region: Region, event: Event, facts: Facts) -> bool:
+        """True if the weights are in FP16 or BF16 whenever a region is entered: autocast keeps casts of FP32 ones only.
+
+        They are created in it, cast to it, or get the region's dtype from FSDP's policy.
+        """
         if facts.kinds(event.subject, event.call) & {"engine"}:
             return True  # DeepSpeed's weights are in FP16 or BF16, or it enters autocast by itself
+        item = event.call.withs[-1] if event.call.withs else None
+        inside = [call for call in event.scope.calls if item is not None and item in call.withs]
+        if any(facts.training_use.creates_layers(call, half) for call in inside for half in HALF_DTYPES):
+            return True
         for guard, dtype in region.dtypes:
             entered = region.guard.joined(guard, event.guard)
             if dtype is None:
@@ -747,7 +843,9 @@ def train(args, model, optimizer, scaler, loader):
                 if not PathCondition(made.call.guard - self._where_optimized(made)) - entered
                 for each in made.may_be(dtype)
             )
-            weights = (each for each in facts.training_use.weights(dtype) if not each.guard - entered)
+            weights = (
+                each for half in HALF_DTYPES for each in facts.training_use.weights(half) if not each.guard - entered
+            )
             if entered.possible and not [*policies, *weights]:
                 return False
         return bool(region.dtypes)
