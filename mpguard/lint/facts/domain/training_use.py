@@ -393,15 +393,20 @@ class TrainingUse:
                     self._weights[dtype].append(Weights(event, dtype, guards[0], training))
         return self._weights[dtype]
 
-    def creates_layers(self, call: Call, dtype: AnyDtype) -> bool:
-        """True if the class of the model that a call runs creates layers of torch or kernels in a dtype."""
-        for each in self.facts.evaluate(call.func, call):
+    def has_layers_in(self, dtype: AnyDtype, node: cst.CSTNode | None, at: Record) -> bool:
+        """True if a model, or its parameters, is a layer created in a dtype, or its class creates layers in it."""
+        for each in self.facts.evaluate(node, at):
             model = each.atom
-            if isinstance(model, Object) and model.cls is not None and model.facts is not None:
-                for inner in (inner for scope in model.cls.descendants() for inner in scope.calls):
-                    given = inner.keywords.get("dtype") if inner.name[:1].isupper() else None
-                    if given is not None and any(own is dtype for _, own in model.facts.dtypes(given, inner)):
-                        return True
+            if not isinstance(model, Object):
+                continue
+            inside = [call for scope in model.cls.descendants() for call in scope.calls] if model.cls else []
+            created = [call for call in inside if call.name[:1].isupper()]
+            if model.call is not None and model.kind == "model":
+                created.append(model.call)
+            for call in created:
+                given = call.keywords.get("dtype")
+                if given is not None and any(own is dtype for _, own in self.facts.of(call).dtypes(given, call)):
+                    return True
         return False
 
     def _cast_back(self, event: Event) -> bool:

@@ -831,7 +831,7 @@ def train(loader):
             return True  # DeepSpeed's weights are in FP16 or BF16, or it enters autocast by itself
         item = event.call.withs[-1] if event.call.withs else None
         inside = [call for call in event.scope.calls if item is not None and item in call.withs]
-        if any(facts.training_use.creates_layers(call, half) for call in inside for half in HALF_DTYPES):
+        if any(facts.training_use.has_layers_in(half, call.func, call) for call in inside for half in HALF_DTYPES):
             return True
         for guard, dtype in region.dtypes:
             entered = region.guard.joined(guard, event.guard)

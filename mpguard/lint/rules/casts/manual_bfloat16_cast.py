@@ -348,6 +348,28 @@ class Net(torch.nn.Module):
 """,
             },
         ),
+        Good(
+            """\
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = torch.nn.Linear(8, 8, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return self.out(x.to(torch.bfloat16))
+
+def train(loader):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -372,7 +394,7 @@ class Net(torch.nn.Module):
         if training is None or input_casts.loses_nothing(cast, Dtype.BF16, guards, training):
             return None
         for call in training.reach.models:
-            if facts.training_use.creates_layers(call, Dtype.BF16):
+            if facts.training_use.has_layers_in(Dtype.BF16, call.func, call):
                 continue  # they may need inputs in BF16
             for region, guard in facts.autocasts(call):
                 if region.call is not None and compatible(guard, guards[0]):
