@@ -51,18 +51,19 @@ class ManualHalfCast(Rule):
     ## Known limits
     Casts for inference are not reported: under `no_grad`, in functions called `evaluate`, `predict`, `generate`,
     `export` and the like, for frozen models and their inputs, for models that no optimizer takes and their inputs, for
-    inputs of models that compute in FP16 anyway (under an FP16 autocast, or with adapters on frozen weights), for
-    inputs that take their dtype from the variable that gives it to weights, which are reported, for inputs that an
-    option makes FP16 where no policy is active and no FP16 weights are trained, for sines and cosines, for copies
-    written to a checkpoint, for `.half().float()` rounding, for masks, for the targets of a loss, which have no
-    gradient, and for the inputs of a DeepSpeed engine, also that of Lightning's `strategy`, whose parameters may be
-    FP16; nor is a model that `deepspeed.initialize` takes, since its FP16 engine keeps FP32 masters of it. A dtype that
-    follows `accelerator.mixed_precision` follows the policy. An optimizer alone, or a `backward`, does not count as
-    training if the file takes no step. Where something may keep FP32 masters (`FP16_Optimizer`,
-    `optimizer.backward(loss)`, a framework's own FP16 module, an optimizer of the tree whose code has FP32 copies), no
-    cast of the file is reported: such code has FP16 parameters by design. So has a function that casts the norms of its
-    model back to FP32. Nothing is trained in a file that only measures the speed of steps on one synthetic batch, or
-    that stops in a debugger at each step. A library's module that is trained elsewhere is not checked.
+    inputs of models that compute in FP16 anyway (under an FP16 autocast, under one whose dtype a config gives and that
+    the same condition enters, or with adapters on frozen weights), for inputs that take their dtype from the variable
+    that gives it to weights, which are reported, for inputs that an option makes FP16 where no policy is active and no
+    FP16 weights are trained, for sines and cosines, for copies written to a checkpoint, for `.half().float()` rounding,
+    for masks, for the targets of a loss, which have no gradient, and for the inputs of a DeepSpeed engine, also that of
+    Lightning's `strategy`, whose parameters may be FP16; nor is a model that `deepspeed.initialize` takes, since its
+    FP16 engine keeps FP32 masters of it. A dtype that follows `accelerator.mixed_precision` follows the policy. An
+    optimizer alone, or a `backward`, does not count as training if the file takes no step. Where something may keep
+    FP32 masters (`FP16_Optimizer`, `optimizer.backward(loss)`, a framework's own FP16 module, an optimizer of the tree
+    whose code has FP32 copies), no cast of the file is reported: such code has FP16 parameters by design. So has a
+    function that casts the norms of its model back to FP32. Nothing is trained in a file that only measures the speed
+    of steps on one synthetic batch, or that stops in a debugger at each step. A library's module that is trained
+    elsewhere is not checked.
     """
 
     code, name = "MPG101", "manual-half-cast"
@@ -1657,6 +1658,60 @@ if __name__ == "__main__":
             pdb.set_trace()
         loss.backward()
         optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import contextlib
+
+import torch
+
+def train(config, model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    dtype = torch.float16 if "autocast" in config else torch.float32
+    for images in loader:
+        images = images.to(dtype)
+        with torch.autocast(**config["autocast"]) if "autocast" in config else contextlib.nullcontext():
+            loss = model(images).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import contextlib
+
+import torch
+
+def train(config, model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    dtype = torch.float16
+    for images in loader:
+        images = images.to(dtype)  # !
+        with torch.autocast(**config["autocast"]) if "autocast" in config else contextlib.nullcontext():
+            loss = model(images).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            fixed="""\
+import contextlib
+
+import torch
+
+def train(config, model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    dtype = torch.float16
+    for images in loader:
+        with torch.autocast(**config["autocast"]) if "autocast" in config else contextlib.nullcontext():
+            loss = model(images).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
 """,
         ),
     )
