@@ -446,6 +446,7 @@ WITHOUT_FIX = {
 @pytest.mark.parametrize("code", WITHOUT_FIX.values(), ids=list(WITHOUT_FIX))
 def test_no_fix(code: str) -> None:
     data = textwrap.dedent(code).encode()
-    report = Engine(RULES, Options(Selectors())).check(Target("example.py", "python", named=True, data=data))
+    selectors = Selectors(extend_select=("MPG108",))  # a preview rule
+    report = Engine(RULES, Options(selectors)).check(Target("example.py", "python", named=True, data=data))
     assert report.findings
     assert [finding.code for finding in report.findings if finding.fix is not None] == []

@@ -52,6 +52,23 @@ def precision(facts: Facts) -> str | None:
     return found[0] if found is not None and isinstance(found[0], str) else None
 
 
+def may_be_mixed(facts: Facts) -> bool:
+    """True if something visible sets a `mixed_precision` for the Accelerators of the file, or if it creates none.
+
+    That is an argument, a launch config or a launch line. Else their `autocast()` enters no autocast by default.
+    """
+    created = facts.events("accelerator")
+    if not created or any(event.call.positional for event in created):
+        return True
+    given = [event.call.keywords.get("mixed_precision") for event in created]
+    if any(each is not None and constant(each) not in ((None,), ("no",)) for each in given):
+        return True
+    if any(config.mixed_precision not in (None, "no") for config in facts.project.configs_for(facts.path)):
+        return True
+    launches = facts.project.launches_of(facts.path)
+    return any(launch.hidden or "mixed_precision" in launch.options for launch in launches)
+
+
 def leaves_autocast_out(facts: Facts) -> bool:
     """True if the file runs, or may run, under an engine with which Accelerate enters no autocast by itself.
 

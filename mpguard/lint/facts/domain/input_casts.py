@@ -15,6 +15,7 @@ from mpguard.lint.facts.syntax.records import Record
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
+    from mpguard.lint.facts.domain.autocast_state import AutocastState
     from mpguard.lint.facts.domain.training_use import Training
     from mpguard.lint.facts.file import Facts
 
@@ -67,9 +68,14 @@ def _enters_low_models(cast: Event, dtype: Dtype, guard: PathCondition) -> bool:
         adapters = facts.training_use.has_adapters(call.path, call)
         prepared = accelerate_precision.precision(facts) == dtype.short
         allowed = {dtype, "off"} if adapters or prepared else {dtype}
-        if not states or any(each.dtype not in allowed for each in states):
+        if not states or any(each.dtype not in allowed and not _is_entered_with(each, guard) for each in states):
             return False
     return True
+
+
+def _is_entered_with(state: AutocastState, guard: PathCondition) -> bool:
+    """True if the condition of a cast is that of an autocast whose dtype a config chooses: both have the same one."""
+    return state.dtype is None and bool(state.guard) and not state.guard - guard
 
 
 def _is_own_mode(cast: Event, dtype: Dtype, guard: PathCondition, training: Training) -> bool:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.dataflow.forward_flow import FRAMEWORK_STEPS, UPCASTS, Reach, Sink
+from mpguard.lint.facts.domain import lightning
 from mpguard.lint.facts.domain.autocast_ops import LOWERED
 from mpguard.lint.facts.domain.mentions import mentions
 from mpguard.lint.facts.events import Event, EventKind
-from mpguard.lint.facts.syntax.nodes import constant, dotted
+from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
 from mpguard.lint.facts.values import api_names, project_words
@@ -63,6 +64,8 @@ _CRITERION = re.compile(r"(?i)(?:^|[._])(?:loss|loss_?fn|loss_?func(?:tion)?|cri
 _MASK = re.compile(r"(?i)mask")
 #: Profiler markers: a script that contains one only measures.
 _PROFILES = re.compile(r"\b(?:emit_nvtx|pyprof|emit_itt)\b")
+#: Calls that stop in a debugger.
+_DEBUGS = ("set_trace", "breakpoint")
 #: Methods of Trainers that evaluate; words in the names of those that train.
 _EVALUATES = frozenset({"evaluate", "predict", "validate", "test", "evaluation_loop", "prediction_loop"})
 _MAY_TRAIN = re.compile(r"train|fit|search|tune|learn|^run|^start|^step")
@@ -356,7 +359,12 @@ class TrainingUse:
         """True if an engine of DeepSpeed or the like runs the backward pass: its parameters may be FP16."""
         call = sink.call
         if sink.kind == "trainer" and call.scope.name in FRAMEWORK_STEPS:  # Lightning's, maybe with DeepSpeed
-            return self._all_keep_masters or any(map(self._mentions_sharding, self.facts.scopes))
+            strategies = (each.keywords.get("strategy") for each in lightning.created(self.facts, "Trainer"))
+            return (
+                self._all_keep_masters
+                or any(project_words.SHARDING.search(text_of(each)) for each in strategies if each is not None)
+                or any(map(self._mentions_sharding, self.facts.scopes))
+            )
         if sink.kind != "backward" or not call.positional or call.receiver is None:
             return False
         kinds = self.facts.kinds(call.receiver, call)
@@ -384,6 +392,22 @@ class TrainingUse:
                 if training is not None and not self._cast_back(event):
                     self._weights[dtype].append(Weights(event, dtype, guards[0], training))
         return self._weights[dtype]
+
+    def has_layers_in(self, dtype: AnyDtype, node: cst.CSTNode | None, at: Record) -> bool:
+        """True if a model, or its parameters, is a layer created in a dtype, or its class creates layers in it."""
+        for each in self.facts.evaluate(node, at):
+            model = each.atom
+            if not isinstance(model, Object):
+                continue
+            inside = [call for scope in model.cls.descendants() for call in scope.calls] if model.cls else []
+            created = [call for call in inside if call.name[:1].isupper()]
+            if model.call is not None and model.kind == "model":
+                created.append(model.call)
+            for call in created:
+                given = call.keywords.get("dtype")
+                if given is not None and any(own is dtype for _, own in self.facts.of(call).dtypes(given, call)):
+                    return True
+        return False
 
     def _cast_back(self, event: Event) -> bool:
         """True if a loop casts the trained parameters back to FP32, after the cast of the model, in the same function.
@@ -537,13 +561,15 @@ class TrainingUse:
         """True if the file computes gradients only to inspect them.
 
         Either all backward passes start from artificial gradients, as in the test of a layer
-        (`out.backward(torch.ones_like(out))`), or a few run without data between a profiler's marks, or the file only
-        measures speed.
+        (`out.backward(torch.ones_like(out))`), or a few run without data between a profiler's marks, or each of their
+        loops stops in a debugger at each step, or the file only measures speed.
         """
         calls = self.facts.calls.get("backward", ())
         if not calls or self.facts.calls.get("manual_backward"):
             return False
         if self.only_measures_speed or all(self._starts_from_artificial(call) for call in calls):
+            return True
+        if all(map(self._is_debugged, calls)):
             return True
         if not _PROFILES.search(self.facts.source.text):
             return False
@@ -551,6 +577,13 @@ class TrainingUse:
             isinstance(loop, cst.While) or (isinstance(loop, cst.For) and not _only_counts(loop))
             for call in calls
             for loop in call.loops
+        )
+
+    def _is_debugged(self, call: Call) -> bool:
+        """True if a debugger stops before or after a call, under the same conditions: `pdb.set_trace()` in its loop."""
+        stops = (each for name in _DEBUGS for each in self.facts.calls.get(name, ()))
+        return any(
+            each.scope is call.scope and each.loops == call.loops and not each.guard - call.guard for each in stops
         )
 
     @cached_property

@@ -17,6 +17,7 @@ WHOLE_FILE_LIMIT = 8_000
 _RELEVANT = re.compile(
     r"float16|bf16|fp16|autocast|custom_[fb]wd|[sS]caler|backward|\.step\(|float8|fp8|\.prepare\(|deepspeed|accelerat|"
     r"Trainer|Optimizer|optim\b|HalfTensor|requires_grad|tf32|fp32_precision|"
+    r"(?:Linear|Embedding|Conv[123]d)\([^\n]*dtype=|"  # layers in any dtype
     r"transformer_engine|Scaling\(|RecipeKwargs|fully_shard|matmul_precision|\.(?:load_)?state_dict\(|"
     r"(half\b|amp\b|compile|te(?=\.))"
 )

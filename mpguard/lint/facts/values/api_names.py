@@ -190,6 +190,10 @@ _MOVED = (
 )
 
 
+#: Functions whose result has items, and no attributes for them.
+PLAIN_DICTS = frozenset({"yaml.safe_load", "yaml.full_load", "json.load", "json.loads", "tomllib.load"})
+
+
 def kind_of(path: str) -> str:
     """Return the kind of object that a call of this name creates; "" if unknown.
 
@@ -203,6 +207,8 @@ def kind_of(path: str) -> str:
         return "scaler"
     if path in NO_GRAD:
         return "no_grad"
+    if path in PLAIN_DICTS:
+        return "plain_dict"
     if path in ("contextlib.nullcontext", "contextlib.suppress", "contextlib.ExitStack"):
         return "nullcontext"
     if root == "transformer_engine" and last in ("fp8_autocast", "autocast"):

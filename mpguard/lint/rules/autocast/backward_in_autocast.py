@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
+    HALF_DTYPES,
     Bad,
     Call,
     Diagnostic,
@@ -17,6 +18,7 @@ from mpguard.lint import (
     PathCondition,
     Region,
     Rule,
+    accelerate_precision,
     any_of,
     constant,
     dotted,
@@ -40,6 +42,22 @@ _OF_WEIGHTS = re.compile(r"(?:\.weight|\bparameters\(\)\))\.dtype$")
 #: A function with more callers than these is not checked: the work grows with each caller.
 _CALLERS = 8
 
+#: A model whose config is a dict.
+_NET = """\
+import torch
+from torch import nn
+
+CONFIG = {{"dim": 8, "dtype": torch.{dtype}}}
+
+class Net(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.head = nn.Linear(cfg["dim"], 8, dtype=cfg["dtype"])
+
+    def forward(self, x):
+        return self.head(x)
+"""
+
 
 class BackwardInAutocast(Rule):
     """A backward pass runs inside the autocast region of its forward pass.
@@ -57,6 +75,11 @@ class BackwardInAutocast(Rule):
     weights' casts stay in autocast's cache until the region is left: memory of the size of the model in 16 bits, held
     through the backward pass.
 
+    ## Why it is a preview rule
+    Much of what it finds loses little: the casts of the weights are kept in memory through the backward pass, and
+    Python code in it is cast again. Of the 60 repositories with findings that were not looked at before, those of 40 were
+    right.
+
     ## Fix safety
     Unsafe: `backward` and what follows it in the block are moved out of the region. There is a fix only if autocast is
     the only context of the `with`, and only steps, updates and logging follow.
@@ -64,16 +87,18 @@ class BackwardInAutocast(Rule):
     ## Known limits
     A region that is entered in another file is seen only around a call of the function, and only if one of the two
     files takes a `step`: others measure memory or speed, and so does a function whose gradients no optimizer applies,
-    or that clears them in a `finally`. Callers under `no_grad` do not count, nor a region in the dtype of the weights:
-    that of a DeepSpeed engine, of `param_dtype` in FSDP's policy, or of a model that is cast to it; nor a region with
-    `cache_enabled=False`.
+    or that clears them in a `finally`. Callers under `no_grad` do not count, nor a region around weights
+    in FP16 or BF16: of a DeepSpeed engine, by `param_dtype` in FSDP's policy, or of a model that is cast to it or whose
+    class creates its layers in it; nor a region with `cache_enabled=False`.
     Tests (`test_...`) are not reported, since they may do this on purpose, nor is the context of the forward pass if it
     is entered again for the backward pass alone: a `torch.autograd.Function` without `custom_bwd` needs it.
-    Accelerate's autocast around nothing but a sum of losses is not reported: the prepared model enters its own.
+    Accelerate's autocast around nothing but a sum of losses is not reported: the prepared model enters its own. Nor is
+    that of an Accelerator for which no argument, launch config or launch line sets a precision: it enters no autocast.
     """
 
     code, name = "MPG301", "backward-in-autocast"
     severity = "warning"
+    preview = True
     message = "`{call}` runs inside the autocast region"
     help = "leave the region before the backward pass"
     triggers = (any_of(b"autocast"), any_of(b"backward("))
@@ -149,7 +174,7 @@ for i, x in enumerate(loader):
 import torch
 from accelerate import Accelerator
 
-accelerator = Accelerator()
+accelerator = Accelerator(mixed_precision=args.mixed_precision)
 model, optimizer = accelerator.prepare(model, optimizer)
 
 def apply(loss):
@@ -427,6 +452,39 @@ def train(model, criterion, optimizer, loader):
         optimizer.step()
 """,
         ),
+        Good(
+            """\
+from accelerate import Accelerator
+
+class Trainer:
+    def __init__(self, model, optimizer, accelerate_kwargs):
+        self.accelerator = Accelerator(split_batches=True, **accelerate_kwargs)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    def step(self, x):
+        with self.accelerator.autocast():
+            self.accelerator.backward(self.model(x).sum())
+        self.optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+from accelerate import Accelerator
+
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.accelerator = Accelerator(split_batches=True)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    def step(self, x):
+        with self.accelerator.autocast():
+            loss = self.model(x).sum()
+            self.accelerator.backward(loss)  # !
+        self.optimizer.step()
+""",
+            files={"pyproject.toml": "", "run.sh": "accelerate launch --mixed_precision bf16 main.py\n"},
+            name="main.py",
+        ),
         Bad(
             """\
 from contextlib import suppress
@@ -623,6 +681,78 @@ def train(args, model, optimizer, scaler, loader):
         scaler.update()
 """,
         ),
+        Good(
+            """\
+import torch
+from torch import nn
+
+CONFIG = {"dim": 8, "dtype": torch.bfloat16}
+
+class Net(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.head = nn.Linear(cfg["dim"], 8, dtype=cfg["dtype"])
+
+    def forward(self, x):
+        return self.head(x)
+
+def train(loader):
+    dtype = "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    table = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    model = Net(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.amp.autocast("cuda", dtype=table[dtype]):
+            loss = model(x).sum()
+            loss.backward()
+        optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+from net import CONFIG, Net
+
+def train(loader):
+    model = Net(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+            loss.backward()
+        optimizer.step()
+""",
+            files={"pyproject.toml": "", "net.py": _NET.format(dtype="bfloat16")},
+        ),
+        Bad(
+            """\
+import torch
+from net import CONFIG, Net
+
+def train(loader):
+    model = Net(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+            loss.backward()  # !
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+from net import CONFIG, Net
+
+def train(loader):
+    model = Net(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+""",
+            files={"pyproject.toml": "", "net.py": _NET.format(dtype="float32")},
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -635,7 +765,9 @@ def train(args, model, optimizer, scaler, loader):
                 continue
             if self._is_thrown_away(event.call) or _is_zero(event.subject):
                 continue
-            if self._keeps_no_casts(region, facts) or self._has_dtype_of_weights(region, event, facts):
+            if self._keeps_no_casts(region, facts) or self._has_low_weights(region, event, facts):
+                continue
+            if region.kind == "accelerator_autocast" and not accelerate_precision.may_be_mixed(region.facts):
                 continue
             if event.kind == "framework" or facts.has_step(event.scope):
                 made = region.call
@@ -696,10 +828,17 @@ def train(args, model, optimizer, scaler, loader):
             value is not None and _OF_WEIGHTS.search(text_of(value)) is not None for value in values
         )
 
-    def _has_dtype_of_weights(self, region: Region, event: Event, facts: Facts) -> bool:
-        """True if the weights are in the dtype of a region whenever it is entered: cast to it, or by FSDP's policy."""
+    def _has_low_weights(self, region: Region, event: Event, facts: Facts) -> bool:
+        """True if the weights are in FP16 or BF16 whenever a region is entered: autocast keeps casts of FP32 ones only.
+
+        They are created in it, cast to it, or get the region's dtype from FSDP's policy.
+        """
         if facts.kinds(event.subject, event.call) & {"engine"}:
             return True  # DeepSpeed's weights are in FP16 or BF16, or it enters autocast by itself
+        item = event.call.withs[-1] if event.call.withs else None
+        inside = [call for call in event.scope.calls if item is not None and item in call.withs]
+        if any(facts.training_use.has_layers_in(half, call.func, call) for call in inside for half in HALF_DTYPES):
+            return True
         for guard, dtype in region.dtypes:
             entered = region.guard.joined(guard, event.guard)
             if dtype is None:
@@ -710,7 +849,9 @@ def train(args, model, optimizer, scaler, loader):
                 if not PathCondition(made.call.guard - self._where_optimized(made)) - entered
                 for each in made.may_be(dtype)
             )
-            weights = (each for each in facts.training_use.weights(dtype) if not each.guard - entered)
+            weights = (
+                each for half in HALF_DTYPES for each in facts.training_use.weights(half) if not each.guard - entered
+            )
             if entered.possible and not [*policies, *weights]:
                 return False
         return bool(region.dtypes)

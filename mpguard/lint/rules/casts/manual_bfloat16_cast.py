@@ -348,6 +348,28 @@ class Net(torch.nn.Module):
 """,
             },
         ),
+        Good(
+            """\
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = torch.nn.Linear(8, 8, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return self.out(x.to(torch.bfloat16))
+
+def train(loader):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -372,8 +394,8 @@ class Net(torch.nn.Module):
         if training is None or input_casts.loses_nothing(cast, Dtype.BF16, guards, training):
             return None
         for call in training.reach.models:
-            if self._has_bfloat16_layers(call, facts):
-                continue
+            if facts.training_use.has_layers_in(Dtype.BF16, call.func, call):
+                continue  # they may need inputs in BF16
             for region, guard in facts.autocasts(call):
                 if region.call is not None and compatible(guard, guards[0]):
                     return region.call
@@ -381,17 +403,6 @@ class Net(torch.nn.Module):
                 if (found := self._mixed(wrap, facts)) is not None and compatible(wrap.guard, guards[0]):
                     return found
         return None
-
-    def _has_bfloat16_layers(self, call: Call, facts: Facts) -> bool:
-        """True if the class of a model creates layers or kernels in BF16: they may need inputs in BF16."""
-        for each in facts.evaluate(call.func, call):
-            model = each.atom
-            if isinstance(model, Object) and model.cls is not None and model.facts is not None:
-                for inner in (inner for scope in model.cls.descendants() for inner in scope.calls):
-                    given = inner.keywords.get("dtype") if inner.name[:1].isupper() else None
-                    if given is not None and any(d is Dtype.BF16 for _, d in model.facts.dtypes(given, inner)):
-                        return True
-        return False
 
     def _mixed(self, wrap: Wrap, facts: Facts) -> Call | None:
         """Return the Accelerator or FSDP wrapper with a known mixed precision; DeepSpeed's engine casts no inputs."""

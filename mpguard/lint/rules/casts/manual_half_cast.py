@@ -8,6 +8,7 @@ from mpguard.lint import (
     Call,
     Diagnostic,
     Dtype,
+    Event,
     EventKind,
     Facts,
     Good,
@@ -16,6 +17,7 @@ from mpguard.lint import (
     accelerate_precision,
     any_of,
     compatible,
+    dotted,
     input_casts,
     python_edits,
     speed_measurement,
@@ -49,17 +51,19 @@ class ManualHalfCast(Rule):
     ## Known limits
     Casts for inference are not reported: under `no_grad`, in functions called `evaluate`, `predict`, `generate`,
     `export` and the like, for frozen models and their inputs, for models that no optimizer takes and their inputs, for
-    inputs of models that compute in FP16 anyway (under an FP16 autocast, or with adapters on frozen weights), for
-    inputs that an option makes FP16 where no policy is active and no FP16 weights are trained, for sines and cosines,
-    for copies written to a checkpoint, for `.half().float()` rounding, for masks, for the targets of a loss, which have
-    no gradient, and for the inputs of a DeepSpeed engine, whose parameters may be FP16; nor is a model that
-    `deepspeed.initialize` takes, since its FP16 engine keeps FP32 masters of it. A dtype that follows
-    `accelerator.mixed_precision` follows the policy. An optimizer alone, or a `backward`, does not count as training if
-    the file takes no step. Where something may keep FP32 masters (`FP16_Optimizer`, `optimizer.backward(loss)`, a
-    framework's own FP16 module, an optimizer of the tree whose code has FP32 copies), no cast of the file is reported:
-    such code has FP16 parameters by design. So has a function that casts the norms of its model back to FP32. Nothing
-    is trained in a file that only measures the speed of steps on one synthetic batch. A library's module that is
-    trained elsewhere is not checked.
+    inputs of models that compute in FP16 anyway (under an FP16 autocast, under one whose dtype a config gives and that
+    the same condition enters, or with adapters on frozen weights), for inputs that take their dtype from the variable
+    that gives it to weights, which are reported, for inputs that an option makes FP16 where no policy is active and no
+    FP16 weights are trained, for sines and cosines, for copies written to a checkpoint, for `.half().float()` rounding,
+    for masks, for the targets of a loss, which have no gradient, and for the inputs of a DeepSpeed engine, also that of
+    Lightning's `strategy`, whose parameters may be FP16; nor is a model that `deepspeed.initialize` takes, since its
+    FP16 engine keeps FP32 masters of it. A dtype that follows `accelerator.mixed_precision` follows the policy. An
+    optimizer alone, or a `backward`, does not count as training if the file takes no step. Where something may keep
+    FP32 masters (`FP16_Optimizer`, `optimizer.backward(loss)`, a framework's own FP16 module, an optimizer of the tree
+    whose code has FP32 copies), no cast of the file is reported: such code has FP16 parameters by design. So has a
+    function that casts the norms of its model back to FP32. Nothing is trained in a file that only measures the speed
+    of steps on one synthetic batch, or that stops in a debugger at each step. A library's module that is trained
+    elsewhere is not checked.
     """
 
     code, name = "MPG101", "manual-half-cast"
@@ -1503,6 +1507,213 @@ def train(loader):
                 "losses.py": "def dice_loss(output, target):\n    return 1 - (output * target).sum() / target.sum()\n",
             },
         ),
+        Bad(
+            """\
+import torch
+
+def train(args, model, loader):
+    weight_dtype = torch.float16 if args.precision == "fp16" else torch.float32
+    model = model.to(weight_dtype)  # !
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        x = x.to(weight_dtype)
+        model(x).sum().backward()
+        optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def train(args, model, head, loader):
+    weight_dtype = torch.float16 if args.precision == "fp16" else torch.float32
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()])
+    model = model.to(weight_dtype)  # !
+    weight_dtype = torch.float16
+    for x in loader:
+        x = x.to(weight_dtype)  # !
+        (model(x) + head(x)).sum().backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def train(args, model, head, loader):
+    weight_dtype = torch.float16 if args.precision == "fp16" else torch.float32
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()])
+    weight_dtype = torch.float16
+    for x in loader:
+        (model(x) + head(x)).sum().backward()
+        optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+from pytorch_lightning import LightningModule, Trainer
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def training_step(self, batch):
+        x, y = batch
+        x = x.half()
+        return torch.nn.functional.mse_loss(self.layer(x), y.half())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+Trainer(strategy="deepspeed_stage_3_offload", precision=16).fit(Net())
+"""
+        ),
+        Bad(
+            """\
+import torch
+from pytorch_lightning import LightningModule, Trainer
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def training_step(self, batch):
+        x, y = batch
+        x = x.half()  # !
+        return torch.nn.functional.mse_loss(self.layer(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+Trainer(strategy="ddp", precision=32).fit(Net())
+""",
+            fixed="""\
+import torch
+from pytorch_lightning import LightningModule, Trainer
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def training_step(self, batch):
+        x, y = batch
+        return torch.nn.functional.mse_loss(self.layer(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+Trainer(strategy="ddp", precision=32).fit(Net())
+""",
+        ),
+        Good(
+            """\
+import pdb
+
+import torch
+
+if __name__ == "__main__":
+    warp = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(warp.parameters(), 0.1)
+    images = next(iter(loader))
+    images = images.half()
+    for i in range(5):
+        pdb.set_trace()
+        loss = ((warp(images) - images) ** 2).sum()
+        loss.backward()
+        optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import pdb
+
+import torch
+
+if __name__ == "__main__":
+    warp = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(warp.parameters(), 0.1)
+    images = next(iter(loader))
+    images = images.half()  # !
+    for i in range(5):
+        loss = ((warp(images) - images) ** 2).sum()
+        if loss.isnan():
+            pdb.set_trace()
+        loss.backward()
+        optimizer.step()
+""",
+            fixed="""\
+import pdb
+
+import torch
+
+if __name__ == "__main__":
+    warp = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(warp.parameters(), 0.1)
+    images = next(iter(loader))
+    for i in range(5):
+        loss = ((warp(images) - images) ** 2).sum()
+        if loss.isnan():
+            pdb.set_trace()
+        loss.backward()
+        optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import contextlib
+
+import torch
+
+def train(config, model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    dtype = torch.float16 if "autocast" in config else torch.float32
+    for images in loader:
+        images = images.to(dtype)
+        with torch.autocast(**config["autocast"]) if "autocast" in config else contextlib.nullcontext():
+            loss = model(images).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import contextlib
+
+import torch
+
+def train(config, model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    dtype = torch.float16
+    for images in loader:
+        images = images.to(dtype)  # !
+        with torch.autocast(**config["autocast"]) if "autocast" in config else contextlib.nullcontext():
+            loss = model(images).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            fixed="""\
+import contextlib
+
+import torch
+
+def train(config, model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    dtype = torch.float16
+    for images in loader:
+        with torch.autocast(**config["autocast"]) if "autocast" in config else contextlib.nullcontext():
+            loss = model(images).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -1524,9 +1735,14 @@ def train(loader):
             ):
                 fix = None if cast.kind == "construct" else python_edits.without_cast(facts, cast)
                 found.append((cast, training, fix))
-        all_fixable = all(fix is not None for _, _, fix in found)  # a model and its inputs change together
+        weights = [cast for cast, _, _ in found if facts.training_use.is_module(cast)]
+        follow = {cast for cast, _, _ in found if _follows(cast, weights, facts)}
+        # A model and its inputs change together.
+        all_fixable = not follow and all(fix is not None for _, _, fix in found)
         policy = any(map(facts.events, _POLICIES)) or bool(facts.project.configs_for(facts.path))
         for cast, training, fix in found:
+            if cast in follow:
+                continue
             yield self.at(
                 cast,
                 message="`{expr}` makes FP16 weights in code that trains" if cast.kind == "construct" else None,
@@ -1535,6 +1751,27 @@ def train(loader):
                 fix=fix if all_fixable else None,
                 help=None if policy else "remove the cast, and compute in FP16 under autocast with a GradScaler",
             )
+
+
+def _follows(cast: Event, weights: list[Event], facts: Facts) -> bool:
+    """True if the cast of an input takes its dtype from the variable that gives weights theirs: it follows them."""
+    name = _name_of_dtype(cast)
+    return (
+        bool(name)
+        and cast not in weights
+        and any(
+            name == _name_of_dtype(each)
+            and facts.bindings(name, cast.call, cast.call.guard) == facts.bindings(name, each.call, each.call.guard)
+            for each in weights
+        )
+    )
+
+
+def _name_of_dtype(cast: Event) -> str:
+    """Return the name of the variable that gives the dtype of a cast; "" for anything else, as `torch.float16`."""
+    given = cast.call.keywords.get("dtype")
+    names = map(dotted, (given,) if given is not None else cast.call.positional)
+    return next((name for name in names if "dtype" in name and "." not in name), "")
 
 
 def _norms_in_float32(facts: Facts) -> Iterator[Call]:

@@ -18,6 +18,10 @@ class FsdpOnHalfModel(Rule):
     model saves only memory of the shards. With BF16 shards an update below 2^-8 of a weight is lost (2^-11 in FP16),
     and the optimizer's state is low precision too.
 
+    ## Why it is a preview rule
+    Many models under FSDP are not trained, or are references and rewards of others. Of the 6 repositories with findings
+    that were not looked at before, those of 2 were right.
+
     ## Known limits
     Models for inference, frozen ones and bases of adapters are not reported, nor are optimizers that keep FP32 copies
     or round stochastically. Under Accelerate, whose FSDP casts trained weights up, nothing is reported. A model that is
@@ -26,6 +30,7 @@ class FsdpOnHalfModel(Rule):
 
     code, name = "MPG511", "fsdp-on-half-model"
     severity = "warning"
+    preview = True
     message = "`{expr}`: FSDP shards and trains {dtype} weights, without an FP32 copy"
     help = "keep the weights in FP32; `MixedPrecision(param_dtype=...)` computes in the low dtype"
     triggers = (

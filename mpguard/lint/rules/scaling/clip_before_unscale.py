@@ -10,6 +10,7 @@ from mpguard.lint import (
     Bad,
     Constant,
     Diagnostic,
+    Dtype,
     Facts,
     Fix,
     Good,
@@ -84,7 +85,8 @@ class ClipBeforeUnscale(Rule):
 
     ## Known limits
     Follows one function and the helpers of its file; a `backward` in another module is not found. Silent if something
-    in between may unscale: `get_scale`, or a call of unknown code that takes the scaler.
+    in between may unscale: `get_scale`, or a call of unknown code that takes the scaler. Silent for a model whose class
+    creates layers in BF16: a scaler that is enabled raises at the gradients of such weights.
     """
 
     code, name = "MPG205", "clip-before-unscale"
@@ -496,6 +498,92 @@ def train(args, model, optimizer, loader):
             },
             name="amp.py",
         ),
+        Good(
+            """\
+import torch
+from torch import nn
+
+CONFIG = {"dim": 8, "dtype": torch.bfloat16}
+
+class Net(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.head = nn.Linear(cfg["dim"], 8, dtype=cfg["dtype"])
+
+    def forward(self, x):
+        return self.head(x)
+
+def train(loader):
+    dtype = "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    scaler = torch.amp.GradScaler("cuda", enabled=(dtype == "float16"))
+    model = Net(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.amp.autocast("cuda", dtype=getattr(torch, dtype)):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torch import nn
+
+CONFIG = {"dim": 8, "dtype": torch.float32}
+
+class Net(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.head = nn.Linear(cfg["dim"], 8, dtype=cfg["dtype"])
+
+    def forward(self, x):
+        return self.head(x)
+
+def train(loader):
+    dtype = "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    scaler = torch.amp.GradScaler("cuda", enabled=(dtype == "float16"))
+    model = Net(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.amp.autocast("cuda", dtype=getattr(torch, dtype)):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # !
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            fixed="""\
+import torch
+from torch import nn
+
+CONFIG = {"dim": 8, "dtype": torch.float32}
+
+class Net(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.head = nn.Linear(cfg["dim"], 8, dtype=cfg["dtype"])
+
+    def forward(self, x):
+        return self.head(x)
+
+def train(loader):
+    dtype = "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    scaler = torch.amp.GradScaler("cuda", enabled=(dtype == "float16"))
+    model = Net(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.amp.autocast("cuda", dtype=getattr(torch, dtype)):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -504,6 +592,8 @@ def train(args, model, optimizer, loader):
             for place, clip in enumerate(trace):
                 if clip.kind != "clip" or clip.record in reported or not self._of_torch(clip, facts):
                     continue
+                if facts.training_use.has_layers_in(Dtype.BF16, clip.call.argument(0, "parameters"), clip.call):
+                    continue  # `scaler.step` raises
                 backward = self._scaled(trace, place, facts)
                 if backward is None:
                     continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lint_facts import facts_of
 
 from mpguard.lint.rules.autocast.deprecated_cuda_amp import DeprecatedCudaAmp
+from mpguard.policy.dtype import Dtype
 
 
 def test_only_the_relevant_statements_of_a_large_file_are_parsed() -> None:
@@ -85,3 +86,19 @@ def test_the_names_that_imports_give_are_relevant() -> None:
     (found,) = DeprecatedCudaAmp().check(facts_of(code))
     assert found.fix is not None
     assert '"cuda"' in {edit.text for edit in found.fix.edits}
+
+
+def test_a_class_that_creates_layers_in_a_dtype_is_parsed() -> None:
+    filler = "".join(f"def filler_{n}(x):\n    return x + {n}\n\n" for n in range(400))
+    facts = facts_of(f"""import torch
+from torch import nn
+{filler}class Net(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.head = nn.Linear(8, 8, dtype=cfg["dtype"])
+
+def build():
+    return Net({{"dtype": torch.bfloat16}})
+""")
+    (event,) = facts.events("construct")
+    assert [dtype for _, dtype in event.dtypes] == [Dtype.BF16]
