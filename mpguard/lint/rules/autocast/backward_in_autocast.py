@@ -77,8 +77,8 @@ class BackwardInAutocast(Rule):
 
     ## Why it is a preview rule
     Much of what it finds loses little: the casts of the weights are kept in memory through the backward pass, and
-    Python code in it is cast again. Of the 60 repositories with findings that were not looked at before, those of 40 were
-    right.
+    Python code in it is cast again. Of the 60 repositories with findings that were not looked at before, those of 40
+    were right.
 
     ## Fix safety
     Unsafe: `backward` and what follows it in the block are moved out of the region. There is a fix only if autocast is
