@@ -47,12 +47,14 @@ _UPDATE = re.compile(
     rb"\s*\.\s*update\(\s*(?:\)|new_scale)"
 )
 _SCALER, _OWN_SCALER = re.compile(rb"(?i)scaler"), re.compile(rb"GradScaler\(")
+#: What may compile a model: code, options of launchers and of Trainers, and texts that name them.
+_COMPILE = re.compile(rb"(?<!\bre)(?<!\bregex)\.compile\b|\bimport compile\b|(?i:torch_?compile|dynamo|inductor)")
 #: The tables of a pyproject.toml with which a package is built.
 _BUILDS = re.compile(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
 #: Kinds of questions.
 _USES, _LOOKS_UP, _READS, _ASKS, _CALLS = "use ", "looks up", "reads deepspeed", "asks for ", "calls "
 _WHERE = "where "
-_RUNS, _UPDATES = "runs", "updates a scaler"
+_RUNS, _UPDATES, _COMPILES = "runs", "updates a scaler", "compiles"
 _LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "COPYING")
 #: Folders of a project's examples.
 _EXAMPLES = frozenset({"example", "examples", "research_projects"})
@@ -98,6 +100,11 @@ def may_update_scaler(top: Path, file: Path) -> bool:
     A program with a scaler of its own, which does not use the file, updates that one.
     """
     return _asked(top, file, _UPDATES)
+
+
+def may_compile(top: Path) -> bool:
+    """True if something in a project may compile a model."""
+    return _asked(top, "", _COMPILES)
 
 
 def is_copied_example(file: Path) -> bool:
@@ -151,6 +158,8 @@ def answer(top: str, file: str, question: str) -> bool | list[str]:
             return any(word in _content(each).lower() for each in files if not each.endswith(PYTHON))
         if question == _RUNS:
             return any(_uses(each, file, "") and not _is_in_copy(each, top) for each in files if each != file)
+        if question == _COMPILES:
+            return any(_COMPILE.search(_content(each)) for each in files)
         if question == _UPDATES:
             return any(_updates(each, file) for each in files if each != file and each.endswith(PYTHON))
         if question.startswith(_CALLS):

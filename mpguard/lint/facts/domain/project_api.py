@@ -67,6 +67,9 @@ class ProjectApi(Protocol):
     def method_used_elsewhere(self, path: str, name: str) -> bool:
         """True if other code may use a method of this name of a class of a file; outside of a project, it may."""
 
+    def compiled_elsewhere(self, path: str) -> bool:
+        """True if other code may compile a model that a file gets; outside of a project, and of a library, it may."""
+
     def scaler_updated_elsewhere(self, path: str) -> bool:
         """True if other code may update a GradScaler that a file steps with; outside of a project, it may."""
 
@@ -132,6 +135,9 @@ class NoProject:
         return None
 
     def method_used_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
+        return True
+
+    def compiled_elsewhere(self, path: str) -> bool:  # noqa: ARG002
         return True
 
     def scaler_updated_elsewhere(self, path: str) -> bool:  # noqa: ARG002

@@ -544,6 +544,9 @@ class Values:
             return self._method_call(atom, call)
         if isinstance(atom, Object) and atom.kind == "partial" and not call.node.args:
             return (Alternative(ALWAYS, dataclasses.replace(atom, kind=api_names.kind_of(atom.path))),)
+        called = atom.cls.method("__call__") if isinstance(atom, Object) and atom.cls is not None else None
+        if called is not None and isinstance(atom, Object) and atom.facts is not None:
+            return self._returned_for(call, Function(called, atom.facts))
         return NOTHING_KNOWN
 
     def _library_call(self, path: str, call: Call) -> Alternatives:

@@ -645,6 +645,71 @@ def main(args, loader, step):
 """,
             files=_COMPILES_OPTIMIZER,
         ),
+        Bad(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def train(args, model, loader):
+    convert_to_float8_training(model)  # !
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+            name="trainer.py",
+            files={
+                "pyproject.toml": "",
+                "run.py": "import re\nfrom trainer import train\n\nname = re.compile('a')\n"
+                "TRAINERS = {'plain': train}\nTRAINERS[args.kind](args, build(name), loader)\n",
+            },
+            fixed="""\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def train(args, model, loader):
+    convert_to_float8_training(model)
+    model = torch.compile(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def train(args, model, loader):
+    convert_to_float8_training(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+            name="trainer.py",
+            files={
+                "pyproject.toml": "",
+                "run.py": "from trainer import train\n\nTRAINERS = {'plain': train}\n"
+                "model = build()\nmodel.compile()\nTRAINERS[args.kind](args, model, loader)\n",
+            },
+        ),
+        Good(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def train(args, model, loader):
+    convert_to_float8_training(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+            name="trainer.py",
+            files={"pyproject.toml": "[project]\nname = 'trainers'\n"},
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -673,19 +738,25 @@ def main(args, loader, step):
     def _is_outside(self, event: Event, facts: Facts) -> bool:
         """True if the model may be compiled elsewhere, or is not trained.
 
-        It belongs to a caller that is not in the linted files, or is local to a function that only converts it.
+        It belongs to a caller that is not in the linted files, or is local to a function that only converts it. A model
+        that a function trains is compiled by none of its callers if nothing in the project compiles.
         """
-        if event.subject is None or facts.from_outside(event.subject, event.call):
+        if event.subject is None:
             return True
+        if facts.from_outside(event.subject, event.call):
+            return not self._is_trained_here(event, facts) or facts.project.compiled_elsewhere(facts.path)
         local = event.scope.kind == "function" and event.call.is_statement and "." not in event.key
         if not local or not event.key:
             return False
-        if self._is_looped(event, facts) or any(each.scope is event.scope for each in facts.events("backward")):
+        if self._is_looped(event, facts) or self._is_trained_here(event, facts):
             return False  # the function trains, so it is no helper that only converts
         if any(facts.kinds(each.node, each) & {"optimizer", "own_optimizer"} for each in event.scope.calls):
             return False  # nor does a helper make an optimizer
         reach = facts.flow.forward_key(event.key, event.call)
         return not reach.sinks and not reach.outside
+
+    def _is_trained_here(self, event: Event, facts: Facts) -> bool:
+        return any(each.scope is event.scope for each in facts.events("backward"))
 
     def _is_looped(self, event: Event, facts: Facts) -> bool:
         """True if the converted module is the variable of a loop."""

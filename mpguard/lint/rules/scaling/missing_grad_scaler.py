@@ -684,6 +684,34 @@ def train(args, loader, dtype):
         ),
         Bad(
             """\
+import contextlib
+import torch
+
+class Precision:
+    def __init__(self, fp16):
+        self.dtype = torch.float16 if fp16 else torch.float32
+
+    @contextlib.contextmanager
+    def __call__(self):
+        with torch.autocast("cuda", dtype=self.dtype, enabled=self.dtype == torch.float16):
+            yield
+
+class Trainer:
+    def __init__(self, args, model):
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.autocast = Precision(args.fp16)
+
+    def train(self, loader):
+        for x in loader:
+            with self.autocast():
+                loss = self.model(x).sum()
+            loss.backward()  # !
+            self.optimizer.step()
+"""
+        ),
+        Bad(
+            """\
 import torch
 from contextlib import nullcontext
 
