@@ -10,10 +10,10 @@ def main(loader, device="cuda"):
     convert_to_float8_training(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    for inputs, targets in loader:
-        inputs = inputs.to(device).half()
+    for points, targets in loader:
+        points = points.to(device).half()
         with autocast():
-            loss = (model(inputs) - targets.to(device)).pow(2).mean()
+            loss = (model(points) - targets.to(device)).pow(2).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
