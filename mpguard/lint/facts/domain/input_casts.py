@@ -32,6 +32,8 @@ _SHAPES = frozenset({
     "reshape", "view", "expand", "repeat", "repeat_interleave", "unsqueeze", "squeeze", "flatten", "transpose",
     "permute", "contiguous", "to", "cuda", "clone", "detach",
 })  # fmt: skip
+#: Names of methods and of dtypes that make a value FP16 or BF16.
+_LOW = frozenset({"half", "float16", "bfloat16"})
 #: Events of policies that choose the dtype of operations.
 _FRAMEWORKS: tuple[EventKind, ...] = ("accelerator", "initialize", "trainer")
 
@@ -39,9 +41,10 @@ _FRAMEWORKS: tuple[EventKind, ...] = ("accelerator", "initialize", "trainer")
 def loses_nothing(cast: Event, dtype: Dtype, guards: list[PathCondition], training: Training) -> bool:
     """True if a cast of a tensor to a low dtype, under some path conditions, has no effect on what is trained.
 
-    It is of sines and cosines, or the models that take the value compute in that dtype anyway: under an autocast, or
-    with the frozen weights under their adapters; or no optimizer trains these models. Or an option of the program asks
-    for the dtype where no policy decides it and no weights in it are trained.
+    It is of sines and cosines, or the models that take the value compute in that dtype anyway: under an autocast (FP16
+    only if it is not hard-coded: such a cast stays when the policy becomes BF16), or with the frozen weights under
+    their adapters; or no optimizer trains these models. Or an option of the program asks for the dtype where no policy
+    decides it and no weights in it are trained.
     """
     if cast.kind != "cast" or cast.facts.training_use.is_module(cast):
         return False
@@ -56,6 +59,7 @@ def _enters_low_models(cast: Event, dtype: Dtype, guard: PathCondition) -> bool:
     reach = facts.training_use.inputs(cast, guard)
     if reach.training_sinks or reach.outside:
         return False
+    fixed = dtype is Dtype.FP16 and _is_hard_coded(cast) and not _names_precision(guard)
     takers = [
         call
         for call in reach.models
@@ -68,9 +72,22 @@ def _enters_low_models(cast: Event, dtype: Dtype, guard: PathCondition) -> bool:
         adapters = facts.training_use.has_adapters(call.path, call)
         prepared = accelerate_precision.precision(facts) == dtype.short
         allowed = {dtype, "off"} if adapters or prepared else {dtype}
-        if not states or any(each.dtype not in allowed and not _is_entered_with(each, guard) for each in states):
+        if not states or (fixed and not adapters):
+            return False
+        if any(each.dtype not in allowed and not _is_entered_with(each, guard) for each in states):
             return False
     return True
+
+
+def _names_precision(guard: PathCondition) -> bool:
+    """True if an option that chooses the precision is part of a path condition."""
+    return any(map(_PRECISION.search, map(str, guard.words())))
+
+
+def _is_hard_coded(cast: Event) -> bool:
+    """True if the dtype stands at the cast: `x.half()`, `x.to(torch.float16)`."""
+    given = (*cast.call.positional, *cast.call.keywords.values())
+    return cast.call.name in _LOW or any(dotted(each).rpartition(".")[2] in _LOW for each in given)
 
 
 def _is_entered_with(state: AutocastState, guard: PathCondition) -> bool:
@@ -80,7 +97,7 @@ def _is_entered_with(state: AutocastState, guard: PathCondition) -> bool:
 
 def _is_own_mode(cast: Event, dtype: Dtype, guard: PathCondition, training: Training) -> bool:
     """True if an option asks for the dtype under a condition under which no policy is active and no weights have it."""
-    if not any(map(_PRECISION.search, map(str, guard.words()))):
+    if not _names_precision(guard):
         return False
     callers = cast.facts.programs_of(cast.scope, lambda _: False)
     takers = (call.scope for call in (*training.reach.models, *(sink.call for sink in training.sinks)))

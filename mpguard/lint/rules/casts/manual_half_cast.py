@@ -51,19 +51,19 @@ class ManualHalfCast(Rule):
     ## Known limits
     Casts for inference are not reported: under `no_grad`, in functions called `evaluate`, `predict`, `generate`,
     `export` and the like, for frozen models and their inputs, for models that no optimizer takes and their inputs, for
-    inputs of models that compute in FP16 anyway (under an FP16 autocast, under one whose dtype a config gives and that
-    the same condition enters, or with adapters on frozen weights), for inputs that take their dtype from the variable
-    that gives it to weights, which are reported, for inputs that an option makes FP16 where no policy is active and no
-    FP16 weights are trained, for sines and cosines, for copies written to a checkpoint, for `.half().float()` rounding,
-    for masks, for the targets of a loss, which have no gradient, and for the inputs of a DeepSpeed engine, also that of
-    Lightning's `strategy`, whose parameters may be FP16; nor is a model that `deepspeed.initialize` takes, since its
-    FP16 engine keeps FP32 masters of it. A dtype that follows `accelerator.mixed_precision` follows the policy. An
-    optimizer alone, or a `backward`, does not count as training if the file takes no step. Where something may keep
-    FP32 masters (`FP16_Optimizer`, `optimizer.backward(loss)`, a framework's own FP16 module, an optimizer of the tree
-    whose code has FP32 copies), no cast of the file is reported: such code has FP16 parameters by design. So has a
-    function that casts the norms of its model back to FP32. Nothing is trained in a file that only measures the speed
-    of steps on one synthetic batch, or that stops in a debugger at each step. A library's module that is trained
-    elsewhere is not checked.
+    inputs of models that compute in FP16 anyway (under an FP16 autocast if the cast is not hard-coded, under one whose
+    dtype a config gives and that the same condition enters, or with adapters on frozen weights), for inputs that take
+    their dtype from the variable that gives it to weights, which are reported, for inputs that an option makes FP16
+    where no policy is active and no FP16 weights are trained, for sines and cosines, for copies written to a
+    checkpoint, for `.half().float()` rounding, for masks, for the targets of a loss, which have no gradient, and for
+    the inputs of a DeepSpeed engine, also that of Lightning's `strategy`, whose parameters may be FP16; nor is a model
+    that `deepspeed.initialize` takes, since its FP16 engine keeps FP32 masters of it. A dtype that follows
+    `accelerator.mixed_precision` follows the policy. An optimizer alone, or a `backward`, does not count as training if
+    the file takes no step. Where something may keep FP32 masters (`FP16_Optimizer`, `optimizer.backward(loss)`, a
+    framework's own FP16 module, an optimizer of the tree whose code has FP32 copies), no cast of the file is reported:
+    such code has FP16 parameters by design. So has a function that casts the norms of its model back to FP32. Nothing
+    is trained in a file that only measures the speed of steps on one synthetic batch, or that stops in a debugger at
+    each step. A library's module that is trained elsewhere is not checked.
     """
 
     code, name = "MPG101", "manual-half-cast"
@@ -1161,12 +1161,13 @@ def adapters(loader):
         model(pixel_values=pixel_values, labels=ids).loss.backward()
         optimizer.step()
 
-def accelerated(unet, text_encoder, loader):
+def accelerated(args, unet, text_encoder, loader):
     accelerator = Accelerator(mixed_precision="fp16")
+    dtype = torch.float16 if args.half_inputs else torch.float32
     optimizer = torch.optim.AdamW(unet.parameters())
     unet, optimizer = accelerator.prepare(unet, optimizer)
     for batch in loader:
-        x = batch["x"].to(accelerator.device, dtype=torch.float16)
+        x = batch["x"].to(accelerator.device, dtype=dtype)
         loss = torch.nn.functional.mse_loss(unet(x), batch["noise"])
         accelerator.backward(loss)
         optimizer.step()

@@ -41,9 +41,9 @@ REGION = "with torch.autocast('cuda', dtype=torch.float16):\n    loss = model({g
 @pytest.mark.parametrize(
     "body",
     [
-        "x = x.half()\n" + REGION.format(given="x"),
-        REGION.format(given="x.half()"),
-        "x, y = resize(x.half(), y)\n" + REGION.format(given="x, y"),
+        "low = torch.float16 if args.fp16 else torch.float32\nx = x.to(low)\n" + REGION.format(given="x"),
+        "low = torch.float16 if args.fp16 else torch.float32\n" + REGION.format(given="x.to(low)"),
+        "if args.fp16:\n    x, y = resize(x.half(), y)\n" + REGION.format(given="x, y"),
         "loss = (model(x) - teacher(x.half()).float()).abs().mean()",
         "loss = mse_loss(model(torch.cat([y.sin(), y.cos()]).half()), x)",
         "kept = x.half()\nloss = model(kept.float()).mean()",
@@ -58,6 +58,8 @@ def test_nothing_is_lost(body: str) -> None:
     "body",
     [
         "x = x.half()\nloss = model(x).mean()",
+        "x = x.half()\n" + REGION.format(given="x"),
+        REGION.format(given="x.to(torch.float16)"),
         "x = x.half()\n" + REGION.format(given="x").replace("float16", "bfloat16"),
         "boxes = x.half()\n" + REGION.format(given="boxes"),
         REGION.format(given="x, positions=y.half()"),
