@@ -118,6 +118,7 @@ class ForwardFlow:
         #: Where the value is made; and functions that it enters, with the calls through whose arguments it does.
         self.home: Scope | None = None
         self.entries: dict[Scope, list[Call]] = {}
+        self.results: dict[Scope, list[int | None]] = {}  # of functions that return the value, the element that it is
 
     def start(self, node: cst.CSTNode, at: Record) -> Reach:
         """Follow the value of an expression."""
@@ -563,11 +564,11 @@ class ForwardFlow:
             name = params[place].name if place < len(params) else None
         if name is not None and not inference:
             entries = self.entries.setdefault(scope, [])
-            again = bool(entries) and call not in entries and ("returned", scope) in self.seen
+            results = tuple(self.results.get(scope, ())) if entries and call not in entries else ()
             entries.append(call)
             self.taint(name, scope, scope.order)
-            if again and not self._in_no_grad(call):
-                self.follow(call.node, call)
+            for index in results if not self._in_no_grad(call) else ():
+                self.follow(call.node, call, index)
         return True
 
     def _is_own_method(self, call: Call) -> bool:
@@ -577,9 +578,10 @@ class ForwardFlow:
 
     def returned(self, scope: Scope, index: int | None) -> None:
         """Follow the value to the callers of the function that returns it: those that it came from, if it did."""
-        if ("returned", scope, index) in self.seen:
+        results = self.results.setdefault(scope, [])
+        if index in results:
             return
-        self.seen.add(("returned", scope, index))
+        results.append(index)
         entries = self.entries.get(scope) if scope is not self.home else None
         callers = entries or (self.facts.callers(scope) if scope.kind == "function" else [])
         if scope.name in FRAMEWORK_STEPS and scope.is_method and self.facts.base_unknown(scope.owner):

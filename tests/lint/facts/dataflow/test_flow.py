@@ -20,6 +20,9 @@ def sinks(code: str) -> list[str]:
     [
         ("x = start()\n(model(x) - 1).sum().backward()", ["backward"]),
         ("def f(x):\n    return g(x)\nloss = f(start())\nloss.backward()", ["backward"]),
+        ("def f(x):\n    return x * 2\nx = start()\nf(x)\ny = f(x)\ny.sum().backward()", ["backward"]),
+        ("def f(x):\n    return 1, x * 2\nx = start()\nf(x)\n_, y = f(x)\ny.sum().backward()", ["backward"]),
+        ("def f(x):\n    return 1, x * 2\nx = start()\nf(x)\ny, _ = f(x)\ny.sum().backward()", []),
         ("class C:\n    def a(self):\n        self.x = start()\n    def b(self):\n        self.x.sum().backward()\n"
          "        self.opt.step()",
          ["backward"]),
