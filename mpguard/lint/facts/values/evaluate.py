@@ -517,13 +517,12 @@ class Values:
         search = self._search
         search.active[call] = None
         try:
-            found: list[Alternative] = []
             if call.name == "get" and call.receiver is not None and call.positional:
-                found += self._item(call.receiver, call.positional[0], call.scope, call.order)
-                if all(each.atom is not UNKNOWN for each in found):
+                items = self._item(call.receiver, call.positional[0], call.scope, call.order)
+                if all(each.atom is not UNKNOWN for each in items):
                     default = call.argument(1)
-                    return (*found, *(self.evaluate(default, call.scope, call.order) if default is not None else ()))
-                found = []
+                    return (*items, *(self.evaluate(default, call.scope, call.order) if default is not None else ()))
+            found: list[Alternative] = []
             for alternative in self.evaluate(call.func, call.scope, call.order):
                 found += restrict(self._called(alternative.atom, call), alternative.guard)
                 if len(found) > _MAX_ALTERNATIVES:
@@ -544,9 +543,9 @@ class Values:
             return self._method_call(atom, call)
         if isinstance(atom, Object) and atom.kind == "partial" and not call.node.args:
             return (Alternative(ALWAYS, dataclasses.replace(atom, kind=api_names.kind_of(atom.path))),)
-        called = atom.cls.method("__call__") if isinstance(atom, Object) and atom.cls is not None else None
-        if called is not None and isinstance(atom, Object) and atom.facts is not None:
-            return self._returned_for(call, Function(called, atom.facts))
+        if isinstance(atom, Object) and atom.cls is not None and atom.facts is not None:
+            called = atom.cls.method("__call__")
+            return self._returned_for(call, Function(called, atom.facts)) if called is not None else NOTHING_KNOWN
         return NOTHING_KNOWN
 
     def _library_call(self, path: str, call: Call) -> Alternatives:

@@ -396,8 +396,6 @@ def main(args, model, loader):
     def _missing(self, backward: Event, wrap: Wrap, guard: PathCondition, facts: Facts) -> Diagnostic | None:
         if facts.may_keep_masters or facts.base_unknown(backward.scope.owner):
             return None
-        if facts.training_use.only_measures_speed:
-            return None
         program = facts.reachable(backward.scope)
         step = unscaled_steps.plain_step(backward, guard, program, facts)
         if step is None or unscaled_steps.may_be_scaled(guard.joined(step.guard), program, facts):

@@ -1653,8 +1653,6 @@ def train(model, loader):
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if facts.declared == "inference" or facts.may_keep_masters:
             return
-        if facts.training_use.only_measures_speed:
-            return
         reported: set[Scope] = set()
         for backward in facts.events("backward"):
             if backward.scope in reported or facts.is_inference(backward.call) or _is_scaled(backward):
