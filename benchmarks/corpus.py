@@ -62,6 +62,8 @@ HEADINGS = {
     "wide12": "The other 122 of that list",
     "wide13": "120 more, closed while the rules were changed by others",
     "wide14": "The other 120 of that list",
+    "wide15": "123 more, closed before the rules were changed because of all lots before",
+    "wide16": "The other 123 of that list",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")
