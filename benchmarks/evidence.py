@@ -223,6 +223,8 @@ def page() -> str:
         *_program("corpus").section(),
         "",
         *_program("seeded").section(),
+        "",
+        *_program("threads").section(),
     )) + "\n"  # fmt: skip
 
 

@@ -1,0 +1,17 @@
+CUDA_VISIBLE_DEVICES=0,1,2,3 accelerate launch --multi_gpu --num_processes 4 --main_process_port 1234 sft/finetune.py \
+    --model_name_or_path PY007/TinyLlama-1.1B-intermediate-step-240k-503b \
+    --output_dir ./output/240k_alpaca \
+    --logging_steps 10 \
+    --save_strategy epoch \
+    --save_total_limit 2 \
+    --evaluation_strategy epoch \
+    --per_device_train_batch_size 4 \
+    --per_device_eval_batch_size 4 \
+    --dataset alpaca-clean \
+    --source_max_len 512 \
+    --target_max_len 512 \
+    --weight_decay 0.0 \
+    --num_train_epochs 3 \
+    --lr_scheduler_type cosine \
+    --warmup_ratio 0.05 \
+    --learning_rate 2e-5

@@ -1,0 +1,2 @@
+#!/bin/bash
+python train_te_mlp.py --data features.pt --batch-size 50 --epochs 10 --fp8

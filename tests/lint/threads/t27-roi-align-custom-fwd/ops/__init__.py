@@ -1,0 +1,1 @@
+from .roi_align import RoIAlign, roi_align

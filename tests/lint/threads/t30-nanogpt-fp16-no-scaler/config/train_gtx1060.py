@@ -1,0 +1,9 @@
+out_dir = "out-owt-1060"
+batch_size = 4
+block_size = 512
+n_layer = 8
+n_head = 8
+n_embd = 512
+gradient_accumulation_steps = 12
+dtype = "float16"
+max_iters = 100000
