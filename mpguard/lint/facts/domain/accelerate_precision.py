@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mpguard.lint.facts.domain.regions import Region
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
-from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, negated
+from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding
 from mpguard.lint.facts.values import project_words
 from mpguard.lint.facts.values.lattice import Constant
@@ -30,6 +30,8 @@ _PLAIN_ARGUMENTS = frozenset({
     "project_dir", "project_config", "logging_dir", "step_scheduler_with_optimizer", "even_batches", "dispatch_batches",
     "use_seedable_sampler", "cpu", "rng_types", "dynamo_backend", "dynamo_plugin", "gradient_accumulation_steps",
 })  # fmt: skip
+#: The arguments of `Accelerator` that are its precision; `fp16` is one of older versions.
+_PRECISIONS = frozenset({"mixed_precision", "fp16"})
 #: Options of launch lines that are about accumulation, or an engine or sharding.
 _NOT_PLAIN = re.compile(r"gradient_accumulation_steps|deepspeed|fsdp|megatron|parallelism_config|\btpu\b")
 
@@ -90,16 +92,22 @@ def leaves_autocast_out(facts: Facts) -> bool:
     )
 
 
-def backward_is_plain(facts: Facts, accumulates: bool = False) -> bool:
-    """True if the Accelerators of a file add nothing to `loss.backward()` and torch's clipping.
+def backward_is_plain(facts: Facts, guard: PathCondition, accumulates: bool = False) -> bool:
+    """True if the Accelerators of a file add nothing to `loss.backward()` and torch's clipping at a place.
 
-    Their precision is BF16 or none by a constant in the code, which the launcher does not change. The file, its launch
-    configs and its launch lines use no engine and no sharding. accumulates: they may accumulate gradients.
+    Their precision is BF16 or none by a constant in the code, which the launcher does not change, or none because
+    another branch has the one with a precision. The file, its launch configs and its launch lines use no engine and no
+    sharding. guard: the path condition of the place. accumulates: they may accumulate gradients.
     """
-    created = facts.events("accelerator")
+    everywhere = facts.events("accelerator")
+    created = [event for event in everywhere if compatible(event.guard, guard)]
     if not created or project_words.SHARDING.search(facts.file_text):
         return False
-    for call in (event.call for event in created):
+    for event in created:
+        call = event.call
+        others = [other for other in everywhere if not compatible(other.guard, event.guard)]
+        if not call.keywords and any(not _PRECISIONS.isdisjoint(other.call.keywords) for other in others):
+            continue
         if call.starred or call.positional or not call.keywords.keys() <= _PLAIN_ARGUMENTS:
             return False
         steps = call.keywords.get("gradient_accumulation_steps")

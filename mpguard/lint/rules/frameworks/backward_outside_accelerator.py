@@ -492,7 +492,7 @@ def bfloat16(model, optimizer, loader):
             if self._is_scaled(backward, facts):
                 continue
             found = self._prepared_model(backward, facts) or self._prepared_optimizer(backward, facts)
-            if found is not None and not accelerate_precision.backward_is_plain(found[0].facts):
+            if found is not None and not accelerate_precision.backward_is_plain(found[0].facts, backward.guard):
                 wrap, what = found
                 notes = (Note("prepared here", wrap.call.span, facts.elsewhere(wrap.call)),)
                 expr = facts.short(backward.call.node)

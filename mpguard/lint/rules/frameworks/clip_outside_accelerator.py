@@ -409,6 +409,60 @@ def train_epoch(model, optimizer, loader, accelerator):
 import torch
 from accelerate import Accelerator
 
+def main(config, model, optimizer, loader):
+    if config["use_fp16"]:
+        accelerator = Accelerator(fp16=True)
+    else:
+        accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        accelerator.backward(model(x).sum())
+        if config["use_fp16"]:
+            pass  # no clipping in mixed precision
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config["grad_clip"])
+        optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+def main(config, model, optimizer, loader):
+    if config["use_fp16"]:
+        accelerator = Accelerator(mixed_precision="fp16")
+    else:
+        accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        accelerator.backward(model(x).sum())
+        if config["grad_clip"]:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config["grad_clip"])  # !
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+
+def main(config, model, optimizer, loader):
+    if config["use_fp16"]:
+        accelerator = Accelerator(mixed_precision="fp16")
+    else:
+        accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        accelerator.backward(model(x).sum())
+        if config["grad_clip"]:
+            accelerator.clip_grad_norm_(model.parameters(), config["grad_clip"])
+        optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
 def main(args, model, optimizer, loader):
     accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=args.steps)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -470,8 +524,10 @@ def main(model, optimizer, loader):
             ):
                 continue
             found = self._prepared_model(clip, facts)
-            if found is not None and not accelerate_precision.backward_is_plain(found[1].facts, accumulates=True):
-                model, wrap = found
+            if found is None:
+                continue
+            model, wrap = found
+            if not accelerate_precision.backward_is_plain(wrap.facts, clip.guard, accumulates=True):
                 name = path.rsplit(".", 1)[-1]
                 yield self.at(
                     clip,
