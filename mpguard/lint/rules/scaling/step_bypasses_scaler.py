@@ -1145,6 +1145,48 @@ def train(model, optimizer, loader):
         scaler.update()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+def resume(path, model, scaler):
+    optimizer = torch.optim.Adam(model.parameters())
+    state = torch.load(path)
+    optimizer.load_state_dict(state["optimizer"])
+    scaler.load_state_dict(state["scaler"])
+    return model, optimizer, scaler
+
+def train(path, model, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    model, optimizer, scaler = resume(path, model, scaler)
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        optimizer.step()  # !
+        scaler.update()
+""",
+            fixed="""\
+import torch
+
+def resume(path, model, scaler):
+    optimizer = torch.optim.Adam(model.parameters())
+    state = torch.load(path)
+    optimizer.load_state_dict(state["optimizer"])
+    scaler.load_state_dict(state["scaler"])
+    return model, optimizer, scaler
+
+def train(path, model, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    model, optimizer, scaler = resume(path, model, scaler)
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
