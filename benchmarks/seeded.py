@@ -33,7 +33,9 @@ so there):
   `wide13`);
 - a key in a DeepSpeed config of a project whose conda environment pins a DeepSpeed which still has it (since `wide13`);
 - `loss.backward()` and torch's clipping under an Accelerator that a constant makes BF16, or sets to no mixed precision,
-  without a plugin (and, for `backward`, without accumulation), which does the same (since `wide14`).
+  without a plugin (and, for `backward`, without accumulation), which does the same (since `wide14`);
+- an autocast that only `torch.inference_mode()` enters, a batch that is rounded and cast back to FP32 at once, and a
+  function that only a comment calls (all since `wide15`).
 
 A batch of integers that is cast to FP16 counts as found by MPG110 too, which reports just that.
 """
@@ -327,7 +329,7 @@ def _without_scaler(text: str) -> str | None:
     r"dtype=torch\.bfloat16",
     r"\.backward\(",
     r"\.step\(",
-    never=OTHER + r"|[sS]caler|no_grad\(\),|float16\b(?<!bfloat16)|half\(",
+    never=OTHER + r"|[sS]caler|(no_grad|inference_mode)\(\),|float16\b(?<!bfloat16)|half\(",
 )
 def autocast_bf16_to_fp16(text: str) -> str | None:
     def swap(call: cst.Call) -> cst.BaseExpression | None:
@@ -561,7 +563,7 @@ def batch_half(text: str) -> str | None:
                 if not (called(call, "to") or called(call, "cuda")) or not isinstance(line.body[0], cst.Assign):  # type: ignore[union-attr, index]
                     continue
                 name = code(line.body[0].targets[0].target)  # type: ignore[union-attr, index]
-                used = rf"\b\w*(model|net|encoder|generator)\w*\(\s*{re.escape(name)}\b"
+                used = rf"\b\w*(model|net|encoder|generator)\w*\(\s*{re.escape(name)}\b(?!\.float\(\))"
                 if code(call.func.value) == name and any(re.search(used, each) for each in direct):  # type: ignore[union-attr]
                     self.changes += 1
                     lines.insert(i + 1, statement(f"{name} = {name}.half()"))
@@ -1165,7 +1167,7 @@ class Users:
         place = next((i for i, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), len(old) - 1)
         top = max((i for i in range(min(place, len(old) - 1) + 1) if re.match(r"[^\s#)\]}]", old[i])), default=0)
         end = next((i for i in range(top + 1, len(old)) if re.match(r"[^\s#)\]}]", old[i])), len(old))
-        own, rest = "\n".join(old[top:end]), "\n".join(old[:top] + old[end:])
+        own, rest = "\n".join(old[top:end]), re.sub(r"#.*", "", "\n".join(old[:top] + old[end:]))
         if re.match("if +__name__", own):
             return not re.search(r"torch\.rand", own) or bool(re.search(r"(?i)loader|dataset|parse_args|open\(", own))
         if "__main__" not in program.text and not self.mention(program, program.path.stem):

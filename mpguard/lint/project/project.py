@@ -341,6 +341,13 @@ class Project:
         with tracked_fs.recording_for(path):
             return tracked_fs.is_file(folder / "__init__.py") and references.is_installable(tree.top_of(folder))
 
+    def is_all_code(self, path: str) -> bool:
+        """True if a file is the only Python file of its project, which has no notebook either."""
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(file.parent)
+            return tree.is_project(top) and references.is_all_code(top, file)
+
     def asks_for(self, path: str, word: str) -> bool:
         """True if a script, config or text of the project contains a word; outside of a project that is unknown."""
         with tracked_fs.recording_for(path):

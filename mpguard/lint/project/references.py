@@ -54,7 +54,7 @@ _BUILDS = re.compile(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
 #: Kinds of questions.
 _USES, _LOOKS_UP, _READS, _ASKS, _CALLS = "use ", "looks up", "reads deepspeed", "asks for ", "calls "
 _WHERE = "where "
-_RUNS, _UPDATES, _COMPILES = "runs", "updates a scaler", "compiles"
+_RUNS, _UPDATES, _COMPILES, _ALONE = "runs", "updates a scaler", "compiles", "alone"
 _LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "COPYING")
 #: Folders of a project's examples.
 _EXAMPLES = frozenset({"example", "examples", "research_projects"})
@@ -107,6 +107,11 @@ def may_compile(top: Path) -> bool:
     return _asked(top, "", _COMPILES)
 
 
+def is_all_code(top: Path, file: Path) -> bool:
+    """True if a file is the only Python file of a project, which has no notebook either."""
+    return _asked(top, file, _ALONE)
+
+
 def is_copied_example(file: Path) -> bool:
     """True if a file is an example of another package, of which its project contains a copy, and does not run it."""
     above = list(file.parents)
@@ -147,6 +152,8 @@ def answer(top: str, file: str, question: str) -> bool | list[str]:
         files = _files(top)
         if len(files) > MOST_FILES:
             return True
+        if question == _ALONE:
+            return not any(each.endswith((*PYTHON, NOTEBOOK)) for each in files if each != file)
         if question == _LOOKS_UP:
             return any(_BY_NAME.search(_content(each)) for each in files if each.endswith(PYTHON))
         if question == _READS:

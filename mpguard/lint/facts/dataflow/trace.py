@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import libcst as cst
 
 from mpguard.lint.facts.events.event import Event, is_scaler, last_name
-from mpguard.lint.facts.syntax.nodes import dotted, is_super
+from mpguard.lint.facts.syntax.nodes import dotted, is_super, text_of
 from mpguard.lint.facts.syntax.path_condition import (
     ALWAYS,
     MOST_CONDITIONS,
@@ -380,7 +380,7 @@ class Traces:
                 if not name or _ONLY_READS.search(name):
                     return False
                 if name not in _CONVERTS:
-                    return True
+                    return not self._only_measures(call)
                 parent = call
             elif isinstance(parent, (cst.Assign, cst.AnnAssign, cst.AugAssign)):
                 targets = (
@@ -393,6 +393,12 @@ class Traces:
                 return False
             node = parent
         return False
+
+    def _only_measures(self, node: cst.CSTNode) -> bool:
+        """True for a call of a function that reads gradients and changes none: their norm, divided by the scale."""
+        call = self.facts.call_of(node)
+        functions = self.facts.functions(call) if call is not None else ()
+        return bool(functions) and all(_reads_gradients_only(each.scope) for each in functions)
 
     def _target_computed(self, target: cst.CSTNode, at: Record, seen: set[object]) -> bool:
         """True if the value of a name may be computed with; a subscript, as `logs["scale"]`, is no name."""
@@ -580,6 +586,21 @@ def set_in_loop(guard: PathCondition, step: TraceStep) -> list[Binding]:
         for binding in scope.bindings.get(name, ())
         if loop is not None and loop in binding.loops
     ]
+
+
+def _reads_gradients_only(scope: Scope) -> bool:
+    """True for a function that uses `.grad` of parameters, and neither assigns nor changes one in place."""
+    paths = [use.path for uses in scope.uses.values() for use in uses]
+    in_place = any(re.search(r"\b_foreach|[^_]_$", path) for path in paths)
+    changed = any(
+        ".grad" in key
+        or (
+            any(bound.kind == "augmented" for bound in bindings)
+            and any(bound.value is not None and ".grad" in text_of(bound.value) for bound in bindings)
+        )
+        for key, bindings in scope.bindings.items()
+    )
+    return not (in_place or changed) and any(".grad" in path for path in paths)
 
 
 def exceptional(guard: PathCondition) -> bool:

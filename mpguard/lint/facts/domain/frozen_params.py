@@ -76,7 +76,7 @@ class FrozenModels:
                 evaluated = evaluated or given == (False,)
             elif method in ("parameters", "named_parameters") and self._optimized(call):
                 trained = True
-            frozen = frozen or self._freezes(use, method, call)
+            frozen = frozen or (self._freezes(use, method, call) and not self._trained_before(use, name))
         frozen = frozen or self._is_frozen_layer(name)
         for binding in made.get(name, ()):
             chain = _method_chain(binding.value)
@@ -118,6 +118,26 @@ class FrozenModels:
         above = self.facts.index.parents.get(call)
         loop = above if isinstance(above, cst.For) else use.loops[-1] if use.loops else None
         return isinstance(loop, cst.For) and _clears_grad(use.scope, loop)
+
+    def _trained_before(self, use: Use, name: str) -> bool:
+        """True if an optimizer takes all parameters of a model before a use in the same function, and trains them."""
+        methods, made = self._by_name()
+        earlier = [
+            each
+            for each, method, call in methods.get(name, ())
+            if method == "parameters" and each.scope is use.scope and each.order < use.order and self._optimized(call)
+        ]
+        if not earlier or use.guard != earlier[-1].guard:
+            return False
+        after = earlier[-1].order
+        passed = any(
+            dotted(value).rsplit(".", 1)[-1] == name and after < call.order < use.order
+            for call in use.scope.calls
+            for value in call.positional
+        )
+        rebound = any(each.scope is use.scope and after < each.order < use.order for each in made.get(name, ()))
+        called = any(each.scope is use.scope and after < each.order < use.order for each, _, _ in methods.get(name, ()))
+        return (passed or called) and not rebound
 
     def _optimized(self, call: cst.Call) -> bool:
         """True if the result of a call is passed to an optimizer."""

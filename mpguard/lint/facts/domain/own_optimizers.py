@@ -37,7 +37,8 @@ def steps_through_scaler(step: Event, scaler: cst.CSTNode | None, facts: Facts) 
     if step.key and dotted(scaler).startswith(f"{step.key}."):
         return True
     calls = [atom.call for atom in atoms if isinstance(atom, Object)]
-    calls += [facts.call_of(bound.value) for bound in facts.bindings(step.key, step.call, step.guard)]
+    made = (facts.call_of(bound.value) for bound in facts.bindings(step.key, step.call, step.guard))
+    calls += [call for call in made if call is not None and not facts.functions(call)]  # what those return is known
     return any(_takes_scaler(call, facts.of(call)) for call in calls if call is not None)
 
 

@@ -79,6 +79,9 @@ class ProjectApi(Protocol):
     def is_library(self, path: str) -> bool:
         """True if a file is in a package that other projects may install, and use."""
 
+    def is_all_code(self, path: str) -> bool:
+        """True if a file is the only Python file of its project, which has no notebook either."""
+
     def asks_for(self, path: str, word: str) -> bool:
         """True if a script, config or text of the project contains a word; outside of a project that is unknown."""
 
@@ -147,6 +150,9 @@ class NoProject:
         return True
 
     def is_library(self, path: str) -> bool:  # noqa: ARG002
+        return False
+
+    def is_all_code(self, path: str) -> bool:  # noqa: ARG002
         return False
 
     def asks_for(self, path: str, word: str) -> bool:  # noqa: ARG002

@@ -330,7 +330,7 @@ class TrainingUse:
                 return True
         if isinstance(cast.subject, cst.Call) and dotted(cast.subject.func).endswith("deepcopy"):
             return True
-        return cast.subject is not None and self._from_checkpoint(cast.subject, cast.call)
+        return cast.subject is not None and not self.is_module(cast) and self._from_checkpoint(cast.subject, cast.call)
 
     def _from_checkpoint(self, node: cst.CSTNode, at: Record, depth: int = 6) -> bool:
         """True if a value is a checkpoint or a part of one: `state["weight"]`, `v` in `for k, v in state.items()`."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.syntax.nodes import dotted, is_super
+from mpguard.lint.facts.syntax.nodes import constant, dotted, is_super
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible
 from mpguard.lint.facts.syntax.records import Scope, Use
 from mpguard.lint.facts.values import api_names
@@ -205,8 +205,10 @@ def _may_scale(use: Use, program: set[Scope], facts: Facts) -> bool:
     """True if a use of what is named like a scaler may scale a loss with it.
 
     Methods that only step, update or save scale nothing, nor does a test (`if scaler is not None`), nor what passes it
-    to a function of the program, whose own uses count.
+    to a function of the program, whose own uses count. A parameter whose default is True or False is no scaler.
     """
+    if any(param.name == use.path and constant(param.default) in ((True,), (False,)) for param in use.scope.params):
+        return False  # a switch of what the function does
     parts = use.path.split(".")
     place = max(place for place, part in enumerate(parts) if _MAY_BE_SCALER.search(part))
     node: cst.CSTNode = use.node

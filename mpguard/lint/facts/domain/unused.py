@@ -135,9 +135,15 @@ class UnusedDefinitions:
 
     @functools.cached_property
     def _may_use_any(self) -> bool:
-        """True if all functions of the file may be used: by a tool, as tests, or by names that are not in the code."""
+        """True if all functions of the file may be used: by a tool, as tests, or by names that are not in the code.
+
+        Or by those who copy them, if the file only defines, and is all the code of its project.
+        """
         facts = self._facts
-        return Path(facts.path).stem in _BY_TOOLS or facts.is_test or _BY_NAME.search(facts.file_text) is not None
+        if Path(facts.path).stem in _BY_TOOLS or facts.is_test or _BY_NAME.search(facts.file_text) is not None:
+            return True
+        only_defines = all(_is_preparation(call, facts) for call in facts.module.calls)
+        return only_defines and facts.project.is_all_code(facts.path)
 
     @functools.cached_property
     def _words(self) -> dict[Chunk, set[str]]:

@@ -24,6 +24,8 @@ _COMPILES = re.compile("|".join(("compile", *project_words.COMPILING_FUNCTIONS))
 _UNWRAPS = re.compile(r"(?i)^_*(?:un|is_|has_|was_|strip_|remove_)")
 #: The step of an optimizer: its compilation leaves the model as it is.
 _OPTIMIZER_STEP = re.compile(r"(?i)(?:^|[._])opt(?:im|imizer)?s?\.step$")
+#: Names of arguments about an optimizer: `compile_optimizer=args.compile`.
+_OF_OPTIMIZER = re.compile(r"(?i)optim|(?:^|_)opt(?:_|$)")
 #: Functions that a flag is passed to and that do not compile.
 _ONLY_READS = re.compile(r"(?i)print|log|info|warn|str$|bool$|add_argument|write")
 _COMPILE_OPTIONS = frozenset(
@@ -99,6 +101,8 @@ def _may_compile(facts: Facts, use: Use, model: Event | None) -> bool:
     if isinstance(parent, cst.Call):
         return False
     if isinstance(parent, cst.Arg):
+        if parent.keyword is not None and _OF_OPTIMIZER.search(parent.keyword.value):
+            return False
         call = facts.index.call_of.get(facts.index.parents.get(parent))  # type: ignore[arg-type]
         return call is None or not (_ONLY_READS.search(call.name) or _only_keeps(call, facts))
     if isinstance(parent, cst.Decorator):
@@ -111,7 +115,13 @@ def _may_compile(facts: Facts, use: Use, model: Event | None) -> bool:
 
 
 def _only_keeps(call: Call, facts: Facts) -> bool:
-    """True for functions and classes of the tree that compile nothing themselves: `Config(compile=args.compile)`."""
+    """True for functions and classes that compile nothing themselves: `Config(compile=args.compile)` of the tree.
+
+    Of torch's functions only those that say so compile: `parallelize_module` does not.
+    """
+    paths = [path for _, path in facts.paths(call)]
+    if paths and all(path.startswith("torch.") and "compile" not in path for path in paths):
+        return True
     atoms = [each.atom for each in facts.evaluate(call.func, call)]
     scopes = [function.scope for function in facts.functions(call)]
     if not atoms or not all(isinstance(atom, (Function, Class)) for atom in atoms):

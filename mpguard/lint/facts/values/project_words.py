@@ -121,7 +121,9 @@ PARTLY_FROZEN = _pattern(_PARTLY_FROZEN, re.IGNORECASE)
 _SHARDING = (
     ProjectWord("deepspeed", "DeepSpeed's engine, optimizers and plugins", ("deepspeed", "MPG107")),
     ProjectWord("fsdp", "torch's FSDP and the plugins and helpers named after it", ("torchtitan", "fairscale")),
-    ProjectWord("megatron", "Megatron-Core, Megatron-LM and their forks", ("megatron-core",)),
+    ProjectWord(
+        r"megatron(?!\.energon)", "Megatron-Core, Megatron-LM and their forks; energon loads data", ("megatron-core",)
+    ),
     ProjectWord("colossal", "Colossal-AI's booster and plugins", ("colossalai",)),
     ProjectWord(
         "zero_?(?:stage|optimizer|redundancy)",

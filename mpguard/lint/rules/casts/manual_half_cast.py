@@ -1715,6 +1715,86 @@ def train(config, model, loader):
         scaler.update()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+def train(path, loader, resume):
+    if resume:
+        model = torch.load(path)
+    else:
+        model = torch.nn.Linear(8, 8)
+    model.half()  # !
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+    torch.save(model, path)
+""",
+            fixed="""\
+import torch
+
+def train(path, loader, resume):
+    if resume:
+        model = torch.load(path)
+    else:
+        model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+    torch.save(model, path)
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def fit(coder, optimizer, loader):
+    for x in loader:
+        coder(x).sum().backward()
+        optimizer.step()
+
+def train(loader):
+    coder = torch.nn.Linear(8, 8)
+    coder.half()  # !
+    optimizer = torch.optim.SGD(coder.parameters(), 0.1)
+    fit(coder, optimizer, loader)
+    for p in coder.parameters():
+        p.requires_grad = False
+    return coder
+""",
+            fixed="""\
+import torch
+
+def fit(coder, optimizer, loader):
+    for x in loader:
+        coder(x).sum().backward()
+        optimizer.step()
+
+def train(loader):
+    coder = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(coder.parameters(), 0.1)
+    fit(coder, optimizer, loader)
+    for p in coder.parameters():
+        p.requires_grad = False
+    return coder
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def train(loader, student):
+    coder = torch.nn.Linear(8, 8)
+    coder.half()
+    optimizer = torch.optim.SGD([*student.parameters()], 0.1)
+    coder.requires_grad_(False)
+    for x in loader:
+        student(coder(x)).sum().backward()
+        optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

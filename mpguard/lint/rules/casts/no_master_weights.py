@@ -436,6 +436,20 @@ def main(args):
             },
             name="main.py",
         ),
+        Bad(
+            """\
+import torch
+from megatron.energon import WorkerConfig, get_loader, get_train_dataset
+
+def train(path):
+    model = torch.nn.Linear(8, 8)
+    model.to(torch.bfloat16)  # !
+    optimizer = torch.optim.Adam(model.parameters(), 1e-4)
+    for x in get_loader(get_train_dataset(path, worker_config=WorkerConfig.default_worker_config())):
+        model(x).sum().backward()
+        optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -527,6 +527,41 @@ main(Config(compile=args.compile), load())
         Bad(
             """\
 import torch
+from framework import Workflow
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torchao.float8 import convert_to_float8_training
+
+class Training(Workflow):
+    def model(self, mesh):
+        model = torch.nn.Linear(16, 16)
+        parallelize_module(model, mesh, ColwiseParallel())
+        return convert_to_float8_training(model)  # !
+
+    def train(self, mesh, loader, args):
+        model = self.model(mesh)
+        optimizer = make_optimizer(model, compile_optimizer=args.compile)
+        for x in loader:
+            model(x).sum().backward()
+            optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+from framework import Workflow
+from torchao.float8 import convert_to_float8_training
+
+class Training(Workflow):
+    def model(self):
+        return convert_to_float8_training(torch.nn.Linear(16, 16))
+
+    def loss(self, model, x):
+        return model(x).sum()
+""",
+        ),
+        Bad(
+            """\
+import torch
 from torchao.float8 import convert_to_float8_training
 from transformers import HfArgumentParser, TrainingArguments
 
@@ -756,17 +791,29 @@ def train(args, model, loader):
         return not reach.sinks and not reach.outside
 
     def _is_trained_here(self, event: Event, facts: Facts) -> bool:
-        return any(each.scope is event.scope for each in facts.events("backward"))
+        """True if the function trains, or another method of a class that converts itself or an attribute."""
+        owner = event.scope.owner if event.key.partition(".")[0] == "self" else None
+        return any(
+            each.scope is event.scope or (owner is not None and each.scope.owner is owner)
+            for each in facts.events("backward")
+        )
 
     def _is_looped(self, event: Event, facts: Facts) -> bool:
         """True if the converted module is the variable of a loop."""
         return any(binding.kind == "for" for binding in facts.bindings(event.key, event.call))
 
     def _base_may_compile(self, call: Call, facts: Facts) -> bool:
-        """True if a base class that is not in the tree may compile; Lightning does not, around `configure_model`."""
+        """True if a base class that is not in the tree may compile.
+
+        Lightning does not, around `configure_model`, nor does the base of a class with a training loop of its own.
+        """
         owner = call.scope.owner
-        lightning = owner is not None and any(base.endswith(".LightningModule") for base in facts.ancestry(owner))
-        return facts.base_unknown(owner) and not (lightning and call.scope.name == "configure_model")
+        if owner is None or not facts.base_unknown(owner):
+            return False
+        lightning = any(base.endswith(".LightningModule") for base in facts.ancestry(owner))
+        steps = [*facts.events("step"), *facts.events("scaler_step")]
+        own_loop = all(any(each.scope.owner is owner for each in found) for found in (facts.events("backward"), steps))
+        return not own_loop and not (lightning and call.scope.name == "configure_model")
 
     def _is_compiled(self, event: Event, facts: Facts) -> bool:
         call = event.call

@@ -12,6 +12,7 @@ from mpguard.lint import (
     Fix,
     Good,
     Note,
+    Object,
     PathCondition,
     Rule,
     Wrap,
@@ -34,6 +35,7 @@ _ARGUMENTS = {
 }
 
 
+_SCALED = "`{expr}` clips gradients that `{accelerator}` may have scaled or sharded"
 #: An infinite norm clips nothing: the call only measures.
 _INFINITE = re.compile(r"""(?:math|np|numpy|torch)\.inf|float\(['"]\+?inf(?:inity)?['"]\)""")
 
@@ -55,7 +57,7 @@ class ClipOutsideAccelerator(Rule):
 
     ## What it does
     Reports `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` for parameters of a model that was passed to or
-    returned by `accelerator.prepare`.
+    returned by `accelerator.prepare`, and for any parameters after `accelerator.backward` in the same function.
 
     ## Why is this bad
     Under FP16 the gradients are still scaled there: a maximum norm of 1.0 clips all of them to 1/65536 of the intended
@@ -67,7 +69,8 @@ class ClipOutsideAccelerator(Rule):
     Accelerator's function does not take, and if the Accelerator has no name at the place.
 
     ## Known limits
-    Only parameters of a model that is known to be prepared are checked. An Accelerator whose `mixed_precision` is
+    In another function than `accelerator.backward`, only parameters of a model that is known to be prepared are
+    checked. An Accelerator whose `mixed_precision` is
     "bf16" or "no" in the code, without an engine or sharding, clips as torch does and is ignored. Files that call
     `accelerator.unscale_gradients()` themselves are not reported, nor are functions that unscale with their own scaler
     (MPG502), nor an infinite norm, which clips nothing, nor what runs if the Accelerator's own clipping raised.
@@ -505,6 +508,61 @@ def main(model, optimizer, loader):
         optimizer.step()
 """,
         ),
+        Bad(
+            """\
+import itertools
+
+import torch
+from accelerate import Accelerator
+
+def train(unet, encoder, loader):
+    accelerator = Accelerator(mixed_precision="fp16")
+    trained = [unet, encoder]
+    optimizer = torch.optim.AdamW(itertools.chain(*(each.parameters() for each in trained)))
+    unet, encoder, optimizer, loader = accelerator.prepare(unet, encoder, optimizer, loader)
+    for x in loader:
+        accelerator.backward(unet(encoder(x)).sum())
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)  # !
+        optimizer.step()
+""",
+            fixed="""\
+import itertools
+
+import torch
+from accelerate import Accelerator
+
+def train(unet, encoder, loader):
+    accelerator = Accelerator(mixed_precision="fp16")
+    trained = [unet, encoder]
+    optimizer = torch.optim.AdamW(itertools.chain(*(each.parameters() for each in trained)))
+    unet, encoder, optimizer, loader = accelerator.prepare(unet, encoder, optimizer, loader)
+    for x in loader:
+        accelerator.backward(unet(encoder(x)).sum())
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        accelerator.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import itertools
+
+import torch
+from accelerate import Accelerator
+
+def train(unet, encoder, loader):
+    accelerator = Accelerator(mixed_precision="bf16")
+    trained = [unet, encoder]
+    optimizer = torch.optim.AdamW(itertools.chain(*(each.parameters() for each in trained)))
+    unet, encoder, optimizer, loader = accelerator.prepare(unet, encoder, optimizer, loader)
+    for x in loader:
+        accelerator.backward(unet(encoder(x)).sum())
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -524,6 +582,19 @@ def main(model, optimizer, loader):
             ):
                 continue
             found = self._prepared_model(clip, facts)
+            backward = self._backward(clip, facts) if found is None else None
+            if backward is not None:
+                event, accelerator = backward
+                name = path.rsplit(".", 1)[-1]
+                yield self.at(
+                    clip,
+                    message=_SCALED,
+                    expr=facts.short(clip.call.node),
+                    accelerator=accelerator,
+                    help=self.help.format(name=name),
+                    notes=(Note("its backward pass", event.span),),
+                    fix=self._fix(clip, name, accelerator),
+                )
             if found is None:
                 continue
             model, wrap = found
@@ -535,7 +606,7 @@ def main(model, optimizer, loader):
                     model=model,
                     help=self.help.format(name=name),
                     notes=(Note("prepared here", wrap.call.span, facts.elsewhere(wrap.call)),),
-                    fix=self._fix(clip, name, wrap, facts),
+                    fix=self._fix(clip, name, wrappers.receiver_at(wrap, clip.call, facts)),
                 )
 
     def _before(self, unscale: Call, clip: Event, facts: Facts) -> bool:
@@ -545,16 +616,17 @@ def main(model, optimizer, loader):
 
     def _is_fallback(self, clip: Event, facts: Facts) -> bool:
         """True in the `except` of a `try` that clips through the Accelerator."""
-        others = [
-            call for call in facts.calls.get(clip.call.name, ()) if "accelerator" in dotted(call.receiver).lower()
-        ]
         return any(
             negated(condition) in facts.guard_of(other)
             for condition in clip.guard
             if any(flag.startswith("try#") for flag in PathCondition([condition]).flags())
-            for other in others
-            if other.scope is clip.scope
+            for other in self._of_accelerator(clip, facts)
         )
+
+    def _of_accelerator(self, clip: Event, facts: Facts) -> list[Call]:
+        """Return the calls of the Accelerator's own clipping in the same function."""
+        calls = (each for each in facts.calls.get(clip.call.name, ()) if each.scope is clip.scope)
+        return [each for each in calls if "accelerator" in dotted(each.receiver).lower()]
 
     def _only_measures(self, clip: Event, facts: Facts) -> bool:
         given = clip.call.keywords.get("max_norm") or next(iter(clip.call.positional[1:]), None)
@@ -584,8 +656,25 @@ def main(model, optimizer, loader):
                 return facts.short(clip.subject), wrap
         return None
 
-    def _fix(self, clip: Event, name: str, wrap: Wrap, facts: Facts) -> Fix | None:
-        accelerator = wrappers.receiver_at(wrap, clip.call, facts)
+    def _backward(self, clip: Event, facts: Facts) -> tuple[Event, str] | None:
+        """Return the backward pass of an Accelerator before a clip, and its name, if it may scale the gradients.
+
+        Nothing if a step is in between, or if the Accelerator clips, too: the gradients may be those of others.
+        """
+        for event in () if self._of_accelerator(clip, facts) else facts.events("framework"):
+            together = event.scope is clip.scope and event.call.loops == clip.call.loops and event.order < clip.order
+            if not together or event.call.name != "backward" or event.guard - clip.guard:
+                continue
+            if any(each.name == "step" and event.order < each.order < clip.order for each in clip.scope.calls):
+                continue
+            for each in facts.evaluate(event.subject, event.call):
+                atom = each.atom
+                if isinstance(atom, Object) and atom.kind == "accelerator" and atom.call is not None:
+                    plain = accelerate_precision.backward_is_plain(facts.of(atom.call), clip.guard, accumulates=True)
+                    return None if plain else (event, facts.short(event.subject))
+        return None
+
+    def _fix(self, clip: Event, name: str, accelerator: str | None) -> Fix | None:
         given = set(clip.call.keywords)
         if accelerator is None or clip.call.starred or name not in _ARGUMENTS or not given <= _ARGUMENTS[name]:
             return None

@@ -22,6 +22,7 @@ from mpguard.lint import (
     any_of,
     compatible,
     dotted,
+    implies,
     python_edits,
     scaler_class,
     trace_facts,
@@ -469,6 +470,44 @@ def train(args, attack, model, optimizer, loader):
         scaler.update()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+def train(model, optimizer, loader, dtype):
+    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+    for batches in loader:
+        for x in batches:
+            with torch.autocast("cuda", dtype):
+                loss = model(x).sum()
+            if not torch.isfinite(loss):
+                raise FloatingPointError(loss)
+            loss.backward()  # !
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not torch.isfinite(norm) and dtype != torch.float16:
+            raise FloatingPointError(norm)
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            fixed="""\
+import torch
+
+def train(model, optimizer, loader, dtype):
+    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+    for batches in loader:
+        for x in batches:
+            with torch.autocast("cuda", dtype):
+                loss = model(x).sum()
+            if not torch.isfinite(loss):
+                raise FloatingPointError(loss)
+            scaler.scale(loss).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not torch.isfinite(norm) and dtype != torch.float16:
+            raise FloatingPointError(norm)
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -528,8 +567,10 @@ def train(args, attack, model, optimizer, loader):
             step = trace[index]
             if step.kind != "scaler_step" or not compatible(step.guard, backward.guard):
                 continue
-            guard = backward.guard.joined(step.guard, traces.enabled(step.scaler, step.record))
-            if backward.guard - step.guard and not trace_facts.unrelated(step.guard, backward.guard):
+            enabled = traces.enabled(step.scaler, step.record)
+            guard = backward.guard.joined(step.guard, enabled)
+            chosen = PathCondition(each for each in step.guard if not implies(enabled, PathCondition([each])))
+            if backward.guard - step.guard and not trace_facts.unrelated(chosen, backward.guard):
                 continue
             applied = trace_facts.between(trace, place, index, *_APPLIED, guard=guard)
             if not guard.possible or any(not self._is_optional(each, guard) for each in applied):

@@ -584,6 +584,72 @@ def train(loader):
         scaler.update()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+def norm_of(parameters, scale):
+    norms = []
+    for p in parameters:
+        norm = (p.grad.detach() / scale).norm()
+        norms.append(norm)
+    return torch.stack(norms).norm()
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        print(norm_of(model.parameters(), scaler.get_scale()))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # !
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            fixed="""\
+import torch
+
+def norm_of(parameters, scale):
+    norms = []
+    for p in parameters:
+        norm = (p.grad.detach() / scale).norm()
+        norms.append(norm)
+    return torch.stack(norms).norm()
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        print(norm_of(model.parameters(), scaler.get_scale()))
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def unscale(parameters, scale):
+    for p in parameters:
+        gradient = p.grad
+        gradient /= scale
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        unscale(model.parameters(), scaler.get_scale())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -1648,6 +1648,54 @@ def train(model, loader):
         scaler.update()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+def gathered(x, group, grad_scaler=True):
+    return Gather.apply(x, group, grad_scaler)
+
+class Training:
+    def __init__(self, model, loader):
+        self.model, self.loader = model, loader
+        self.optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(self):
+        for x in self.loader:
+            with torch.autocast("cuda", enabled=torch.cuda.is_available()):
+                print(self.step(x))
+
+    def step(self, x):
+        self.optimizer.zero_grad()
+        loss = gathered(self.model(x), None).mean()
+        loss.backward()  # !
+        self.optimizer.step()
+        return loss.item()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Training:
+    def __init__(self, model, loader):
+        self.model, self.loader = model, loader
+        self.optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(self):
+        for x in self.loader:
+            with torch.autocast("cuda"):
+                with torch.autocast("cuda", enabled=False):
+                    self.step(x)
+            with torch.autocast("cuda", torch.bfloat16):
+                self.step(x)
+
+    def step(self, x):
+        self.optimizer.zero_grad()
+        self.model(x).mean().backward()
+        self.optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -1711,15 +1759,22 @@ def train(model, loader):
             if _of_another_loop(record, backward):
                 continue
             around = facts.regions(record)
+            without = [region.guard for region in around if region.kind == "no_grad"]
             for place, region in enumerate(around):
                 for guard in self._float16_conditions(region, around[place + 1 :]):
                     both = guard.joined(record.guard, backward.guard)
-                    without = any(other.kind == "no_grad" and compatible(other.guard, both) for other in around)
-                    if both.possible and not without and not _of_accelerate(both, facts):
+                    if not any(compatible(each, both) for each in without) and _is_active(region, both, program, facts):
                         assert region.call is not None
-                        intended = region.call in facts.forgotten_dtypes  # BF16 was, which MPG310 reports
-                        if not intended and not facts.switched_off(region, program):
-                            yield region, region.call, both, record
+                        yield region, region.call, both, record
+            here = isinstance(record, Call) and record.scope is backward.scope and record is not backward.call
+            if not here or without or any(region.kind == "autocast" for region in around):
+                continue
+            for region, entered in facts.autocasts(record):  # of the callers
+                for guard in region.may_be(Dtype.FP16):
+                    both = guard.joined(entered, backward.guard)
+                    if _is_active(region, both, program, facts):
+                        assert region.call is not None
+                        yield region, region.call, both, record
         for load in facts.events("load"):
             for guard in load.may_be(Dtype.FP16):
                 both = guard.joined(backward.guard)
@@ -1833,6 +1888,13 @@ def train(model, loader):
         if guard:
             return None
         return f", enabled={' and '.join(text for _, text in conditions)}" if conditions else ""
+
+
+def _is_active(region: Region, guard: PathCondition, program: set[Scope], facts: Facts) -> bool:
+    """True if an FP16 region may be entered under a condition; it was not meant to be BF16, as MPG310 reports."""
+    if not guard.possible or _of_accelerate(guard, facts) or facts.switched_off(region, program):
+        return False
+    return region.call is not None and region.call not in facts.forgotten_dtypes
 
 
 def _of_accelerate(guard: PathCondition, facts: Facts) -> bool:

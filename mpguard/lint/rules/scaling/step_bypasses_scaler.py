@@ -16,6 +16,7 @@ from mpguard.lint import (
     Event,
     Facts,
     Fix,
+    Flag,
     Function,
     Good,
     Note,
@@ -1093,6 +1094,99 @@ class Trainer(Base):
                 self.optimizer.step()
 """
         ),
+        Bad(
+            """\
+import torch
+
+def train(model, optimizer, loader, dtype):
+    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+    for x in loader:
+        with torch.autocast("cuda", dtype):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not torch.isfinite(norm) and dtype != torch.float16:
+            raise FloatingPointError(norm)
+        optimizer.step()  # !
+        scaler.update()
+""",
+            fixed="""\
+import torch
+
+def train(model, optimizer, loader, dtype):
+    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+    for x in loader:
+        with torch.autocast("cuda", dtype):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not torch.isfinite(norm) and dtype != torch.float16:
+            raise FloatingPointError(norm)
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if torch.isfinite(norm):
+            optimizer.step()
+        scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def resume(path, model, scaler):
+    optimizer = torch.optim.Adam(model.parameters())
+    state = torch.load(path)
+    optimizer.load_state_dict(state["optimizer"])
+    scaler.load_state_dict(state["scaler"])
+    return model, optimizer, scaler
+
+def train(path, model, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    model, optimizer, scaler = resume(path, model, scaler)
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        optimizer.step()  # !
+        scaler.update()
+""",
+            fixed="""\
+import torch
+
+def resume(path, model, scaler):
+    optimizer = torch.optim.Adam(model.parameters())
+    state = torch.load(path)
+    optimizer.load_state_dict(state["optimizer"])
+    scaler.load_state_dict(state["scaler"])
+    return model, optimizer, scaler
+
+def train(path, model, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    model, optimizer, scaler = resume(path, model, scaler)
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -1115,7 +1209,7 @@ class Trainer(Base):
     ) -> _Bypass | None:
         """Return the step with the scaled backward before it; None if it applies other gradients."""
         for place, backward in enumerate(before):
-            if backward not in scaled or backward is None or self._by_hand(backward, step, facts):
+            if backward not in scaled or backward is None or self._by_hand(backward, step, scaled[backward], facts):
                 continue
             if self._constant(scaled[backward], step, facts):
                 continue
@@ -1217,10 +1311,12 @@ class Trainer(Base):
                     return inner[-1]
         return None
 
-    def _by_hand(self, backward: Call, step: Event, facts: Facts) -> bool:
+    def _by_hand(self, backward: Call, step: Event, scale: Event, facts: Facts) -> bool:
         """True if the gradients may be unscaled and checked by hand, or the scaler stepped in between."""
         flags = PathCondition(step.guard - backward.guard).flags()
-        if any(_CHECKS.search(flag) and "loss" not in flag for flag in flags):
+        checks = [flag for flag in flags if _CHECKS.search(flag) and "loss" not in flag]
+        enabled = facts.traces.enabled(scale.subject, scale.call)
+        if not all(_is_passed_unchecked(flag, step.guard, enabled) for flag in checks):
             return True  # a check of the gradients; one before the backward pass, or with its name, is of the loss
         for call in step.scope.calls:
             between = call.order < step.order and (call.scope is not backward.scope or backward.order < call.order)
@@ -1298,6 +1394,11 @@ class Trainer(Base):
             for call in bypass.before
             if call is None or not (call is scale.call or compatible(call.guard, scale.call.guard))
         )
+
+
+def _is_passed_unchecked(flag: str, guard: PathCondition, enabled: PathCondition) -> bool:
+    """True if a step also runs where a check that the gradients are finite fails, with the scaler enabled."""
+    return "isfinite(" in flag and compatible(guard, enabled, PathCondition([negated(Flag(flag))]))
 
 
 def _outer_loops(step: Event) -> tuple[cst.CSTNode, ...]:

@@ -36,6 +36,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPGUARD_CACHE_DIR", str(tmp_path.parent / f"{tmp_path.name}-cache"))
     Path("mpguard.toml").touch()
+    Path("other.py").touch()
 
 
 def write(files: dict[str, str]) -> None:
@@ -194,6 +195,16 @@ def test_outside_of_a_project_nothing_is_known(capsys: pytest.CaptureFixture[str
     Path("mpguard.toml").unlink()
     write(UNUSED["nothing refers to it"])
     assert reported(capsys) == ["a.py:9"]
+
+
+def test_a_file_that_is_all_the_code_of_its_project_is_there_to_be_copied(capsys: pytest.CaptureFixture[str]) -> None:
+    write(UNUSED["nothing refers to it"])
+    assert reported(capsys) == []
+    Path("other.py").unlink()
+    assert reported(capsys) == ["a.py:9"]
+    script = f"{UNUSED['nothing refers to it']['a.py']}\nprint(torch.randn(2))\n"
+    write({"a.py": script})
+    assert reported(capsys) == [], "a script calls what it needs"
 
 
 def test_findings_follow_the_references_between_runs(capsys: pytest.CaptureFixture[str]) -> None:
