@@ -1093,6 +1093,144 @@ class Trainer(Base):
                 self.optimizer.step()
 """
         ),
+        Bad(
+            """\
+import torch
+from elsewhere import load
+
+def train(path, model, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    if path:
+        model, optimizer, scaler = load(path, model, optimizer, scaler)
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        optimizer.step()  # !
+        scaler.update()
+""",
+            fixed="""\
+import torch
+from elsewhere import load
+
+def train(path, model, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    if path:
+        model, optimizer, scaler = load(path, model, optimizer, scaler)
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, fp16):
+        self.model, self.fp16 = model, fp16
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda", enabled=self.fp16)
+
+    def step(self, x):
+        self.scaler.scale(self.model(x).sum()).backward()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if not torch.isfinite(norm) and not self.fp16:
+            raise FloatingPointError
+        self.optimizer.step()  # !
+        self.scaler.update()
+""",
+            fixed="""\
+import torch
+
+class Trainer:
+    def __init__(self, model, fp16):
+        self.model, self.fp16 = model, fp16
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda", enabled=self.fp16)
+
+    def step(self, x):
+        self.scaler.scale(self.model(x).sum()).backward()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if not torch.isfinite(norm) and not self.fp16:
+            raise FloatingPointError
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, fp16):
+        self.model, self.fp16 = model, fp16
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda", enabled=self.fp16)
+
+    def step(self, x):
+        self.scaler.scale(self.model(x).sum()).backward()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if not torch.isfinite(norm):
+            self.optimizer.zero_grad()
+            self.scaler.update()
+            return
+        self.optimizer.step()
+        self.scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import deepspeed
+import torch
+from elsewhere import build_optimizer
+
+def wrap(args, model, optimizer):
+    if args.deepspeed:
+        model, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer)
+    return model, optimizer
+
+def train(args, model, loader):
+    model, optimizer = wrap(args, model, build_optimizer(args, model))
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        loss = model(x).sum()
+        if args.deepspeed:
+            model.backward(loss)
+            model.step()
+        else:
+            scaler.scale(loss).backward()
+            optimizer.step()  # !
+            scaler.update()
+""",
+            fixed="""\
+import deepspeed
+import torch
+from elsewhere import build_optimizer
+
+def wrap(args, model, optimizer):
+    if args.deepspeed:
+        model, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer)
+    return model, optimizer
+
+def train(args, model, loader):
+    model, optimizer = wrap(args, model, build_optimizer(args, model))
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        loss = model(x).sum()
+        if args.deepspeed:
+            model.backward(loss)
+            model.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -1219,7 +1357,10 @@ class Trainer(Base):
 
     def _by_hand(self, backward: Call, step: Event, facts: Facts) -> bool:
         """True if the gradients may be unscaled and checked by hand, or the scaler stepped in between."""
-        flags = PathCondition(step.guard - backward.guard).flags()
+        scale = facts.traces.scaled[backward]
+        enabled = facts.traces.enabled(scale.subject, scale.call)
+        further = [each for each in step.guard - backward.guard if not implies(enabled, PathCondition([each]))]
+        flags = PathCondition(further).flags()
         if any(_CHECKS.search(flag) and "loss" not in flag for flag in flags):
             return True  # a check of the gradients; one before the backward pass, or with its name, is of the loss
         for call in step.scope.calls:
