@@ -469,6 +469,79 @@ def train(args, attack, model, optimizer, loader):
         scaler.update()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, fp16):
+        self.model, self.fp16 = model, fp16
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda", enabled=self.fp16)
+
+    def step(self, parts):
+        for part in parts:
+            loss = self.model(part).sum()
+            if not torch.isfinite(loss):
+                raise FloatingPointError
+            loss.backward()  # !
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if not torch.isfinite(norm) and not self.fp16:
+            raise FloatingPointError
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+""",
+            fixed="""\
+import torch
+
+class Trainer:
+    def __init__(self, model, fp16):
+        self.model, self.fp16 = model, fp16
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda", enabled=self.fp16)
+
+    def step(self, parts):
+        for part in parts:
+            loss = self.model(part).sum()
+            if not torch.isfinite(loss):
+                raise FloatingPointError
+            self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if not torch.isfinite(norm) and not self.fp16:
+            raise FloatingPointError
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, fp16):
+        self.model, self.fp16 = model, fp16
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda", enabled=self.fp16)
+
+    def step(self, parts):
+        for part in parts:
+            loss = self.model(part).sum()
+            if not torch.isfinite(loss):
+                raise FloatingPointError
+            self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if not torch.isfinite(norm) and not self.fp16:
+            raise FloatingPointError
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -529,7 +602,7 @@ def train(args, attack, model, optimizer, loader):
             if step.kind != "scaler_step" or not compatible(step.guard, backward.guard):
                 continue
             guard = backward.guard.joined(step.guard, traces.enabled(step.scaler, step.record))
-            if backward.guard - step.guard and not trace_facts.unrelated(step.guard, backward.guard):
+            if trace_facts.chosen(backward, step):
                 continue
             applied = trace_facts.between(trace, place, index, *_APPLIED, guard=guard)
             if not guard.possible or any(not self._is_optional(each, guard) for each in applied):
