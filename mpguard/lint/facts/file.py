@@ -294,8 +294,13 @@ class Facts(FormerNames, former=_FORMER):
         return tuple(found)
 
     def kinds(self, node: cst.CSTNode | None, at: Record) -> set[str]:
-        """Return the kinds of object that an expression may be, with "" for an unknown one."""
-        return {each.atom.kind if isinstance(each.atom, Object) else "" for each in self.evaluate(node, at)}
+        """Return the kinds of object that an expression may be, with "" for an unknown one.
+
+        A value that it has only under other conditions than those of the place does not count.
+        """
+        found = self.evaluate(node, at)
+        here = [each for each in found if compatible(each.guard, at.guard)]
+        return {each.atom.kind if isinstance(each.atom, Object) else "" for each in here or found}
 
     def from_outside(self, node: cst.CSTNode | None, at: Record, depth: int = 8) -> bool:
         """True if an object comes from a caller that is not in the file.

@@ -152,6 +152,27 @@ def test_import_cycles_terminate(tmp_path: Path) -> None:
     assert facts.dtypes(call.positional[0], call)[0][1] is None
 
 
+def test_a_kind_under_other_conditions_does_not_count() -> None:
+    facts = facts_of(
+        "import deepspeed\nfrom elsewhere import build\n\n"
+        "def wrap(args, model, optimizer):\n"
+        "    if args.deepspeed:\n"
+        "        model, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer)\n"
+        "    return optimizer\n\n"
+        "def train(args, model):\n"
+        "    optimizer = wrap(args, model, build(model))\n"
+        "    if args.deepspeed:\n"
+        "        optimizer.step()\n"
+        "    else:\n"
+        "        optimizer.step()\n"
+        "    optimizer.step()\n"
+    )
+    engine, plain, unknown = (facts.kinds(call.receiver, call) for call in facts.calls["step"])
+    assert "engine_optimizer" in engine
+    assert "engine_optimizer" not in plain
+    assert {"engine_optimizer", ""} <= unknown
+
+
 def test_an_unknown_kind_of_event_is_an_error() -> None:
     with pytest.raises(KeyError):
         facts_of("x = 1").events("cats")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import libcst as cst
 
 from mpguard.lint.facts.events.event import Event, is_scaler, last_name
-from mpguard.lint.facts.syntax.nodes import dotted, is_super, text_of
+from mpguard.lint.facts.syntax.nodes import dotted, is_super
 from mpguard.lint.facts.syntax.path_condition import (
     ALWAYS,
     MOST_CONDITIONS,
@@ -72,6 +72,10 @@ _ONLY_READS = re.compile(
 _CONVERTS = frozenset({"float", "int", "round", "item", "min", "max", "abs", "log2"})
 #: Expressions whose value does not depend on the size of a number in them, or is text.
 _READS = (cst.Comparison, cst.FormattedStringExpression, cst.FormattedString)
+#: Packages of torch's scaler, and of one that is derived from it: fairscale's sums up over ranks what `unscale_` found.
+_SCALER_PACKAGES = ("torch.", "fairscale.")
+#: Operators that multiply or divide a tensor in place.
+_IN_PLACE = (cst.MultiplyAssign, cst.DivideAssign)
 #: Code that uses the scaler of an object: `manager.scaler.update()`.
 _USES_SCALER = re.compile(rb"(?i)\w\.\w*scaler\b")
 #: Steps of one trace, and depth of calls.
@@ -379,8 +383,8 @@ class Traces:
                 name = dotted(call.func).rsplit(".", 1)[-1] if isinstance(call, cst.Call) else ""
                 if not name or _ONLY_READS.search(name):
                     return False
-                if name not in _CONVERTS:
-                    return not self._only_measures(call)
+                if name not in _CONVERTS and not self._leaves_gradients(call):
+                    return True
                 parent = call
             elif isinstance(parent, (cst.Assign, cst.AnnAssign, cst.AugAssign)):
                 targets = (
@@ -394,11 +398,19 @@ class Traces:
             node = parent
         return False
 
-    def _only_measures(self, node: cst.CSTNode) -> bool:
-        """True for a call of a function that reads gradients and changes none: their norm, divided by the scale."""
+    def _leaves_gradients(self, node: cst.CSTNode) -> bool:
+        """True if a call is of functions of the file that change no tensor in place, as one that returns a norm."""
         call = self.facts.call_of(node)
-        functions = self.facts.functions(call) if call is not None else ()
-        return bool(functions) and all(_reads_gradients_only(each.scope) for each in functions)
+        functions = self._helpers(call) if call is not None else ()
+        return bool(functions) and all(
+            not any(each.name.endswith("_") or self._helpers(each) for each in scope.calls)
+            and not any(
+                ".grad" in key or isinstance(getattr(each.statement, "operator", None), _IN_PLACE)
+                for key, bindings in scope.bindings.items()
+                for each in bindings
+            )
+            for scope in (function.scope for function in functions)
+        )
 
     def _target_computed(self, target: cst.CSTNode, at: Record, seen: set[object]) -> bool:
         """True if the value of a name may be computed with; a subscript, as `logs["scale"]`, is no name."""
@@ -436,7 +448,7 @@ class Traces:
         if self._is_never_set(dotted(node), at):
             return False
         return dotted(node).split(".", 1)[0] not in ("accelerator", "engine", "fabric") and all(
-            not isinstance(each.atom, Object) or each.atom.path.startswith("torch.")
+            not isinstance(each.atom, Object) or each.atom.path.startswith(_SCALER_PACKAGES)
             for each in self.facts.evaluate(node, at)
         )
 
@@ -506,7 +518,7 @@ def _is_torch_scaler(atom: Atom) -> bool:
 
 
 def _is_torch_path(path: str) -> bool:
-    return path.startswith("torch.") and path.rsplit(".", 1)[-1] in SCALER_NAMES
+    return path.startswith(_SCALER_PACKAGES) and path.rsplit(".", 1)[-1] in SCALER_NAMES
 
 
 def _stands_in(atom: Atom) -> bool:
@@ -588,24 +600,19 @@ def set_in_loop(guard: PathCondition, step: TraceStep) -> list[Binding]:
     ]
 
 
-def _reads_gradients_only(scope: Scope) -> bool:
-    """True for a function that uses `.grad` of parameters, and neither assigns nor changes one in place."""
-    paths = [use.path for uses in scope.uses.values() for use in uses]
-    in_place = any(re.search(r"\b_foreach|[^_]_$", path) for path in paths)
-    changed = any(
-        ".grad" in key
-        or (
-            any(bound.kind == "augmented" for bound in bindings)
-            and any(bound.value is not None and ".grad" in text_of(bound.value) for bound in bindings)
-        )
-        for key, bindings in scope.bindings.items()
-    )
-    return not (in_place or changed) and any(".grad" in path for path in paths)
-
-
 def exceptional(guard: PathCondition) -> bool:
     """True if some condition tests for an overflow or an invalid value."""
     return any(CHECKS.search(flag) for flag in guard.flags())
+
+
+def chosen(backward: TraceStep, later: TraceStep) -> bool:
+    """True if a backward pass runs under conditions that may choose between scaled and plain gradients.
+
+    They are further ones than those of a later step, whose own conditions have to do with precision. A check of the
+    loss before the backward pass is none.
+    """
+    further = [each for each in backward.guard - later.guard if not exceptional(PathCondition([each]))]
+    return bool(further) and not unrelated(later.guard, backward.guard)
 
 
 __all__ = [
@@ -616,6 +623,7 @@ __all__ = [
     "Traces",
     "before",
     "between",
+    "chosen",
     "exceptional",
     "iteration",
     "rhythm",

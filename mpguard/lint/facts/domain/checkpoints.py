@@ -15,7 +15,7 @@ from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.records import Call, Use
 from mpguard.lint.facts.values import project_words
 from mpguard.lint.facts.values.api_names import SAVES
-from mpguard.lint.facts.values.lattice import Object
+from mpguard.lint.facts.values.lattice import Constant, Object
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -64,7 +64,7 @@ class Checkpoints:
 
     def _wraps_scaler(self, node: cst.CSTNode, at: Call) -> bool:
         """True for an object of a class of the tree that is named after the scaler inside: `NativeScaler`."""
-        atoms = [each.atom for each in self.facts.evaluate(node, at)]
+        atoms = [each.atom for each in self.facts.evaluate(node, at) if each.atom != Constant(None)]
         return bool(atoms) and all(
             isinstance(atom, Object) and atom.cls is not None and atom.cls.name.endswith(_WRAPPERS) for atom in atoms
         )

@@ -36,10 +36,13 @@ def steps_through_scaler(step: Event, scaler: cst.CSTNode | None, facts: Facts) 
         return any(its is not None and _steps_scaler(cls, its) for cls, its in classes)
     if step.key and dotted(scaler).startswith(f"{step.key}."):
         return True
+    # What sets the scaler too, as `model, optimizer, scaler = load(path, scaler)`, hands out both.
+    apart = {bound.statement for bound in facts.bindings(dotted(scaler), step.call)}
     calls = [atom.call for atom in atoms if isinstance(atom, Object)]
-    made = (facts.call_of(bound.value) for bound in facts.bindings(step.key, step.call, step.guard))
-    calls += [call for call in made if call is not None and not facts.functions(call)]  # what those return is known
-    return any(_takes_scaler(call, facts.of(call)) for call in calls if call is not None)
+    calls += [facts.call_of(bound.value) for bound in facts.bindings(step.key, step.call, step.guard)]
+    return any(
+        _takes_scaler(call, facts.of(call)) for call in calls if call is not None and call.statement not in apart
+    )
 
 
 def _takes_scaler(call: Call, facts: Facts) -> bool:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _BF16 = re.compile(r"(?i)bf16|bfloat16")
 #: Code that may run the methods of a class under autocast, or scale with its scaler.
-_SCALES = re.compile(rb"(?i)autocast|scaler\b")
+_SCALES = re.compile(rb"(?i)autocast|\.\w*scaler\b")
 #: Words of code that computes in FP16 or FP8, or that runs in a framework which may. What does not count: imports, and
 #: autocasts that are off or in BF16.
 _LOWERS = re.compile(

@@ -310,6 +310,42 @@ def train(model, loader, optimizer, recipe, dtype):
         optimizer.step()
 """
         ),
+        Bad(
+            """\
+from quantization import autocast
+
+def train(model, loader, optimizer):
+    autocast(enabled=True)  # !
+    for x in loader:
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+""",
+            files={
+                "quantization.py": "class autocast:\n    def __init__(self, enabled):\n"
+                "        self.enabled = enabled\n\n"
+                "    def __enter__(self):\n        SWITCH.on = self.enabled\n\n"
+                "    def __exit__(self, *error):\n        SWITCH.on = False\n"
+            },
+        ),
+        Good(
+            """\
+from quantization import autocast
+
+def train(model, loader, optimizer):
+    for x in loader:
+        with autocast(enabled=True):
+            loss = model(x)
+        loss.backward()
+        optimizer.step()
+""",
+            files={
+                "quantization.py": "class autocast:\n    def __init__(self, enabled):\n"
+                "        self.enabled = enabled\n\n"
+                "    def __enter__(self):\n        SWITCH.on = self.enabled\n\n"
+                "    def __exit__(self, *error):\n        SWITCH.on = False\n"
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -328,7 +364,7 @@ def train(model, loader, optimizer, recipe, dtype):
         yield from created
         for call in (each for name, calls in facts.calls.items() if name.endswith("autocast") for each in calls):
             atoms = [each.atom for each in facts.evaluate(call.node, call)] if call not in created else []
-            if any(isinstance(atom, Object) and atom.kind in _CONTEXTS for atom in atoms):
+            if any(isinstance(atom, Object) and _is_context(atom) for atom in atoms):
                 yield call  # Accelerate's or Transformer Engine's, or one of a `partial`, a `lambda` or a function
 
     def _is_probe(self, call: Call, facts: Facts) -> bool:
@@ -373,3 +409,8 @@ def train(model, loader, optimizer, recipe, dtype):
                 return True
             places = iter(facts.scopes)
         return any(use.path.split(".", 1)[0] == target for place in places for use in place.uses.get(target, ()))
+
+
+def _is_context(atom: Object) -> bool:
+    """True for an autocast of a library, and for an object of a class of the project that is entered."""
+    return atom.kind in _CONTEXTS or (atom.cls is not None and atom.cls.method("__enter__") is not None)

@@ -22,7 +22,6 @@ from mpguard.lint import (
     any_of,
     compatible,
     dotted,
-    implies,
     python_edits,
     scaler_class,
     trace_facts,
@@ -474,38 +473,73 @@ def train(args, attack, model, optimizer, loader):
             """\
 import torch
 
-def train(model, optimizer, loader, dtype):
-    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
-    for batches in loader:
-        for x in batches:
-            with torch.autocast("cuda", dtype):
-                loss = model(x).sum()
+class Trainer:
+    def __init__(self, model, fp16):
+        self.model, self.fp16 = model, fp16
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda", enabled=self.fp16)
+
+    def step(self, parts):
+        for part in parts:
+            loss = self.model(part).sum()
             if not torch.isfinite(loss):
-                raise FloatingPointError(loss)
+                raise FloatingPointError
             loss.backward()  # !
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if not torch.isfinite(norm) and dtype != torch.float16:
-            raise FloatingPointError(norm)
-        scaler.step(optimizer)
-        scaler.update()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if not torch.isfinite(norm) and not self.fp16:
+            raise FloatingPointError
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
 """,
             fixed="""\
 import torch
 
-def train(model, optimizer, loader, dtype):
-    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
-    for batches in loader:
-        for x in batches:
-            with torch.autocast("cuda", dtype):
-                loss = model(x).sum()
+class Trainer:
+    def __init__(self, model, fp16):
+        self.model, self.fp16 = model, fp16
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda", enabled=self.fp16)
+
+    def step(self, parts):
+        for part in parts:
+            loss = self.model(part).sum()
             if not torch.isfinite(loss):
-                raise FloatingPointError(loss)
-            scaler.scale(loss).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if not torch.isfinite(norm) and dtype != torch.float16:
-            raise FloatingPointError(norm)
-        scaler.step(optimizer)
-        scaler.update()
+                raise FloatingPointError
+            self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if not torch.isfinite(norm) and not self.fp16:
+            raise FloatingPointError
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, fp16):
+        self.model, self.fp16 = model, fp16
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda", enabled=self.fp16)
+
+    def step(self, parts):
+        for part in parts:
+            loss = self.model(part).sum()
+            if not torch.isfinite(loss):
+                raise FloatingPointError
+            self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if not torch.isfinite(norm) and not self.fp16:
+            raise FloatingPointError
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
 """,
         ),
     )
@@ -567,10 +601,8 @@ def train(model, optimizer, loader, dtype):
             step = trace[index]
             if step.kind != "scaler_step" or not compatible(step.guard, backward.guard):
                 continue
-            enabled = traces.enabled(step.scaler, step.record)
-            guard = backward.guard.joined(step.guard, enabled)
-            chosen = PathCondition(each for each in step.guard if not implies(enabled, PathCondition([each])))
-            if backward.guard - step.guard and not trace_facts.unrelated(chosen, backward.guard):
+            guard = backward.guard.joined(step.guard, traces.enabled(step.scaler, step.record))
+            if trace_facts.chosen(backward, step):
                 continue
             applied = trace_facts.between(trace, place, index, *_APPLIED, guard=guard)
             if not guard.possible or any(not self._is_optional(each, guard) for each in applied):

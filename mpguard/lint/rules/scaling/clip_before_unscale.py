@@ -588,66 +588,72 @@ def train(loader):
             """\
 import torch
 
-def norm_of(parameters, scale):
-    norms = []
-    for p in parameters:
-        norm = (p.grad.detach() / scale).norm()
-        norms.append(norm)
-    return torch.stack(norms).norm()
+class Trainer:
+    def grad_norm(self, parameters, scale):
+        total = 0.0
+        for p in parameters:
+            total += (p.grad.detach() / scale).norm(2).item() ** 2
+        return total**0.5
 
-def train(model, optimizer, loader):
-    scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        with torch.autocast("cuda"):
-            loss = model(x).sum()
-        scaler.scale(loss).backward()
-        print(norm_of(model.parameters(), scaler.get_scale()))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # !
-        scaler.step(optimizer)
-        scaler.update()
+    def train(self, loader):
+        for x in loader:
+            self.scaler.scale(self.model(x)).backward()
+            norm = self.grad_norm(self.model.parameters(), self.scaler.get_scale())
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)  # !
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.log(norm)
 """,
             fixed="""\
 import torch
 
-def norm_of(parameters, scale):
-    norms = []
-    for p in parameters:
-        norm = (p.grad.detach() / scale).norm()
-        norms.append(norm)
-    return torch.stack(norms).norm()
+class Trainer:
+    def grad_norm(self, parameters, scale):
+        total = 0.0
+        for p in parameters:
+            total += (p.grad.detach() / scale).norm(2).item() ** 2
+        return total**0.5
 
-def train(model, optimizer, loader):
-    scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        with torch.autocast("cuda"):
-            loss = model(x).sum()
-        scaler.scale(loss).backward()
-        print(norm_of(model.parameters(), scaler.get_scale()))
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+    def train(self, loader):
+        for x in loader:
+            self.scaler.scale(self.model(x)).backward()
+            norm = self.grad_norm(self.model.parameters(), self.scaler.get_scale())
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.log(norm)
 """,
         ),
         Good(
             """\
 import torch
 
-def unscale(parameters, scale):
-    for p in parameters:
-        gradient = p.grad
-        gradient /= scale
+class Trainer:
+    def unscale(self, parameters, scale):
+        for p in parameters:
+            p.grad.div_(scale)
 
-def train(model, optimizer, loader):
-    scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        with torch.autocast("cuda"):
-            loss = model(x).sum()
-        scaler.scale(loss).backward()
-        unscale(model.parameters(), scaler.get_scale())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+    def factor(self, parameters, scale):
+        return 1.0 / scale
+
+    def train(self, loader):
+        for x in loader:
+            self.scaler.scale(self.model(x)).backward()
+            self.unscale(self.model.parameters(), self.scaler.get_scale())
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.scaler.update()
+
+    def train_by_a_factor(self, loader):
+        for x in loader:
+            self.scaler.scale(self.model(x)).backward()
+            factor = self.factor(self.model.parameters(), self.scaler.get_scale())
+            for p in self.model.parameters():
+                p.grad = p.grad * factor
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.scaler.update()
 """,
         ),
     )
@@ -685,7 +691,7 @@ def train(model, optimizer, loader):
         for index, backward in trace_facts.before(trace, place):
             if backward.scale is None or not facts.traces.like_torch(backward.scaler, backward.scale.call):
                 continue
-            if backward.guard - clip.guard and not trace_facts.unrelated(clip.guard, backward.guard):
+            if trace_facts.chosen(backward, clip):
                 continue
             guard = clip.guard.joined(backward.guard, facts.traces.enabled(backward.scaler, backward.scale.call))
             if not guard.possible:

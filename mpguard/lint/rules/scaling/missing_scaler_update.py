@@ -1076,6 +1076,64 @@ class Trainer:
             files={"pyproject.toml": "", "run.py": "from train import Trainer\n\nTrainer().train(*build())\n"},
             name="train.py",
         ),
+        Bad(
+            _OPTIMIZER.format(step="self.scaler.step(self.inner)  # !"),
+            files={
+                **_OPTIMIZER_USER,
+                "tests/test_optim.py": "def test_scaler(optimizer):\n    optimizer.scaler.update()\n",
+                "fp16.py": "from scale import DynamicLossScaler\n\n\nclass FP16:\n    def __init__(self):\n"
+                "        self.scaler = DynamicLossScaler()\n\n    def step(self):\n        self.scaler.update()\n",
+            },
+            name="optim.py",
+            fixed=_OPTIMIZER.format(step="self.scaler.step(self.inner)\n            self.scaler.update()"),
+        ),
+        Bad(
+            """\
+import torch
+
+def build(options):
+    if not options.amp:
+        return None
+    if options.sharded:
+        from fairscale.optim.grad_scaler import ShardedGradScaler
+
+        return ShardedGradScaler()
+    return torch.amp.GradScaler("cuda")
+
+def train(options, model, loader, optimizer):
+    scaler = build(options)
+    for x in loader:
+        if scaler is not None:
+            scaler.scale(model(x)).backward()
+            scaler.step(optimizer)  # !
+        else:
+            model(x).backward()
+            optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def build(options):
+    if not options.amp:
+        return None
+    if options.sharded:
+        from fairscale.optim.grad_scaler import ShardedGradScaler
+
+        return ShardedGradScaler()
+    return torch.amp.GradScaler("cuda")
+
+def train(options, model, loader, optimizer):
+    scaler = build(options)
+    for x in loader:
+        if scaler is not None:
+            scaler.scale(model(x)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            model(x).backward()
+            optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

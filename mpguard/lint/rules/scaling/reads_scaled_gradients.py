@@ -249,7 +249,7 @@ def clipped_first(model, loader, optimizer):
                 enabled = traces.enabled(backward.scaler, backward.scale.call)
             else:
                 continue
-            if backward.guard - read.guard and not trace_facts.unrelated(read.guard, backward.guard):
+            if trace_facts.chosen(backward, read):
                 continue
             guard = read.guard.joined(backward.guard, enabled)
             by_hand = any(

@@ -408,6 +408,43 @@ if __name__ == "__main__":
                 "        with torch.autocast('cuda'):\n            return x.sum()\n",
             },
         ),
+        Bad(
+            """\
+import torch
+
+def main(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for epoch in range(100):
+        scaler = torch.amp.GradScaler("cuda")  # !
+        if epoch == 90:
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x in loader:
+            with torch.autocast("cuda"):
+                loss = model(x).sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def main(settings, model, loader):
+    for setting in settings:
+        scaler = torch.amp.GradScaler("cuda")
+        if setting.adam:
+            optimizer = torch.optim.AdamW(model.parameters())
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x in loader:
+            with torch.autocast("cuda"):
+                loss = model(x).sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -495,11 +532,15 @@ if __name__ == "__main__":
     def _outlives(
         self, node: cst.BaseExpression | None, at: Record, loop: cst.CSTNode, facts: Facts, call: Call | None = None
     ) -> bool:
-        """True if an object is bound outside a loop on all paths; the loop may be around a call of its function."""
+        """True if an object is bound outside a loop on all paths; the loop may be around a call of its function.
+
+        One that only some iterations replace, as `if epoch == 100:`, outlives the others.
+        """
         key = dotted(node)
         bindings = [
             each for each in facts.bindings(key, at, at.guard) if each.value is None or constant(each.value) != (None,)
         ]
+        found: list[bool] = []
         for each in bindings:
             if key.startswith("self."):
                 outside = self._initializes(each.scope, facts) or (
@@ -510,9 +551,10 @@ if __name__ == "__main__":
                 outside = call is None or (given is not None and self._outlives(given, call, loop, facts))
             else:
                 outside = loop not in each.loops and (call is None or each.scope is not at.scope)
-            if not outside:
+            found.append(outside)
+            if not outside and not (call is None and each.scope is at.scope and each.guard - at.guard):
                 return False
-        return bool(bindings)
+        return any(found)
 
 
 def _loops(record: Record) -> list[cst.CSTNode]:

@@ -597,6 +597,97 @@ if __name__ == "__main__":
     main(torch.nn.Linear(8, 8), [], "last.pt")
 """,
         ),
+        Bad(
+            """\
+import torch
+
+class NativeScaler:
+    def __init__(self):
+        self._scaler = torch.amp.GradScaler("cuda")
+
+    def __call__(self, loss, optimizer):
+        self._scaler.scale(loss).backward()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+
+    def state_dict(self):
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state):
+        self._scaler.load_state_dict(state)
+
+def save(path, model, optimizer, loss_scaler):
+    if loss_scaler is not None:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)  # !
+    else:
+        model.save_checkpoint(path)
+
+def load(path, model, optimizer, loss_scaler):
+    if loss_scaler is not None:
+        found = torch.load(path)
+        model.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
+        loss_scaler.load_state_dict(found["scaler"])
+    else:
+        model.load_checkpoint(path)
+
+def main(args, model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_scaler = None if args.deepspeed else NativeScaler()
+    load(args.path, model, optimizer, loss_scaler)
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        loss_scaler(loss, optimizer)
+    save(args.path, model, optimizer, loss_scaler)
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class NativeScaler:
+    def __init__(self):
+        self._scaler = torch.amp.GradScaler("cuda")
+
+    def __call__(self, loss, optimizer):
+        self._scaler.scale(loss).backward()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+
+    def state_dict(self):
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state):
+        self._scaler.load_state_dict(state)
+
+def save(path, model, optimizer, loss_scaler):
+    if loss_scaler is not None:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": loss_scaler.state_dict()}
+        torch.save(state, path)
+    else:
+        model.save_checkpoint(path)
+
+def load(path, model, optimizer, loss_scaler):
+    if loss_scaler is not None:
+        found = torch.load(path)
+        model.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
+        loss_scaler.load_state_dict(found["scaler"])
+    else:
+        model.load_checkpoint(path)
+
+def main(args, model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_scaler = None if args.deepspeed else NativeScaler()
+    load(args.path, model, optimizer, loss_scaler)
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        loss_scaler(loss, optimizer)
+    save(args.path, model, optimizer, loss_scaler)
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

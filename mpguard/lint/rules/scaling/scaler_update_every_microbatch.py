@@ -134,14 +134,47 @@ def train(model, optimizer, loader, accumulation_steps):
             scaler.update()  # !
 """
         ),
+        Bad(
+            """\
+class Hook:
+    def after_iteration(self, solver):
+        solver.scaler.scale(solver.loss / self.accumulate).backward()
+        self.count += 1
+        if self.count % self.accumulate == 0:
+            solver.scaler.step(solver.optimizer)
+            solver.optimizer.zero_grad()
+        solver.scaler.update()  # !
+""",
+        ),
+        Good(
+            """\
+class Hook:
+    def after_iteration(self, solver):
+        solver.scaler.scale(solver.loss / self.accumulate).backward()
+        self.count += 1
+        if self.count % self.accumulate == 0:
+            solver.scaler.step(solver.optimizer)
+            solver.scaler.update()
+            solver.optimizer.zero_grad()
+
+    def accumulated(self, solver, parts):
+        for i, part in enumerate(parts):
+            solver.scaler.scale(solver.model(part) / len(parts)).backward()
+        if len(parts) % self.accumulate == 0:
+            solver.scaler.step(solver.optimizer)
+        solver.scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         reported: set[object] = set()
         for trace in facts.traces.all:
             for each in trace:
-                if each.kind not in ("update", "scaler_step") or each.record in reported or not each.loops:
+                if each.kind not in ("update", "scaler_step") or each.record in reported:
                     continue
+                if not each.loops and (each.kind != "update" or each.record.scope.kind != "function"):
+                    continue  # its callers may clear the gradients
                 if not facts.traces.like_torch(each.scaler, each.record):
                     continue
                 rare = self._less_frequent(trace, each)
@@ -167,6 +200,8 @@ def train(model, optimizer, loader, accumulation_steps):
         return None
 
     def _at_each_microbatch(self, step: TraceStep, scaled: list[TraceStep]) -> bool:
+        if not step.loops and any(each.loops for each in scaled):
+            return False  # it runs after all micro-batches
         return all(not [one for one in step.guard - each.guard if not _from_a_count_on(one)] for each in scaled)
 
     def _only_when_accumulated(self, each: TraceStep, than: TraceStep) -> bool:

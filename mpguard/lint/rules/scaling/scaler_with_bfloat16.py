@@ -67,8 +67,13 @@ _USERS_OF_THE_CLASS = {
     "show.py": "import torch\n"
     "from trainer import Trainer\n"
     "\n"
-    "def show(model, x):\n"
-    "    return Trainer(model, None).model(x).backward()\n",
+    "def show(model, x, target_scaler):\n"
+    "    return target_scaler(Trainer(model, None).model(x)).backward()\n",
+    "predict.py": "import torch\n"
+    "from trainer import Trainer\n"
+    "\n"
+    "def predict(model, x, target_scaler):\n"
+    "    return target_scaler(Trainer(model, None).model(x))\n",
 }
 
 

@@ -16,7 +16,6 @@ from mpguard.lint import (
     Event,
     Facts,
     Fix,
-    Flag,
     Function,
     Good,
     Note,
@@ -1097,51 +1096,30 @@ class Trainer(Base):
         Bad(
             """\
 import torch
+from elsewhere import load
 
-def train(model, optimizer, loader, dtype):
-    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+def train(path, model, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    if path:
+        model, optimizer, scaler = load(path, model, optimizer, scaler)
     for x in loader:
-        with torch.autocast("cuda", dtype):
-            loss = model(x).sum()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if not torch.isfinite(norm) and dtype != torch.float16:
-            raise FloatingPointError(norm)
+        scaler.scale(model(x).sum()).backward()
         optimizer.step()  # !
         scaler.update()
 """,
             fixed="""\
 import torch
+from elsewhere import load
 
-def train(model, optimizer, loader, dtype):
-    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
-    for x in loader:
-        with torch.autocast("cuda", dtype):
-            loss = model(x).sum()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if not torch.isfinite(norm) and dtype != torch.float16:
-            raise FloatingPointError(norm)
-        scaler.step(optimizer)
-        scaler.update()
-""",
-        ),
-        Good(
-            """\
-import torch
-
-def train(model, optimizer, loader):
+def train(path, model, loader):
     scaler = torch.amp.GradScaler("cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    if path:
+        model, optimizer, scaler = load(path, model, optimizer, scaler)
     for x in loader:
-        with torch.autocast("cuda"):
-            loss = model(x).sum()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if torch.isfinite(norm):
-            optimizer.step()
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
         scaler.update()
 """,
         ),
@@ -1149,42 +1127,108 @@ def train(model, optimizer, loader):
             """\
 import torch
 
-def resume(path, model, scaler):
-    optimizer = torch.optim.Adam(model.parameters())
-    state = torch.load(path)
-    optimizer.load_state_dict(state["optimizer"])
-    scaler.load_state_dict(state["scaler"])
-    return model, optimizer, scaler
+class Trainer:
+    def __init__(self, model, fp16):
+        self.model, self.fp16 = model, fp16
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda", enabled=self.fp16)
 
-def train(path, model, loader):
-    scaler = torch.amp.GradScaler("cuda")
-    model, optimizer, scaler = resume(path, model, scaler)
-    for x in loader:
-        with torch.autocast("cuda"):
-            loss = model(x).sum()
-        scaler.scale(loss).backward()
-        optimizer.step()  # !
-        scaler.update()
+    def step(self, x):
+        self.scaler.scale(self.model(x).sum()).backward()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if not torch.isfinite(norm) and not self.fp16:
+            raise FloatingPointError
+        self.optimizer.step()  # !
+        self.scaler.update()
 """,
             fixed="""\
 import torch
 
-def resume(path, model, scaler):
-    optimizer = torch.optim.Adam(model.parameters())
-    state = torch.load(path)
-    optimizer.load_state_dict(state["optimizer"])
-    scaler.load_state_dict(state["scaler"])
-    return model, optimizer, scaler
+class Trainer:
+    def __init__(self, model, fp16):
+        self.model, self.fp16 = model, fp16
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda", enabled=self.fp16)
 
-def train(path, model, loader):
+    def step(self, x):
+        self.scaler.scale(self.model(x).sum()).backward()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if not torch.isfinite(norm) and not self.fp16:
+            raise FloatingPointError
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, fp16):
+        self.model, self.fp16 = model, fp16
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda", enabled=self.fp16)
+
+    def step(self, x):
+        self.scaler.scale(self.model(x).sum()).backward()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if not torch.isfinite(norm):
+            self.optimizer.zero_grad()
+            self.scaler.update()
+            return
+        self.optimizer.step()
+        self.scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import deepspeed
+import torch
+from elsewhere import build_optimizer
+
+def wrap(args, model, optimizer):
+    if args.deepspeed:
+        model, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer)
+    return model, optimizer
+
+def train(args, model, loader):
+    model, optimizer = wrap(args, model, build_optimizer(args, model))
     scaler = torch.amp.GradScaler("cuda")
-    model, optimizer, scaler = resume(path, model, scaler)
     for x in loader:
-        with torch.autocast("cuda"):
-            loss = model(x).sum()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        loss = model(x).sum()
+        if args.deepspeed:
+            model.backward(loss)
+            model.step()
+        else:
+            scaler.scale(loss).backward()
+            optimizer.step()  # !
+            scaler.update()
+""",
+            fixed="""\
+import deepspeed
+import torch
+from elsewhere import build_optimizer
+
+def wrap(args, model, optimizer):
+    if args.deepspeed:
+        model, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer)
+    return model, optimizer
+
+def train(args, model, loader):
+    model, optimizer = wrap(args, model, build_optimizer(args, model))
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        loss = model(x).sum()
+        if args.deepspeed:
+            model.backward(loss)
+            model.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
 """,
         ),
     )
@@ -1313,10 +1357,11 @@ def train(path, model, loader):
 
     def _by_hand(self, backward: Call, step: Event, scale: Event, facts: Facts) -> bool:
         """True if the gradients may be unscaled and checked by hand, or the scaler stepped in between."""
-        flags = PathCondition(step.guard - backward.guard).flags()
-        checks = [flag for flag in flags if _CHECKS.search(flag) and "loss" not in flag]
+        scale = facts.traces.scaled[backward]
         enabled = facts.traces.enabled(scale.subject, scale.call)
-        if not all(_is_passed_unchecked(flag, step.guard, enabled) for flag in checks):
+        further = [each for each in step.guard - backward.guard if not implies(enabled, PathCondition([each]))]
+        flags = PathCondition(further).flags()
+        if any(_CHECKS.search(flag) and "loss" not in flag for flag in flags):
             return True  # a check of the gradients; one before the backward pass, or with its name, is of the loss
         for call in step.scope.calls:
             between = call.order < step.order and (call.scope is not backward.scope or backward.order < call.order)
@@ -1394,11 +1439,6 @@ def train(path, model, loader):
             for call in bypass.before
             if call is None or not (call is scale.call or compatible(call.guard, scale.call.guard))
         )
-
-
-def _is_passed_unchecked(flag: str, guard: PathCondition, enabled: PathCondition) -> bool:
-    """True if a step also runs where a check that the gradients are finite fails, with the scaler enabled."""
-    return "isfinite(" in flag and compatible(guard, enabled, PathCondition([negated(Flag(flag))]))
 
 
 def _outer_loops(step: Event) -> tuple[cst.CSTNode, ...]:
