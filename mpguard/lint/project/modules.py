@@ -12,6 +12,7 @@ import ast
 import functools
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ _BINDS = re.compile(
 )
 #: Code that may set attributes whose names are not in it, or compute them.
 _SETS = re.compile(r"\b__getattr(?:ibute)?__\b|\b__dict__\b|\bvars\(|\bsetattr\(\s*[\w.]+\s*,\s*[^\s\"']|\bexec\(")
+_MAIN = re.compile(r"^if[ \t]*\(?__name__[ \t]*==", re.M)
 #: Modules that a build writes.
 _BUILT = re.compile(r"version|_pb2|^_|_ext\b|_cuda|_C$|generated|(?:^|_)build")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -157,10 +159,9 @@ def find(module: str, from_path: str) -> ImportResult:
             return UNKNOWN
     else:
         packages = list(_packages(folder))
-        own = next((each for each in packages if os.path.basename(each) == parts[0]), None)
-        if own is not None:
-            base = os.path.dirname(own)
-        elif parts[0] not in summaries.LIBRARIES and (not packages or _is_script(file)):
+        if packages and os.path.basename(packages[-1]) == parts[0]:
+            base = os.path.dirname(packages[-1])
+        elif not _is_elsewhere(parts[0]) and (not packages or _is_script(file)):
             base = folder
             if not any(tracked_fs.exists(os.path.join(base, each)) for each in (f"{parts[0]}.py", parts[0])):
                 return UNKNOWN
@@ -172,8 +173,13 @@ def find(module: str, from_path: str) -> ImportResult:
     return _below(base, parts)
 
 
+def _is_elsewhere(name: str) -> bool:
+    """True for a package of Python's own, or a library: which one is imported depends on how the file is run."""
+    return name in summaries.LIBRARIES or name in sys.stdlib_module_names
+
+
 def _is_script(file: str) -> bool:
-    return "__main__" in text_of(file)
+    return _MAIN.search(text_of(file)) is not None
 
 
 def _packages(folder: str) -> Iterator[str]:

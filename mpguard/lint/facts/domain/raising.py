@@ -76,11 +76,12 @@ class _Context(NamedTuple):
     @property
     def method(self) -> tuple[ast.ClassDef, str] | None:
         """The class of the method that a statement is in, and the method's name for the object."""
-        for outer, inner in itertools.pairwise(self.around):
+        for place, (outer, inner) in enumerate(itertools.pairwise(self.around)):
             if isinstance(outer, ast.ClassDef) and isinstance(inner, FunctionNode) and inner.args.args:
-                decorators = {_path(each) for each in inner.decorator_list}
-                if not decorators & {"staticmethod", "classmethod"}:
-                    return outer, inner.args.args[0].arg
+                decorators, name = {_path(each) for each in inner.decorator_list}, inner.args.args[0].arg
+                is_same = not any(name in _bound_in(each) for each in self.around[place + 2 :])
+                if not decorators & {"staticmethod", "classmethod"} and is_same and len(_bound_in(inner)[name]) == 1:
+                    return outer, name
         return None
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from mpguard.lint.facts.domain.raising import Raising
 from mpguard.lint.facts.domain.untaken import UntakenBranches
-from mpguard.lint.facts.domain.unused import UnusedDefinitions
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.model import suppressions
 from mpguard.lint.model.finding import Lines
@@ -90,7 +89,6 @@ class _Unused:
 
     def __init__(self, facts: Facts, codes: Container[str], cells: Sequence[int]) -> None:
         self._facts, self._codes = facts, codes
-        self._definitions = UnusedDefinitions(facts)
         self._branches = UntakenBranches(facts)
         self._raising = Raising(facts, self._branches, cells)
 
@@ -98,7 +96,7 @@ class _Unused:
         if diagnostic.code in self._codes and not self._facts.project.deepspeed_config_read(self._facts.path):
             return True
         place = diagnostic.span[0]
-        if any(each.contain(place) for each in (self._definitions, self._branches, self._raising)):
+        if any(each.contain(place) for each in (self._facts.unused_definitions, self._branches, self._raising)):
             return True
         evidence = [note.span[0] for note in diagnostic.notes if note.span is not None and note.path is None]
         return any(map(self._raising.contain, evidence))

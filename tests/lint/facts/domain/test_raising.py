@@ -139,6 +139,11 @@ RUNS = {
         "b.py": "def __getattr__(name):\n    return 1\n", "a.py": program(top="from b import fit\n"),
     },
     "a module of another package": {"a.py": program(top="from torch.nowhere import f\n")},
+    "a module with the name of Python's own": {
+        "p/__init__.py": "",
+        "p/logging.py": "import logging\nlog = logging.getLogger()\nif __name__ == '__main__':\n    pass\n",
+        "p/a.py": program(top="from p.logging import log\n").replace("from m", "from ..m"),
+    },
     "a version that a build writes": {
         "p/__init__.py": "", "p/a.py": program(top="from ._version import v\n").replace("from m", "from ..m"),
     },
@@ -147,6 +152,13 @@ RUNS = {
         "a.py": method("self.scaler.step()", init="    def __init__(self, k='x'):\n        setattr(self, k, 1)\n")
     },
     "an attribute that a subclass sets": {"a.py": method("self.scaler.step()") + "class Other(Run):\n    scaler = 1\n"},
+    "an attribute of another object": {
+        "a.py": method("def inner(self):\n    self.scaler.step()\n    return policy")
+        .replace(f"return {POLICY}\n\n\nRun", "return inner\n\n\nRun").replace("return policy", f"return {POLICY}")
+    },
+    "a library with the name of a folder around": {
+        "p/__init__.py": "", "p/torch/__init__.py": "", "p/torch/a.py": program().replace("from m", "from ...m"),
+    },
     "an attribute of an unknown base": {"a.py": method("self.scaler.step()", base="(sys.Base)")},
     "the same wrap policy, with the module": {
         "a.py": program(
