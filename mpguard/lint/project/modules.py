@@ -69,13 +69,13 @@ class ParsedModule:
 
 
 class ImportResult(NamedTuple):
-    """What an import finds. module: None if it is unknown, or `missing`: not there, or with a syntax error."""
+    """What an import finds. module: None if it is unknown, or has a syntax error (`broken`)."""
 
     module: ParsedModule | None
-    missing: bool = False
+    broken: bool = False
 
 
-UNKNOWN, MISSING = ImportResult(None), ImportResult(None, missing=True)
+UNKNOWN, BROKEN = ImportResult(None), ImportResult(None, broken=True)
 
 
 def bound_in(scope: ast.AST) -> dict[str, list[ast.AST]]:
@@ -200,8 +200,7 @@ def _below(base: str, parts: list[str]) -> ImportResult:
         elif not is_last and tracked_fs.exists(inner):  # a package without `__init__`
             base = inner
         else:
-            is_package = tracked_fs.is_file(os.path.join(base, "__init__.py"))
-            return MISSING if is_package and not _may_be_built(base, part) else UNKNOWN
+            return UNKNOWN  # the repository may leave it out, or a build may write it
     return _read(os.path.join(base, "__init__.py"))
 
 
@@ -230,7 +229,7 @@ def _read(path: str) -> ImportResult:
     if source is None:
         return UNKNOWN
     found = parsed(path, source.text)
-    return ImportResult(found) if found is not None else MISSING if _is_broken(source) else UNKNOWN
+    return ImportResult(found) if found is not None else BROKEN if _is_broken(source) else UNKNOWN
 
 
 def _is_broken(source: Source) -> bool:

@@ -229,10 +229,10 @@ class CertainErrors:
         return target is not None and any(_lacks(target, each.name) for each in node.names)
 
     def _cannot_import(self, name: str, module: ParsedModule, depth: int) -> bool:
-        """True if a module of the project is missing, or raises while it is imported."""
-        target, missing = modules.find(name, module.path)
-        if missing or target is None or target is module or not depth:
-            return missing
+        """True if a module of the project has a syntax error, or raises while it is imported."""
+        target, is_broken = modules.find(name, module.path)
+        if target is None or target is module or not depth:
+            return is_broken
         return self._body_raises(target.tree.body, _Context(target), depth - 1)
 
     def _lacks_attribute(self, node: ast.Attribute, context: _Context) -> bool:

@@ -83,10 +83,6 @@ RAISES = {
     "a name that a module lacks": {"a.py": program(top="from m import fit\n")},
     "a module with a syntax error": {"b.py": "def f(:\n", "a.py": program(top="import b\n")},
     "a module that imports what is missing": {"b.py": "from m import fit\n", "a.py": program(top="import b\n")},
-    "a module missing from the package": {
-        "p/__init__.py": "", "p/a.py": program(top="from .losses import f\n").replace("from m", "from ..m"),
-    },
-    "a submodule missing from the script's package": {"u/__init__.py": "", "a.py": program(top="from u.x import f\n")},
     "the end of the program": {"a.py": program("sys.exit(1)")},
     "after the place, before training": {"a.py": program(after="x = undefined")},
     "in the caller, after the function": {
@@ -144,6 +140,10 @@ RUNS = {
         "p/logging.py": "import logging\nlog = logging.getLogger()\nif __name__ == '__main__':\n    pass\n",
         "p/a.py": program(top="from p.logging import log\n").replace("from m", "from ..m"),
     },
+    "a module missing from the package": {
+        "p/__init__.py": "", "p/a.py": program(top="from .losses import f\n").replace("from m", "from ..m"),
+    },
+    "a submodule missing from a package": {"u/__init__.py": "", "a.py": program(top="from u.x import f\n")},
     "a version that a build writes": {
         "p/__init__.py": "", "p/a.py": program(top="from ._version import v\n").replace("from m", "from ..m"),
     },
