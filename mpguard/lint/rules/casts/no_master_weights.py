@@ -154,6 +154,48 @@ def main(data):
         Good(
             """\
 import torch
+
+class ShardedOptimizer:
+    def __init__(self, inner):
+        self.inner = inner
+        for group in inner.param_groups:
+            group["params"] = [p.detach().clone().float() for p in group["params"]]
+
+    def step(self):
+        self.inner.step()
+
+def train(model, loader):
+    model = model.cuda().bfloat16()
+    optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters()))
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+class ShardedOptimizer:
+    def __init__(self, inner):
+        self.inner = inner
+        for group in inner.param_groups:
+            group["params"] = [p for p in group["params"]]
+
+    def step(self):
+        self.inner.step()
+
+def train(model, loader):
+    model = model.cuda().bfloat16()  # !
+    optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters()))
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
 from transformers import AutoModel, HfArgumentParser, Trainer, TrainingArguments
 
 def main(data):
