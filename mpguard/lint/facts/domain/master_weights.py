@@ -22,6 +22,8 @@ _STEPS: tuple[EventKind, ...] = ("step", "scaler_step")
 #: What the code of an optimizer with FP32 masters contains: `param_groups_fp32`, `master_params`, `p.clone().float()`;
 #: `p_data_fp32` of Rectified Adam lives for one step.
 _KEEPS_MASTERS = re.compile(r"(?i)master|(?<!data)_fp32\b|\bfp32_|clone\(\)\.float\(|\.float\(\)\.clone")
+#: Names of arguments that may switch masters off.
+_CHOOSES = re.compile(r"(?i)fp32|float32|master|precision|dtype")
 _OPTIM = re.compile("(?i)optim").search
 _GRAD = re.compile(r"\.grad\b")
 
@@ -77,7 +79,9 @@ def _has_masters(facts: Facts, step: Event) -> bool:
 
 
 def _is_wrapped_with_masters(facts: Facts, call: Call) -> bool:
-    """True if a call gives an optimizer to a class of the project, whose code keeps FP32 masters."""
+    """True if a call gives an optimizer to a class of the project, whose code keeps FP32 masters by default."""
+    if call.starred or any(_CHOOSES.search(name) for name in call.keywords):
+        return False
     if not any(is_optimizer(facts, given, call) for given in (*call.positional, *call.keywords.values())):
         return False
     made = [each.atom for each in facts.evaluate(call.node, call)]
