@@ -196,6 +196,7 @@ class CertainErrors:
 
     def __init__(self, facts: Facts) -> None:
         self._project = facts.project
+        self._failing: dict[str, bool] = {}
 
     def raises(self, node: ast.AST, context: _Context, depth: int, quietly: bool = False) -> bool:
         """True if a node raises whenever it is evaluated. quietly: before a function that it calls trains."""
@@ -233,7 +234,10 @@ class CertainErrors:
         target, is_broken = modules.find(name, module.path)
         if target is None or target is module or not depth:
             return is_broken
-        return self._body_raises(target.tree.body, _Context(target), depth - 1)
+        if target.path not in self._failing:
+            self._failing[target.path] = False  # while it is imported: imports may be circular
+            self._failing[target.path] = self._body_raises(target.tree.body, _Context(target), depth - 1)
+        return self._failing[target.path]
 
     def _lacks_attribute(self, node: ast.Attribute, context: _Context) -> bool:
         """True if nothing sets an attribute of `self`, or of a module of the project."""
