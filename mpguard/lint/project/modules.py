@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from mpguard.core import tracked_fs
 from mpguard.lint.project import summaries, tree
@@ -66,16 +65,6 @@ class ParsedModule:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.add(node.value)
         return frozenset(found)
-
-
-class ImportResult(NamedTuple):
-    """What an import finds. module: None if it is unknown, or has a syntax error (`broken`)."""
-
-    module: ParsedModule | None
-    broken: bool = False
-
-
-UNKNOWN, BROKEN = ImportResult(None), ImportResult(None, broken=True)
 
 
 def bound_in(scope: ast.AST) -> dict[str, list[ast.AST]]:
@@ -142,7 +131,7 @@ def in_project(path: str) -> bool:
     return tree.is_project(tree.top_of(Path(path).absolute().parent))
 
 
-def find(module: str, from_path: str) -> ImportResult:
+def find(module: str, from_path: str) -> ParsedModule | None:
     """Return the module of a project that an import finds, where no other one can be meant.
 
     Relative imports are certain, those of the package that the file is in, and those of a script's own folder.
@@ -156,7 +145,7 @@ def find(module: str, from_path: str) -> ImportResult:
         for _ in range(dots - 1):
             base = os.path.dirname(base)
         if not tracked_fs.is_file(os.path.join(base, "__init__.py")):
-            return UNKNOWN
+            return None
     else:
         packages = list(_packages(folder))
         if packages and os.path.basename(packages[-1]) == parts[0]:
@@ -164,12 +153,12 @@ def find(module: str, from_path: str) -> ImportResult:
         elif not _is_elsewhere(parts[0]) and (not packages or _is_script(file)):
             base = folder
             if not any(tracked_fs.exists(os.path.join(base, each)) for each in (f"{parts[0]}.py", parts[0])):
-                return UNKNOWN
+                return None
         else:
-            return UNKNOWN
+            return None
     top = str(tree.top_of(Path(folder)))
     if not f"{base}{os.sep}".startswith(f"{top}{os.sep}"):
-        return UNKNOWN
+        return None
     return _below(base, parts)
 
 
@@ -189,18 +178,18 @@ def _packages(folder: str) -> Iterator[str]:
         folder = os.path.dirname(folder)
 
 
-def _below(base: str, parts: list[str]) -> ImportResult:
+def _below(base: str, parts: list[str]) -> ParsedModule | None:
     for place, part in enumerate(parts):
         inner = os.path.join(base, part)
         is_last = place == len(parts) - 1
         if tracked_fs.is_file(os.path.join(inner, "__init__.py")):
             base = inner
         elif tracked_fs.is_file(f"{inner}.py"):
-            return _read(f"{inner}.py") if is_last else UNKNOWN
+            return _read(f"{inner}.py") if is_last else None
         elif not is_last and tracked_fs.exists(inner):  # a package without `__init__`
             base = inner
         else:
-            return UNKNOWN  # the repository may leave it out, or a build may write it
+            return None  # the repository may leave it out, or a build may write it
     return _read(os.path.join(base, "__init__.py"))
 
 
@@ -219,25 +208,13 @@ def has_submodule(package: ParsedModule, name: str) -> bool:
     )
 
 
-def _read(path: str) -> ImportResult:
-    """Return the module of a file. One with a syntax error cannot be imported."""
+def _read(path: str) -> ParsedModule | None:
+    """Return the module of a file; None if it cannot be read, or does not parse."""
     try:
         data = tracked_fs.read_up_to(path, LARGEST)
-        source = Source(data, path) if data is not None else None
+        return parsed(path, Source(data, path).text) if data is not None else None
     except (OSError, Unparsable):
-        return UNKNOWN
-    if source is None:
-        return UNKNOWN
-    found = parsed(path, source.text)
-    return ImportResult(found) if found is not None else BROKEN if _is_broken(source) else UNKNOWN
-
-
-def _is_broken(source: Source) -> bool:
-    try:
-        source.check_syntax()
-    except Unparsable as error:
-        return error.message.startswith("syntax error")
-    return False
+        return None
 
 
 def text_of(path: str) -> str:

@@ -226,14 +226,14 @@ class CertainErrors:
         name = "." * node.level + (node.module or "")
         if self._cannot_import(name, module, depth):
             return True
-        target = modules.find(name, module.path).module
+        target = modules.find(name, module.path)
         return target is not None and any(_lacks(target, each.name) for each in node.names)
 
     def _cannot_import(self, name: str, module: ParsedModule, depth: int) -> bool:
-        """True if a module of the project has a syntax error, or raises while it is imported."""
-        target, is_broken = modules.find(name, module.path)
+        """True if a module of the project raises while it is imported."""
+        target = modules.find(name, module.path)
         if target is None or target is module or not depth:
-            return is_broken
+            return False
         if target.path not in self._failing:
             self._failing[target.path] = False  # while it is imported: imports may be circular
             self._failing[target.path] = self._body_raises(target.tree.body, _Context(target), depth - 1)
@@ -388,6 +388,8 @@ def _is_unbound(name: str, context: _Context) -> bool:
     module = context.module
     if name in _ALWAYS_BOUND or name in module.bound or not module.is_whole:
         return False
+    if module.path.endswith(NOTEBOOK) and name in sys.stdlib_module_names:  # imported by hand, in another cell
+        return False
     return not any(name in _bound_in(each) for each in context.around)
 
 
@@ -428,7 +430,7 @@ def _one(name: str, bound: list[ast.AST], home: _Context, depth: int) -> _Contex
     if isinstance(node, DefinitionNode):
         return _Context(home.module, (*home.around, node))
     if isinstance(node, ast.ImportFrom):
-        target = modules.find("." * node.level + (node.module or ""), home.module.path).module
+        target = modules.find("." * node.level + (node.module or ""), home.module.path)
         return _in_module(_imported(node, name).name, target, depth - 1) if target is not None else None
     return None
 
@@ -449,12 +451,12 @@ def _module_named(name: str, context: _Context) -> ParsedModule | None:
         return None
     alias = _imported(node, name)
     if isinstance(node, ast.Import):
-        return modules.find(alias.name, module.path).module if alias.asname or "." not in alias.name else None
+        return modules.find(alias.name, module.path) if alias.asname or "." not in alias.name else None
     package = "." * node.level + (node.module or "")
-    home = modules.find(package, module.path).module
+    home = modules.find(package, module.path)
     if home is not None and alias.name in home.bound:
         return None
-    return modules.find(f"{package}{'' if package.endswith('.') else '.'}{alias.name}", module.path).module
+    return modules.find(f"{package}{'' if package.endswith('.') else '.'}{alias.name}", module.path)
 
 
 def _path(node: ast.AST) -> str:

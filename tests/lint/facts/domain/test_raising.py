@@ -81,7 +81,6 @@ RAISES = {
     "a function that raises": {"a.py": program("stop()", top="def stop():\n    raise ValueError('no')\n")},
     "a function that a module lacks": {"a.py": program("m.fit()", top="import m\n")},
     "a name that a module lacks": {"a.py": program(top="from m import fit\n")},
-    "a module with a syntax error": {"b.py": "def f(:\n", "a.py": program(top="import b\n")},
     "a module that imports what is missing": {"b.py": "from m import fit\n", "a.py": program(top="import b\n")},
     "the end of the program": {"a.py": program("sys.exit(1)")},
     "after the place, before training": {"a.py": program(after="x = undefined")},
@@ -144,6 +143,7 @@ RUNS = {
         "p/__init__.py": "", "p/a.py": program(top="from .losses import f\n").replace("from m", "from ..m"),
     },
     "a submodule missing from a package": {"u/__init__.py": "", "a.py": program(top="from u.x import f\n")},
+    "a module with a syntax error": {"b.py": "def f(:\n", "a.py": program(top="import b\n")},
     "a version that a build writes": {
         "p/__init__.py": "", "p/a.py": program(top="from ._version import v\n").replace("from m", "from ..m"),
     },
@@ -192,6 +192,7 @@ def test_code_outside_of_a_project_may_be_a_part_of_a_program(capsys: pytest.Cap
     [
         (["x = undefined\n", f"p = {POLICY}\n"], 1),  # cells run in any order
         ([f"x = undefined\np = {POLICY}\n"], 0),
+        ([f"x = datetime.now()\np = {POLICY}\n"], 1),  # a module of Python's own may be imported by hand
         (["%run setup.py\n", f"x = undefined\np = {POLICY}\n"], 1),
     ],
 )
