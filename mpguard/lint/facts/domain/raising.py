@@ -328,7 +328,8 @@ class CertainErrors:
     def _has_subclass(self, module: ParsedModule, cls: ast.ClassDef) -> bool:
         """True if a class may have subclasses, which may set its attributes and replace its methods."""
         inside = any(
-            isinstance(each, ast.ClassDef) and any(cls.name in ast.unparse(base) for base in each.bases)
+            isinstance(each, ast.ClassDef)
+            and any(cls.name in re.findall(r"\w+", ast.unparse(base)) for base in each.bases)
             for each in ast.walk(module.tree)
         )
         return inside or self._project.subclassed_elsewhere(module.path, cls.name)
