@@ -29,6 +29,7 @@ from mpguard.lint.facts.domain.master_weights import may_keep_masters
 from mpguard.lint.facts.domain.project_api import NoProject, ProjectApi
 from mpguard.lint.facts.domain.regions import Region, Regions
 from mpguard.lint.facts.domain.training_use import TrainingUse
+from mpguard.lint.facts.domain.unused import UnusedDefinitions
 from mpguard.lint.facts.domain.wrappers import WrapperFacts
 from mpguard.lint.facts.events import FINDERS, Event, EventKind, compiled
 from mpguard.lint.facts.syntax import partial_parse
@@ -624,6 +625,11 @@ class Facts(FormerNames, former=_FORMER):
                 for call in place.calls
             )
         return self._steps[scope]
+
+    @cached_property
+    def unused_definitions(self) -> UnusedDefinitions:
+        """The functions, classes and methods that nothing in the project uses."""
+        return UnusedDefinitions(self)
 
     @cached_property
     def is_test(self) -> bool:

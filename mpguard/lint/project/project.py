@@ -317,6 +317,23 @@ class Project:
             top = tree.top_of(file.parent)
             return not tree.is_project(top) or references.may_call(top, file, name)
 
+    def subclassed_elsewhere(self, path: str, name: str) -> bool:
+        """True if a class of another file may derive from a class of a file; outside of a project, it may.
+
+        Unlike `derived_elsewhere`, this resolves imports.
+        """
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(file.parent)
+            return not tree.is_project(top) or references.may_derive(top, file, name)
+
+    def attribute_set_elsewhere(self, path: str, name: str) -> bool:
+        """True if other code may set an attribute of this name; outside of a project, it may."""
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(file.parent)
+            return not tree.is_project(top) or references.may_set(top, file, name)
+
     def scaler_updated_elsewhere(self, path: str) -> bool:
         """True if other code may update a GradScaler that a file steps with; outside of a project, it may."""
         file = Path(path).absolute()

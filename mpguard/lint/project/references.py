@@ -54,7 +54,7 @@ _COMPILE = re.compile(rb"(?<!\bre)(?<!\bregex)\.compile\b|\bimport compile\b|(?i
 _BUILDS = re.compile(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
 #: Kinds of questions.
 _USES, _LOOKS_UP, _READS, _ASKS, _CALLS = "use ", "looks up", "reads deepspeed", "asks for ", "calls "
-_WHERE = "where "
+_WHERE, _SETS, _DERIVES = "where ", "sets ", "derives "
 _RUNS, _UPDATES, _COMPILES, _ALONE = "runs", "updates a scaler", "compiles", "alone"
 _LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "COPYING")
 #: Folders of a project's examples.
@@ -75,6 +75,11 @@ def users(top: Path, file: Path, name: str) -> list[str] | None:
     return found if isinstance(found, list) else None
 
 
+def may_derive(top: Path, file: Path, name: str) -> bool:
+    """True if a class of another file of a project may derive from a class of a file."""
+    return _asked(top, file, _DERIVES + name)
+
+
 def may_look_up(top: Path) -> bool:
     """True if code of a project may get a class by a name that is not in the code."""
     return _asked(top, "", _LOOKS_UP)
@@ -93,6 +98,11 @@ def may_ask_for(top: Path, word: str) -> bool:
 def may_call(top: Path, file: Path, name: str) -> bool:
     """True if another file of a project may use a method of a class of a file, by its name."""
     return _asked(top, file, _CALLS + name)
+
+
+def may_set(top: Path, file: Path, name: str) -> bool:
+    """True if another file of a project may set an attribute of this name, of any object."""
+    return _asked(top, file, _SETS + name)
 
 
 def may_update_scaler(top: Path, file: Path) -> bool:
@@ -173,6 +183,16 @@ def answer(top: str, file: str, question: str) -> bool | list[str]:
         if question.startswith(_CALLS):
             method = question.removeprefix(_CALLS).encode()
             return any(_may_call(each, method) for each in files if each != file)
+        if question.startswith(_SETS):
+            attribute = question.removeprefix(_SETS).encode()
+            return any(
+                _may_set(each, attribute) for each in files if each != file and each.endswith((*PYTHON, NOTEBOOK))
+            )
+        if question.startswith(_DERIVES):
+            name = question.removeprefix(_DERIVES)
+            word = re.escape(name.encode())
+            derived = re.compile(rb"\bclass[ \t]+\w+[ \t]*\([^()]*\b%s\b|\b%s[ \t]+as\b" % (word, word))
+            return any(each != file and derived.search(_content(each)) and _uses(each, file, name) for each in files)
         if question.startswith(_WHERE):
             name = question.removeprefix(_WHERE)
             return [each for each in files if each != file and _uses(each, file, name)]
@@ -263,6 +283,18 @@ def _may_call(user: str, method: bytes) -> bool:
     if re.search(rb"^[ \t]+(?:async[ \t]+)?def[ \t]+%s\b" % word, code, re.M):
         code = re.sub(rb"\bself\.%s\b" % word, b"", code)
     return re.search(rb"\.\s*%s\b|[\"']%s[\"']" % (word, word), code) is not None
+
+
+def _may_set(user: str, attribute: bytes) -> bool:
+    """True if a file may set an attribute: it assigns to one of this name, or has the name as a string."""
+    data = _content(user)
+    if attribute not in data:
+        return False
+    word = re.escape(attribute)
+    return bool(
+        re.search(rb"\.%s\b[^\n=]*(?<![=!<>])=(?!=)|\bas[ \t]+[\w.]+\.%s\b" % (word, word), data)
+        or re.search(rb"\\?[\"']%s\\?[\"']" % word, data)
+    )
 
 
 def updates(code: bytes) -> bool:

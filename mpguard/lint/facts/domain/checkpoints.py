@@ -80,11 +80,13 @@ class Checkpoints:
     def resumed(self) -> bool:
         """True if an optimizer's state is restored, in the file or by a function that loads.
 
-        Such a function is `load_checkpoint(path, optimizer)`. A warm start from another run does not resume this one.
+        Such a function is `load_checkpoint(path, optimizer)`. A warm start from another run does not resume this one,
+        nor does a function that nothing calls.
         """
         if _WARM_START.search(self.facts.file_text):
             return False
-        if self.of("restore", "optimizer"):
+        is_unused = self.facts.unused_definitions.contain
+        if any(not is_unused(event.span[0]) for event in self.of("restore", "optimizer")):
             return True
         return any(
             is_optimizer(self.facts, arg.value, call)

@@ -10,7 +10,7 @@ import libcst as cst
 
 from mpguard.lint.facts.events import Event, EventKind, is_optimizer
 from mpguard.lint.facts.syntax.nodes import dotted
-from mpguard.lint.facts.syntax.records import Use
+from mpguard.lint.facts.syntax.records import Call, Use
 from mpguard.lint.facts.values import project_words
 from mpguard.lint.facts.values.lattice import Object
 
@@ -22,6 +22,9 @@ _STEPS: tuple[EventKind, ...] = ("step", "scaler_step")
 #: What the code of an optimizer with FP32 masters contains: `param_groups_fp32`, `master_params`, `p.clone().float()`;
 #: `p_data_fp32` of Rectified Adam lives for one step.
 _KEEPS_MASTERS = re.compile(r"(?i)master|(?<!data)_fp32\b|\bfp32_|clone\(\)\.float\(|\.float\(\)\.clone")
+#: Names of arguments that may switch masters off.
+_CHOOSES = re.compile(r"(?i)fp32|float32|master|precision|dtype")
+_OPTIM = re.compile("(?i)optim").search
 _GRAD = re.compile(r"\.grad\b")
 
 
@@ -36,6 +39,8 @@ def may_keep_masters(facts: Facts) -> bool:
         if call.receiver is not None and call.positional and is_optimizer(facts, call.receiver, call):
             return True
     if any(_has_masters(facts, each) for kind in _STEPS for each in facts.events(kind)):
+        return True
+    if any(_is_wrapped_with_masters(facts, call) for name in facts.calls for call in facts.calls[name] if _OPTIM(name)):
         return True
     for scope in facts.index.scopes:
         if any(map(_names_masters, scope.base_names)):
@@ -71,6 +76,17 @@ def _has_masters(facts: Facts, step: Event) -> bool:
         if project_words.MASTER_WEIGHTS.search(each.atom.path) or (own and _KEEPS_MASTERS.search(own.chunk.text)):
             return True
     return False
+
+
+def _is_wrapped_with_masters(facts: Facts, call: Call) -> bool:
+    """True if a call gives an optimizer to a class of the project, whose code keeps FP32 masters by default."""
+    if call.starred or any(_CHOOSES.search(name) for name in call.keywords):
+        return False
+    if not any(is_optimizer(facts, given, call) for given in (*call.positional, *call.keywords.values())):
+        return False
+    made = [each.atom for each in facts.evaluate(call.node, call)]
+    classes = [atom.cls for atom in made if isinstance(atom, Object) and atom.cls is not None]
+    return any(_KEEPS_MASTERS.search(cls.chunk.text) for cls in classes)
 
 
 def _goes_to_grad(facts: Facts, use: Use) -> bool:

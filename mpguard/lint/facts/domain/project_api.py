@@ -67,6 +67,12 @@ class ProjectApi(Protocol):
     def method_used_elsewhere(self, path: str, name: str) -> bool:
         """True if other code may use a method of this name of a class of a file; outside of a project, it may."""
 
+    def subclassed_elsewhere(self, path: str, name: str) -> bool:
+        """True if a class of another file may derive from a class of a file; outside of a project, it may."""
+
+    def attribute_set_elsewhere(self, path: str, name: str) -> bool:
+        """True if other code may set an attribute of this name; outside of a project, it may."""
+
     def compiled_elsewhere(self, path: str) -> bool:
         """True if other code may compile a model that a file gets; outside of a project, and of a library, it may."""
 
@@ -138,6 +144,12 @@ class NoProject:
         return None
 
     def method_used_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
+        return True
+
+    def subclassed_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
+        return True
+
+    def attribute_set_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
         return True
 
     def compiled_elsewhere(self, path: str) -> bool:  # noqa: ARG002

@@ -1,8 +1,4 @@
-"""Branches that no call takes, and calls that raise.
-
-A branch is not taken if a function tests a parameter, and all calls of the project pass other constants. A call raises
-if an argument is an attribute of a plain dict: `clip(p, cfg.norm)` with `cfg = yaml.safe_load(file)`.
-"""
+"""Branches that no call takes: a function tests a parameter, and all calls of the project pass other constants."""
 
 from __future__ import annotations
 
@@ -17,7 +13,6 @@ import libcst as cst
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import Condition, Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
-from mpguard.lint.facts.values.lattice import Object
 from mpguard.lint.source.strip_comments import stripped
 from mpguard.lint.source.text import Unparsable
 
@@ -39,25 +34,14 @@ class UntakenBranches:
 
     def contain(self, place: int) -> bool:
         """True if an offset of the file is in one of them."""
-        record = self._record_at(place)
-        if isinstance(record, Call) and self._raises(record):
-            return True
+        record = self.record_at(place)
         guards = _guards(record) if record is not None else ()
         try:
             return any(self._is_untaken(scope, guard) for scope, guard in guards if guard and scope.kind == "function")
         except (Unparsable, RecursionError):  # a file that calls the function
             return False
 
-    def _raises(self, call: Call) -> bool:
-        """True if an argument of a call reads an attribute of a dict that is loaded from a file, as if of an object."""
-        for each in (*call.positional, *call.keywords.values()):
-            if isinstance(each, cst.Attribute) and not hasattr(dict, each.attr.value):
-                owners = [owner.atom for owner in self._facts.evaluate(each.value, call)]
-                if owners and all(isinstance(owner, Object) and _is_plain_dict(owner) for owner in owners):
-                    return True
-        return False
-
-    def _record_at(self, place: int) -> Record | None:
+    def record_at(self, place: int) -> Record | None:
         """Return the smallest record of a function around an offset."""
         source = self._facts.source
         starts = [source.offset(each.start) for each in source.chunks]
@@ -102,7 +86,7 @@ class UntakenBranches:
     def _passed(self, param: Binding, depth: int) -> list[object] | None:
         """Return the constants that all calls of a function pass for a parameter."""
         found: list[object] = []
-        for call in self._all_calls(param.scope) or ():
+        for call in self.all_calls(param.scope) or ():
             given = self._facts.argument_for(call, param)
             values = self._value(given, call if given is not param.value else param, depth)
             if values is None:
@@ -118,7 +102,7 @@ class UntakenBranches:
         path = dotted(node)
         return self._values(path, at.scope, depth - 1) if path and at.scope.kind == "function" else None
 
-    def _all_calls(self, scope: Scope) -> list[Call] | None:
+    def all_calls(self, scope: Scope) -> list[Call] | None:
         """Return all calls of a function, or of the class that it initializes; None if there may be others."""
         if scope not in self._calls:
             self._calls[scope] = None
@@ -149,13 +133,6 @@ class UntakenBranches:
                 return None
             calls += found
         return calls
-
-
-def _is_plain_dict(loaded: Object) -> bool:
-    """True for a dict from a file: not with `object_hook=`, which makes an object of it."""
-    return (
-        loaded.kind == "plain_dict" and loaded.call is not None and not loaded.call.keywords and not loaded.call.starred
-    )
 
 
 def _mentions(scope: Scope, facts: Facts) -> int:

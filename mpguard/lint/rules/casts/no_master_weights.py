@@ -151,6 +151,69 @@ def main(data):
 """,
             files={"run.sh": "torchrun --nproc_per_node 8 example.py --bf16 True --learning_rate 1e-5\n"},
         ),
+        Bad(
+            """\
+import torch
+
+class ShardedOptimizer:
+    def __init__(self, inner, to_fp32=True):
+        self.inner = inner
+        for group in inner.param_groups:
+            group["params"] = [p.detach().clone().float() if to_fp32 else p for p in group["params"]]
+
+    def step(self):
+        self.inner.step()
+
+def train(model, loader):
+    model = model.cuda().bfloat16()  # !
+    optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters()), to_fp32=False)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+class ShardedOptimizer:
+    def __init__(self, inner):
+        self.inner = inner
+        for group in inner.param_groups:
+            group["params"] = [p.detach().clone().float() for p in group["params"]]
+
+    def step(self):
+        self.inner.step()
+
+def train(model, loader):
+    model = model.cuda().bfloat16()
+    optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters()))
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+class ShardedOptimizer:
+    def __init__(self, inner):
+        self.inner = inner
+        for group in inner.param_groups:
+            group["params"] = [p for p in group["params"]]
+
+    def step(self):
+        self.inner.step()
+
+def train(model, loader):
+    model = model.cuda().bfloat16()  # !
+    optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters()))
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+"""
+        ),
         Good(
             """\
 import torch

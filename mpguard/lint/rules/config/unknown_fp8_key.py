@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.lint import (
@@ -54,7 +54,8 @@ class UnknownFp8Key(ConfigRule):
     ## Known limits
     In `fsdp_config` and `deepspeed_config` a key is reported if its name is about precision or offloading, or if it is
     clear which one is meant. A value that is in force without the key is not reported (`NO_PREFETCH` for
-    `fsdp_backward_prefetch_policy`, 1024 for `amax_history_length`).
+    `fsdp_backward_prefetch_policy`, 1024 for `amax_history_length`), and neither is one that the key which is read sets
+    too.
     The keys are those of accelerate 1.15.0. A key that a newer accelerate reads is reported until mpguard supports it.
     Not reported, except mpguard's own keys, if the project requires an accelerate older than 1.0: it reads other names.
     SageMaker configs, which accelerate reads in another way, are not checked.
@@ -91,6 +92,28 @@ fp8_config:
   amax_history_len: 16
   amax_compute_algo: max
 """,
+        ),
+        Good(
+            """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_backward_prefetch_policy: BACKWARD_PRE # for older versions
+mixed_precision: bf16
+""",
+            name="fsdp.yaml",
+        ),
+        Bad(
+            """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_backward_prefetch: BACKWARD_POST
+  fsdp_backward_prefetch_policy: BACKWARD_PRE  # !
+mixed_precision: bf16
+""",
+            name="fsdp.yaml",
         ),
         Good(
             """\
@@ -295,10 +318,11 @@ fsdp_config:
         if watch is not None and watch.value is not None and (reason := mp_yaml.unknown_watch_level(watch.value)):
             yield self.at(watch, message=f"`{mp_yaml.WATCH}`: {reason}", help="", versions={})
         entries = list(document.entries())
-        present: dict[str, set[str]] = {}
+        present: dict[str, dict[str, object]] = {}
         for entry in entries:
             if len(entry.path) == 2 and entry.path[0] in accelerate_keys.SECTIONS:
-                present.setdefault(entry.path[0], set()).add(accelerate_keys.SECTIONS[entry.path[0]].bare(entry.key))
+                bare = accelerate_keys.SECTIONS[entry.path[0]].bare(entry.key)
+                present.setdefault(entry.path[0], {})[bare] = entry.value
         for entry in entries:
             if len(entry.path) == 2 and entry.path[0] in accelerate_keys.SECTIONS:
                 yield from self._key(document, entry, accelerate_keys.SECTIONS[entry.path[0]], present[entry.path[0]])
@@ -311,9 +335,9 @@ fsdp_config:
                 yield self.at(entry, section=mp_yaml.OVERRIDES, key=entry.key, hint=hint, help=help, versions={})
 
     def _key(
-        self, document: Document, entry: Entry, section: accelerate_keys.Section, present: set[str]
+        self, document: Document, entry: Entry, section: accelerate_keys.Section, present: dict[str, object]
     ) -> Iterator[Diagnostic]:
-        """Report a key that is not read. `present` has the keys of its section, without prefix."""
+        """Report a key that is not read. `present` has the keys of its section, without prefix, and their values."""
         name, bare = entry.path[0], section.bare(entry.key)
         if bare in section.keys or (not section.prefix and entry.key in accelerate_keys.ARGUMENTS):
             return
@@ -325,6 +349,8 @@ fsdp_config:
                 yield self.at(entry, section=name, key=entry.key, hint=hint, help=help, versions={})
             return
         meant = section.renamed.get(bare) or config_edits.likely_key(bare, section.keys, cutoff=0.9)
+        if meant is not None and meant in present and present[meant] == entry.value:  # what it asks for is in force
+            return
         if entry.value in _DEFAULTS.get(meant or "", ()) or (meant is None and not _is_about_precision(entry)):
             return
         prefix = entry.key.removesuffix(bare)  # as the file writes it: `fsdp_backward_prefetch`
@@ -358,7 +384,7 @@ def _own_keys() -> set[str]:
     return set(mp_yaml.KEYS)
 
 
-def _rename(document: Document, entry: Entry, meant: str | None, present: set[str]) -> Fix | None:
+def _rename(document: Document, entry: Entry, meant: str | None, present: Container[str]) -> Fix | None:
     if meant is None or meant in present:
         return None
     start, end = entry.key_span

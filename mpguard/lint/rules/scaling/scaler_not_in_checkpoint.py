@@ -35,11 +35,11 @@ class ScalerNotInCheckpoint(Rule):
 
     ## Known limits
     Checkpoints without an optimizer's state are for inference and not reported, nor are those of a file that never
-    loads one: whether a run resumes from them is unknown. A scaler under BF16 is reported by MPG207, one that is
-    created in each epoch by MPG209: it has no state to restore. Silent if the scaler comes from outside the file, is
-    passed to a function that may save it, or has a name that cannot be followed (a loop over objects), and if nothing
-    calls `update()`: the scale then never changes. An unknown base class may save the scaler; the rule then considers
-    only the checkpoint of the file itself.
+    loads one, or only in a function that nothing calls: whether a run resumes from them is unknown. A scaler under BF16
+    is reported by MPG207, one that is created in each epoch by MPG209: it has no state to restore. Silent if the scaler
+    comes from outside the file, is passed to a function that may save it, or has a name that cannot be followed (a loop
+    over objects), and if nothing calls `update()`: the scale then never changes. An unknown base class may save the
+    scaler; the rule then considers only the checkpoint of the file itself.
     """
 
     code, name = "MPG208", "scaler-not-in-checkpoint"
@@ -166,6 +166,60 @@ class Run:
         dcp.load(optimizer, checkpoint_id=folder / "optimizer")
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 """
+        ),
+        Good(
+            """\
+import torch
+
+class Run:
+    def __init__(self, model):
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def train(self, loader):
+        for x in loader:
+            self.scaler.scale(self.model(x).sum()).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, "last.pt")
+
+    def load_checkpoint(self, path):
+        self.optimizer.load_state_dict(torch.load(path)["optimizer"])
+
+def main(model, loader):
+    run = Run(model)
+    run.train(loader)
+""",
+            files={"pyproject.toml": "", "main.py": "from train import main\n\nmain(model, loader)\n"},
+            name="train.py",
+        ),
+        Bad(
+            """\
+import torch
+
+class Run:
+    def __init__(self, model):
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def train(self, loader):
+        for x in loader:
+            self.scaler.scale(self.model(x).sum()).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, "last.pt")  # !
+
+    def load_checkpoint(self, path):
+        self.optimizer.load_state_dict(torch.load(path)["optimizer"])
+
+def main(model, loader):
+    run = Run(model)
+    run.load_checkpoint("last.pt")
+    run.train(loader)
+""",
+            files={"pyproject.toml": ""},
         ),
         Good(
             """\

@@ -21,7 +21,8 @@ def check(data: bytes, context: Context) -> FileCheck:
         return context.finish(RuleOutput(Lines(replaced_text(data)), diagnostics, set()))
     if not notebook.python:
         return not_checked(recognized=False)
-    checked = python.check(notebook.program.encode("utf-8", "replace"), context)
+    cells = [cell.start for cell in notebook.cells]
+    checked = python.check(notebook.program.encode("utf-8", "replace"), context, cells)
     checked.findings = [notebook.relocated(finding) for finding in checked.findings]
     checked.edited = notebook.edited
     return checked

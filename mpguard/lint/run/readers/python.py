@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
+from mpguard.lint.facts.domain.raising import Raising
 from mpguard.lint.facts.domain.untaken import UntakenBranches
-from mpguard.lint.facts.domain.unused import UnusedDefinitions
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.model import suppressions
 from mpguard.lint.model.finding import Lines
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 _TEMPLATE = re.compile(rb"\{\{ *\w[\w.]*[^{}:]*\}\}|\{%.*%\}")
 
 
-def check(data: bytes, context: Context) -> FileCheck:
-    """Check Python code."""
+def check(data: bytes, context: Context, cells: Sequence[int] = ()) -> FileCheck:
+    """Check Python code. cells: where the cells of a notebook begin in it."""
     left_out = [rule for rule in context.selected(Rule) if not rule.in_tests] if is_test(context.path) else []
     selected = [rule for rule in context.selected(Rule) if rule not in left_out]
     rules = [
@@ -65,14 +65,14 @@ def check(data: bytes, context: Context) -> FileCheck:
                 more, failed = _check_dicts(dict_rules, facts, context)
                 diagnostics += more
                 defects += failed
-            is_unused = _Unused(facts, {rule.code for rule in dict_rules}).is_unused
+            is_unused = _Unused(facts, {rule.code for rule in dict_rules}, cells).is_unused
             if diagnostics and not strict:  # findings are reported for programs that Python accepts
                 source.check_syntax()
     except (Unparsable, RecursionError) as error:
         imported = getattr(error, "path", "")
         if imported and imported != context.path:
             context.project.forget(imported)
-            return check(data, context)
+            return check(data, context, cells)
         return _unparsable(data, context, _python_error(error, data, context.path))
     ran = set(context.selection.codes) - {defect.code for defect in defects} - {rule.code for rule in left_out}
     lines = Lines(source.text)
@@ -87,16 +87,19 @@ class _Unused:
     codes: rules about configs.
     """
 
-    def __init__(self, facts: Facts, codes: Container[str]) -> None:
+    def __init__(self, facts: Facts, codes: Container[str], cells: Sequence[int]) -> None:
         self._facts, self._codes = facts, codes
-        self._definitions = UnusedDefinitions(facts)
         self._branches = UntakenBranches(facts)
+        self._raising = Raising(facts, self._branches, cells)
 
     def is_unused(self, diagnostic: Diagnostic) -> bool:
         if diagnostic.code in self._codes and not self._facts.project.deepspeed_config_read(self._facts.path):
             return True
         place = diagnostic.span[0]
-        return self._definitions.contain(place) or self._branches.contain(place)
+        if any(each.contain(place) for each in (self._facts.unused_definitions, self._branches, self._raising)):
+            return True
+        evidence = [note.span[0] for note in diagnostic.notes if note.span is not None and note.path is None]
+        return any(map(self._raising.contain, evidence))
 
 
 def _rules_about_dicts(data: bytes, context: Context) -> list[type[ConfigRule]]:

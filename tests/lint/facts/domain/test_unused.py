@@ -39,10 +39,16 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("other.py").touch()
 
 
+def with_names(name: str, text: str) -> str:
+    """Return a file in which all names are bound: programs here are parts of programs."""
+    is_code = name.endswith(".py") and not name.endswith("__init__.py")
+    return f"{text}\nfrom names import *\n" if is_code else text
+
+
 def write(files: dict[str, str]) -> None:
     for name, text in files.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(text)
+        Path(name).write_text(with_names(name, text))
 
 
 def reported(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
@@ -54,29 +60,31 @@ def reported(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 
 
 UNUSED = {
-    "nothing refers to it": {"a.py": TRAIN.format("fit(model, loader, optimizer)")},
+    "nothing refers to it": {"a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)")},
     "only a comment and prose mention it": {
-        "a.py": TRAIN.format("fit(model, loader, optimizer)") + "# call fit() here\n",
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)") + "# call fit() here\n",
         "README.md": "See the function fit (in a.py).\n",
     },
     "only itself, and a function that nothing calls, call it": {
-        "a.py": TRAIN.format("fit(model, loader, optimizer)") + "    fit(model)\n\ndef other(): fit(1)\n"
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)")
+        + "    fit(model)\n\ndef other(): fit(1)\n"
     },
     "another file has its own": {
-        "a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "b.py": "def fit(model): ...\n\nfit(1)\n",
     },
     "another file imports that of a third": {
-        "demo/a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "demo/a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "a.py": "def fit(model): ...\n",
         "b.py": "from a import fit\n\nfit(1)\n",
     },
     "another file imports a module of a library that has the name of its folder": {
-        "utils/a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "utils/a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "b.py": "from torchvision import utils\n\ndef fit(model): ...\n\nfit(1)\n",
     },
     "a module of a library has its name": {
-        "a.py": "import torch\nimport torch.distributed.fit\n" + LOOP.format("fit(model, loader, optimizer)"),
+        "a.py": "import torch\nimport torch.distributed.fit\n"
+        + LOOP.format("fit(model, loader=loader, optimizer=optimizer)"),
     },
     "it is a method, and others have their own function or method of this name": {
         "a.py": METHOD,
@@ -93,64 +101,66 @@ UNUSED = {
     },
 }
 USED = {
-    "it is called in its file": {"a.py": TRAIN.format("fit(model, loader, optimizer)") + "\nfit(1, 2, 3)\n"},
+    "it is called in its file": {
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)") + "\nfit(1, 2, 3)\n"
+    },
     "its file is run as a script, through a function": {
-        "a.py": TRAIN.format("fit(model, loader, optimizer)")
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)")
         + "\ndef main():\n    fit(1, 2, 3)\n\nif __name__ == '__main__':\n    main()\n"
     },
     "another file imports it": {
-        "a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "b.py": "from a import fit\n\nfit(1)\n",
     },
     "another file imports its module": {
-        "src/a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "src/a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "b.py": "import src.a as a\n\na.fit(1)\n",
     },
     "another file imports its module, and another name of it": {
-        "src/a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "src/a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "b.py": "import src.a as a\nfrom src.a import other\n\na.fit(1)\n",
     },
     "the library is in the tree": {
-        "lib/torch/utils/a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "lib/torch/utils/a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "b.py": "from torch import utils\n\nutils.a.fit(1)\n",
     },
     "a package re-exports it": {
-        "pkg/a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "pkg/a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "pkg/__init__.py": "from .a import *\n",
         "b.py": "from pkg import fit\n",
     },
     "the search path is extended": {
-        "demo/a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "demo/a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "a.py": "def fit(model): ...\n",
         "b.py": "import sys\nsys.path.insert(0, 'demo')\nfrom a import fit\n\nfit(1)\n",
     },
     "a string names it": {
-        "a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "b.py": "run = getattr(find('a'), 'fit')\n",
     },
     "a config names it": {
-        "a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "conf/run.yaml": "_target_: a.fit\n",
     },
     "a shell script names it": {
-        "a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "run.sh": "python -c 'import a; a.fit()'\n",
     },
     "a notebook names it": {
-        "a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "run.ipynb": '{"cells": [{"cell_type": "code", "source": ["from a import fit"]}]}\n',
     },
     "a command in the README names it": {
-        "a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "README.md": "Run:\n\n```\nfire a.py fit\n```\n",
     },
     "a decorator may register it": {
-        "a.py": TRAIN.replace("def", "@app.command()\ndef").format("fit(model, loader, optimizer)")
+        "a.py": TRAIN.replace("def", "@app.command()\ndef").format("fit(model, loader=loader, optimizer=optimizer)")
     },
     "it is the interface of a package": {
         "setup.py": "",
         "pkg/__init__.py": "",
-        "pkg/a.py": TRAIN.format("fit(model, loader, optimizer)"),
+        "pkg/a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
     },
     "it is a method, and its name is called on an object": {
         "a.py": METHOD,
@@ -226,7 +236,7 @@ def test_a_suppression_in_unused_code_is_not_unused(capsys: pytest.CaptureFixtur
 def test_fixes_leave_unused_code_as_it_is() -> None:
     write(UNUSED["nothing refers to it"])
     main(["lint", "--isolated", "--select", "ALL", "--fix", "."])
-    assert Path("a.py").read_text() == UNUSED["nothing refers to it"]["a.py"]
+    assert Path("a.py").read_text() == with_names("a.py", UNUSED["nothing refers to it"]["a.py"])
 
 
 CONFIG = '{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "amp": {"enabled": true}}\n'

