@@ -94,7 +94,9 @@ RAISES = {
     },
     "a method that is not there": {"a.py": method("self.setup()")},
     "a method with other parameters": {"a.py": method("self.train(1)")},
-    "an object that cannot be made": {"a.py": method(init="    def __init__(self):\n        raise NotImplementedError\n")},
+    "an object that cannot be made": {
+        "a.py": method(init="    def __init__(self):\n        raise NotImplementedError\n")
+    },
     "a field that a dataclass lacks": {
         "a.py": program("C(amp=1)", top="import dataclasses\n@dataclasses.dataclass\nclass C:\n    rate: int = 1\n")
     },
@@ -107,7 +109,10 @@ RAISES = {
 }  # fmt: skip
 RUNS = {
     "nothing": {"a.py": program()},
-    "names of a snippet": {"a.py": IMPORTS + f"for x in loader:\n    p = {POLICY}\n"},
+    "names of a snippet": {
+        "a.py": IMPORTS + f"def policy():\n    return {POLICY}\n\n"
+                "def main():\n    p = policy()\n    x = undefined\n\nmain()\n",
+    },
     "handled": {"a.py": program("try:\n    x = undefined\nexcept NameError:\n    pass")},
     "suppressed": {
         "a.py": program("with contextlib.suppress(NameError):\n    x = undefined", top="import contextlib\n")
