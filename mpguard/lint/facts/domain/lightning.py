@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.lint.facts.events.event import aliases
+from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.values.lattice import Constant
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
-    from mpguard.lint.facts.syntax.records import Call
+    from mpguard.lint.facts.syntax.records import Call, Scope
 
 _ROOTS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "lightning_pytorch"})
 #: Values of `precision` under which Lightning enters autocast, with the old spellings; of them those in FP16.
@@ -28,10 +29,42 @@ def created(facts: Facts, *names: str) -> Iterator[Call]:
                     break
 
 
-def precision(facts: Facts, call: Call) -> set[str]:
-    """Return the possible values of `precision=` as text: 16 is "16", an unknown value is ""."""
+def precision(facts: Facts, call: Call, defaults: bool = False) -> set[str]:
+    """Return the possible values of `precision=` as text: 16 is "16", an unknown value is "".
+
+    defaults: the default of a parameter is one of its values, even if all of its callers are unknown.
+    """
     given = call.keywords.get("precision")
-    return {
-        str(each.atom.value) if isinstance(each.atom, Constant) else ""
-        for each in (facts.evaluate(given, call) if given is not None else ())
-    }
+    if given is None:
+        return set()
+    found = list(facts.evaluate(given, call))
+    for binding in facts.bindings(dotted(given), call, call.guard) if defaults and dotted(given) else ():
+        if binding.kind == "param" and binding.value is not None:
+            found += facts.evaluate(binding.value, binding)
+    return {str(each.atom.value) if isinstance(each.atom, Constant) else "" for each in found}
+
+
+def is_module(cls: Scope, facts: Facts) -> bool:
+    """True for a class that is, or may be, a LightningModule."""
+    return facts.class_kind(cls) == "framework" or any(
+        base.endswith("LightningModule") for base in (*cls.base_names, *facts.ancestry(cls))
+    )
+
+
+def optimizes_manually(cls: Scope, facts: Facts) -> bool:
+    """True if a module sets `automatic_optimization = False`, or has a property of this name that returns False."""
+    own = cls.method("automatic_optimization")
+    values = [binding.value for binding in facts.attributes(cls).get("automatic_optimization", ())]
+    values += [each.value for each in own.returns] if own is not None else []
+    return any(constant(value) == (False,) for value in values)
+
+
+def trainers_of(cls: Scope, facts: Facts) -> list[tuple[Call, set[str]]]:
+    """Return the Trainers with a precision in the file of a module, or else in those that use the module."""
+    for near in ([facts], facts.users(cls.name) or []):
+        for user in near:
+            user.need_all()
+        found = [(user, call) for user in near for call in created(user, "Trainer")]
+        if given := [(call, precision(user, call)) for user, call in found if "precision" in call.keywords]:
+            return given
+    return []

@@ -643,7 +643,8 @@ class Values:
         if owner.kind == "accelerator" and name == "unwrap_model":
             return self.evaluate(call.argument(0), call.scope, call.order)
         if owner.kind in ("trainer", "fabric") and name in ("setup", "setup_module", "setup_optimizers"):
-            return (Alternative(ALWAYS, tuple_of(owner, owner)),)
+            several = len(call.positional) + len(call.keywords) > 1 or call.starred
+            return (Alternative(ALWAYS, tuple_of(owner, owner) if several else owner),)
         if owner.kind in ("model", "tensor", "engine", "criterion", "pipeline") and name in api_names.SAME:
             return (Alternative(ALWAYS, owner),)
         if owner.kind == "model" and name in ("parameters", "named_parameters"):
