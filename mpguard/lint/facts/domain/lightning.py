@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from mpguard.lint.facts.events.event import aliases
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.values.lattice import Constant
+from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -17,6 +18,12 @@ _ROOTS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "light
 #: Values of `precision` under which Lightning enters autocast, with the old spellings; of them those in FP16.
 MIXED = frozenset({"16", "bf16", "16-mixed", "bf16-mixed"})
 FP16_MIXED = frozenset({"16", "16-mixed"})
+#: Values of `precision` of a Trainer -> the dtype of the autocast around `training_step`; others are unknown.
+AUTOCAST: dict[str, Dtype | Literal["off"]] = {
+    **dict.fromkeys(FP16_MIXED, Dtype.FP16),
+    **dict.fromkeys(MIXED - FP16_MIXED, Dtype.BF16),
+    **dict.fromkeys(("32", "32-true", "64", "64-true"), "off"),
+}
 
 
 def created(facts: Facts, *names: str) -> Iterator[Call]:

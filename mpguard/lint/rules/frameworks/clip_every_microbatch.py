@@ -17,6 +17,7 @@ from mpguard.lint import (
     accelerate_precision,
     any_of,
     constant,
+    dotted,
     trace_facts,
 )
 
@@ -36,6 +37,13 @@ def main(args, model, optimizer, loader):
             {}
             optimizer.step()
             optimizer.zero_grad()
+"""
+_OPTIONS = """
+
+def parse():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--accumulate", type=int, default=1)
+    return parser.parse_args()
 """
 _CLIP = "accelerator.clip_grad_norm_(model.parameters(), 1.0)"
 
@@ -57,7 +65,8 @@ class ClipEveryMicrobatch(Rule):
     but sums of some of the micro-batches are clipped, so that the first ones weigh less.
 
     ## Known limits
-    Not reported: a precision that only the launcher knows, and one that cannot be FP16; engines (DeepSpeed,
+    An option for the number of micro-batches whose default is 1 counts if a launch line gives it another value. Not
+    reported: a precision that only the launcher knows, and one that cannot be FP16; engines (DeepSpeed,
     Megatron-LM), which clip by themselves; a helper that clips.
     """
 
@@ -121,6 +130,13 @@ class Trainer:
         self.optimizer.zero_grad()
 """
         ),
+        Bad(
+            _LOOP.format('mixed_precision="fp16", gradient_accumulation_steps=args.accumulate', f"{_CLIP}  # !")
+            + _OPTIONS,
+            files={"pyproject.toml": "", "run.sh": "accelerate launch train.py --accumulate 4\n"},
+            name="train.py",
+        ),
+        Good(_LOOP.format('mixed_precision="fp16", gradient_accumulation_steps=args.accumulate', _CLIP) + _OPTIONS),
         *(
             Good(_LOOP.format(arguments, inner))
             for arguments, inner in (
@@ -172,7 +188,7 @@ def main(args, models, optimizers, loader):
                 continue
             if accelerate_precision.leaves_autocast_out(facts.of(accelerator)):
                 continue
-            if _in_accumulate(clip) and _accumulates(accelerator):
+            if _in_accumulate(clip) and _accumulates(accelerator, facts.of(accelerator)):
                 how = f"`if {facts.short(clip.receiver)}.sync_gradients:`"
                 step = None
             elif step := _step_after_loop(clip, facts):
@@ -219,11 +235,32 @@ def _is_each_time(more: PathCondition) -> bool:
     return all(_OPTION.search(flag) for flag in more.flags()) and not trace_facts.rhythm(more)
 
 
-def _accumulates(accelerator: Call) -> bool:
+def _accumulates(accelerator: Call, facts: Facts) -> bool:
+    """True if an Accelerator accumulates: not by an option whose default is 1, if no launch line gives it a value."""
     steps = accelerator.argument(3, "gradient_accumulation_steps")
-    return (steps is not None and constant(steps) not in ((1,), (None,))) or (
-        "gradient_accumulation_plugin" in accelerator.keywords
-    )
+    if steps is None:
+        return "gradient_accumulation_plugin" in accelerator.keywords
+    if constant(steps) is not None:
+        return constant(steps) not in ((1,), (None,))
+    name = dotted(steps).rpartition(".")[2]
+    given = re.compile(rf"{re.escape(name)}[= ]+(?!1\b)\d")
+    lines = (" ".join(word.text or "" for word in launch.arguments) for launch in facts.project.launches_of(facts.path))
+    return (1,) not in _defaults(name, facts) or any(map(given.search, lines))
+
+
+def _defaults(name: str, facts: Facts) -> set[tuple[object, ...] | None]:
+    """Return the defaults of an option in a file, those that use it, and what it imports."""
+    found: set[tuple[object, ...] | None] = set()
+    for each in (facts, *facts.imported_modules()):
+        for call in each.calls.get("add_argument", ()):
+            flags = [constant(flag) for flag in call.positional]
+            if any(flag is not None and str(flag[0]).lstrip("-").replace("-", "_") == name for flag in flags):
+                found.add(constant(call.keywords.get("default")))
+        for scope in each.scopes:
+            fields = scope.bindings.get(name, ()) if scope.kind == "class" else ()
+            found |= {constant(binding.value) for binding in fields}
+            found |= {constant(param.default) for param in scope.params if param.name == name}
+    return found
 
 
 def _step_after_loop(clip: Call, facts: Facts) -> Call | None:
