@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.dataflow.trace import Trace as Trace
     from mpguard.lint.facts.dataflow.trace import TraceStep as TraceStep
     from mpguard.lint.facts.domain import accelerate_precision as accelerate_precision
+    from mpguard.lint.facts.domain import autocast_cache as autocast_cache
     from mpguard.lint.facts.domain import autocast_ops as autocast_ops
     from mpguard.lint.facts.domain import backends as backends
     from mpguard.lint.facts.domain import fp8
@@ -211,6 +212,7 @@ _MODULES = {
     "accelerate_keys": "mpguard.document.schemas.accelerate",
     "accelerate_precision": "mpguard.lint.facts.domain.accelerate_precision",
     "input_casts": "mpguard.lint.facts.domain.input_casts",
+    "autocast_cache": "mpguard.lint.facts.domain.autocast_cache",
     "autocast_ops": "mpguard.lint.facts.domain.autocast_ops",
     "axolotl_keys": "mpguard.document.schemas.axolotl",
     "backends": "mpguard.lint.facts.domain.backends",
