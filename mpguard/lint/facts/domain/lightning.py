@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from mpguard.lint.facts.events.event import aliases
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.values.lattice import Constant
+from mpguard.lint.facts.values.options import option_defaults
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
@@ -39,16 +40,16 @@ def created(facts: Facts, *names: str) -> Iterator[Call]:
 def precision(facts: Facts, call: Call, defaults: bool = False) -> set[str]:
     """Return the possible values of `precision=` as text: 16 is "16", an unknown value is "".
 
-    defaults: the default of a parameter is one of its values, even if all of its callers are unknown.
+    defaults: an unknown option or parameter has its default, if it has a single one.
     """
     given = call.keywords.get("precision")
     if given is None:
         return set()
-    found = list(facts.evaluate(given, call))
-    for binding in facts.bindings(dotted(given), call, call.guard) if defaults and dotted(given) else ():
-        if binding.kind == "param" and binding.value is not None:
-            found += facts.evaluate(binding.value, binding)
-    return {str(each.atom.value) if isinstance(each.atom, Constant) else "" for each in found}
+    found = [each.atom.value if isinstance(each.atom, Constant) else "" for each in facts.evaluate(given, call)]
+    known = option_defaults(dotted(given).rpartition(".")[2], facts) if defaults and "" in found else set()
+    if len(known) == 1 and (default := known.pop()) is not None:
+        found = [each if each != "" else default[0] for each in found]
+    return {str(each) for each in found}
 
 
 def is_module(cls: Scope, facts: Facts) -> bool:

@@ -264,7 +264,7 @@ def main(args):
 
 def _is_float16(facts: Facts, fabric: Call) -> bool:
     values = lightning.precision(facts, fabric, defaults=True)
-    return bool(values & lightning.FP16_MIXED) and values <= lightning.FP16_MIXED | {""}
+    return bool(values) and values <= lightning.FP16_MIXED
 
 
 def _later_steps(backward: Event) -> list[Call]:

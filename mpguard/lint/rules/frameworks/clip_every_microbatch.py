@@ -18,12 +18,15 @@ from mpguard.lint import (
     any_of,
     constant,
     dotted,
+    option_defaults,
     trace_facts,
 )
 
 _UNSCALES = ("clip_grad_norm_", "clip_grad_value_", "unscale_gradients")
 #: Flags that have the same value in each micro-batch.
 _OPTION = re.compile(r"(?i)clip|norm|grad_max")
+#: What follows the name of an option in a config, a launch line or a text that sets it.
+_ASKS = (": fp16", ': "fp16', "=fp16", '="fp16', " fp16", ' = "fp16', '": "fp16')
 _LOOP = """\
 from accelerate import Accelerator
 
@@ -137,6 +140,14 @@ class Trainer:
             name="train.py",
         ),
         Good(_LOOP.format('mixed_precision="fp16", gradient_accumulation_steps=args.accumulate', _CLIP) + _OPTIONS),
+        Bad(
+            _LOOP.format("mixed_precision=args.precision, gradient_accumulation_steps=4", f"{_CLIP}  # !"),
+            files={"pyproject.toml": "", "config.yaml": "precision: fp16\n"},
+        ),
+        Good(
+            _LOOP.format("mixed_precision=args.precision, gradient_accumulation_steps=4", _CLIP),
+            files={"pyproject.toml": "", "config.yaml": "precision: bf16  # or fp16\n"},
+        ),
         *(
             Good(_LOOP.format(arguments, inner))
             for arguments, inner in (
@@ -213,7 +224,13 @@ def _may_be_float16(accelerator: Call, facts: Facts) -> bool:
     given = accelerator.argument(2, "mixed_precision")
     if given is not None and constant(given) != (None,):
         atoms = [each.atom for each in there.evaluate(given, accelerator)]
-        return any(not isinstance(atom, Constant) or atom.value == "fp16" for atom in atoms)
+        if any(isinstance(atom, Constant) and atom.value == "fp16" for atom in atoms):
+            return True
+        name = dotted(given).rpartition(".")[2]
+        return not all(isinstance(atom, Constant) for atom in atoms) and (
+            ("fp16",) in option_defaults(name, there)
+            or any(there.project.asks_for(there.path, name + way) for way in _ASKS)
+        )
     return any(config.mixed_precision == "fp16" for config in there.project.configs_for(there.path)) or any(
         word is not None and "fp16" in (word.text or "")
         for launch in there.project.launches_of(there.path)
@@ -245,22 +262,7 @@ def _accumulates(accelerator: Call, facts: Facts) -> bool:
     name = dotted(steps).rpartition(".")[2]
     given = re.compile(rf"{re.escape(name)}[= ]+(?!1\b)\d")
     lines = (" ".join(word.text or "" for word in launch.arguments) for launch in facts.project.launches_of(facts.path))
-    return (1,) not in _defaults(name, facts) or any(map(given.search, lines))
-
-
-def _defaults(name: str, facts: Facts) -> set[tuple[object, ...] | None]:
-    """Return the defaults of an option in a file, those that use it, and what it imports."""
-    found: set[tuple[object, ...] | None] = set()
-    for each in (facts, *facts.imported_modules()):
-        for call in each.calls.get("add_argument", ()):
-            flags = [constant(flag) for flag in call.positional]
-            if any(flag is not None and str(flag[0]).lstrip("-").replace("-", "_") == name for flag in flags):
-                found.add(constant(call.keywords.get("default")))
-        for scope in each.scopes:
-            fields = scope.bindings.get(name, ()) if scope.kind == "class" else ()
-            found |= {constant(binding.value) for binding in fields}
-            found |= {constant(param.default) for param in scope.params if param.name == name}
-    return found
+    return (1,) not in option_defaults(name, facts) or any(map(given.search, lines))
 
 
 def _step_after_loop(clip: Call, facts: Facts) -> Call | None:
