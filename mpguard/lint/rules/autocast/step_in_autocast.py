@@ -13,10 +13,12 @@ from mpguard.lint import (
     Facts,
     Good,
     Note,
+    Object,
     Region,
     Rule,
     any_of,
     autocast_cache,
+    text_of,
 )
 
 _LOOP = """\
@@ -127,6 +129,13 @@ def micro_batches(model, optimizer, batches):
                 model(x).mean().backward()
         optimizer.step()
 
+def rotations(layer, loader, groups):
+    optimizer = torch.optim.SGD(groups, 0.1)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        for x in loader:
+            layer(x).mean().backward()
+            optimizer.step()
+
 def evaluate(model, loader, optimizer):
     with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
         for x in loader:
@@ -140,6 +149,8 @@ def evaluate(model, loader, optimizer):
         reported: set[object] = set()
         for step in [*facts.events("step"), *facts.events("scaler_step")]:
             if facts.is_inference(step.call) or "clear_autocast_cache" in facts.calls or facts.compiles():
+                continue
+            if not _may_train_a_model(step, facts):
                 continue
             found = self._region(step.call, _training_loops(step), facts)
             if found is None or found.call is None or found.call in reported:
@@ -184,6 +195,13 @@ def _is_on(region: Region) -> bool:
     """True if a region is entered wherever a call in it runs, with a low precision or an unknown one."""
     low = [guard for guard, dtype in region.dtypes if dtype is None or dtype in HALF_DTYPES]
     return bool(low) and region.guard.possible and region.device in ("cuda", "cpu", None)
+
+
+def _may_train_a_model(step: Event, facts: Facts) -> bool:
+    """False for an optimizer of chosen parameters: layers that compute their weights from them have nothing copied."""
+    optimizer = step.subject if step.kind == "step" else step.call.argument(0, "optimizer")
+    made = [each.atom.call for each in facts.evaluate(optimizer, step.call) if isinstance(each.atom, Object)]
+    return all(call is None or ".parameters(" in text_of(call.node) for call in made)
 
 
 def _training_loops(step: Event) -> set[cst.CSTNode]:
