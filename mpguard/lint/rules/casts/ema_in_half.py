@@ -86,7 +86,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def main(args, loader):
     unet = UNet2DConditionModel.from_pretrained(args.name).cuda()
-    averaged = UNet2DConditionModel.from_pretrained(args.name, torch_dtype=DTYPES[args.dtype])  # !
+    averaged = UNet2DConditionModel.from_pretrained(args.name, torch_dtype=DTYPES[args.dtype]).cuda()  # !
     ema = EMAModel(averaged.parameters(), decay=0.9999)
     optimizer = torch.optim.AdamW(unet.parameters())
     for x in loader:
@@ -383,6 +383,7 @@ class EMA:
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if facts.declared == "inference":
             return
+        reported: set[object] = set()  # one for a statement that loads and casts
         for cast in [*facts.events("cast"), *facts.events("load")]:
             # BF16 first: it loses larger updates of the average.
             low = next((dtype for dtype in reversed(HALF_DTYPES) if cast.may_be(dtype)), None)
@@ -396,6 +397,9 @@ class EMA:
                 or (self._copy_updated(cast, facts))
             ):
                 notes = (Note("averaged here", averaging.span),) if averaging is not None else ()
+                if cast.call.statement in reported:
+                    continue
+                reported.add(cast.call.statement)
                 yield self.at(cast, ema=ema or facts.short(cast.subject), dtype=low.label, notes=notes)
 
     def _average(self, cast: Event) -> str:
