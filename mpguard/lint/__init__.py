@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.dataflow.trace import Trace as Trace
     from mpguard.lint.facts.dataflow.trace import TraceStep as TraceStep
     from mpguard.lint.facts.domain import accelerate_precision as accelerate_precision
+    from mpguard.lint.facts.domain import autocast_cache as autocast_cache
     from mpguard.lint.facts.domain import autocast_ops as autocast_ops
     from mpguard.lint.facts.domain import backends as backends
     from mpguard.lint.facts.domain import fp8
@@ -98,6 +99,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.values.options import can_be_chosen as can_be_chosen
     from mpguard.lint.facts.values.options import dtype_options as dtype_options
     from mpguard.lint.facts.values.options import literal_choices as literal_choices
+    from mpguard.lint.facts.values.options import option_defaults as option_defaults
     from mpguard.lint.facts.values.precision import NUMBER as NUMBER
     from mpguard.lint.facts.values.precision import TensorDtype as TensorDtype
     from mpguard.lint.facts.values.scalars import ScalarUse as ScalarUse
@@ -172,7 +174,13 @@ _NAMES = {
     "mpguard.lint.facts.syntax.records": ("Binding", "Call", "Record", "Scope", "Use", "With"),
     "mpguard.lint.facts.values.dtypes": ("AnyDtype", "OtherDtype", "PossibleDtypes"),
     "mpguard.lint.facts.values.lattice": ("Constant", "DtypeValue", "Function", "Method", "Object", "Ref"),
-    "mpguard.lint.facts.values.options": ("Option", "can_be_chosen", "dtype_options", "literal_choices"),
+    "mpguard.lint.facts.values.options": (
+        "Option",
+        "can_be_chosen",
+        "dtype_options",
+        "literal_choices",
+        "option_defaults",
+    ),
     "mpguard.lint.facts.values.precision": ("NUMBER", "TensorDtype"),
     "mpguard.lint.facts.values.scalars": ("ScalarUse",),
     "mpguard.lint.model.example_programs": (
@@ -211,6 +219,7 @@ _MODULES = {
     "accelerate_keys": "mpguard.document.schemas.accelerate",
     "accelerate_precision": "mpguard.lint.facts.domain.accelerate_precision",
     "input_casts": "mpguard.lint.facts.domain.input_casts",
+    "autocast_cache": "mpguard.lint.facts.domain.autocast_cache",
     "autocast_ops": "mpguard.lint.facts.domain.autocast_ops",
     "axolotl_keys": "mpguard.document.schemas.axolotl",
     "backends": "mpguard.lint.facts.domain.backends",

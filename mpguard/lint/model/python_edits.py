@@ -64,8 +64,8 @@ def with_argument(facts: Facts, call: Call, text: str) -> Edit:
     return Edit(end, end, text)
 
 
-def through(facts: Facts, backward: Event, owner: str) -> Edit | None:
-    """Replace `loss.backward(...)` by `owner.backward(loss, ...)`; None if it is given a gradient."""
+def through(facts: Facts, backward: Event, owner: str, method: str = "backward") -> Edit | None:
+    """Replace `loss.backward(...)` by `owner.method(loss, ...)`; None if it is given a gradient."""
     call, loss = backward.call, backward.subject
     if call.positional or call.starred or loss is None:
         return None
@@ -73,7 +73,7 @@ def through(facts: Facts, backward: Event, owner: str) -> Edit | None:
     inner = facts.source.text[slice(*facts.span(loss, call))]  # without its own parentheses
     if isinstance(loss, (cst.Tuple, cst.GeneratorExp, cst.Yield, cst.NamedExpr)):
         inner = facts.text(loss, call)
-    return replaced(call.node, call, f"{owner}.backward({inner}{keywords})")
+    return replaced(call.node, call, f"{owner}.{method}({inner}{keywords})")
 
 
 def without_statement(facts: Facts, record: Call) -> Edit:

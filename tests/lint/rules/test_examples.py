@@ -24,7 +24,7 @@ RULES = rules(own_only=True)
 WORDS = {
     "BF16": re.compile(r"(?i)bf_?16|bfloat_?16"),
     # An autocast on CUDA and a scaler are FP16 without saying so.
-    "FP16": re.compile(r"(?i)(?<!b)fp_?16|(?<!b)float_?16|\bhalf|autocast\(|scaler|scale_loss|loss_scale|['\"]16"),
+    "FP16": re.compile(r"(?i)(?<!b)fp_?16|(?<!b)float_?16|\bhalf|autocast\(|scaler|scale_loss|loss_scale|['\"=]16"),
 }
 #: Messages that name a dtype which the program chooses without naming it.
 IMPLIED = {

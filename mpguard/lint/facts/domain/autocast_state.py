@@ -7,7 +7,8 @@ import functools
 import re
 from typing import TYPE_CHECKING, Literal
 
-from mpguard.lint.facts.domain import accelerate_precision
+from mpguard.lint.facts.domain import accelerate_precision, lightning
+from mpguard.lint.facts.syntax.nodes import constant
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, All, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Call, Record, Scope
 from mpguard.lint.facts.values.dtypes import AnyDtype
@@ -83,10 +84,13 @@ class AutocastStates:
         if scope in self._around:
             return self._around[scope]
         self._around[scope] = _UNKNOWN
+        if by_trainer := self._by_trainer(scope):
+            self._around[scope] = by_trainer
+            return by_trainer
         callers = self.facts.callers(scope) if depth else []
         found: list[AutocastState] = []
         for call in callers[:_MAX_CALLERS]:
-            for state in self._prepared(call) or self._at(call, depth - 1):
+            for state in self._prepared(call) or self.facts.of(call).autocast_states._at(call, depth - 1):
                 guard = state.guard.joined(call.guard)
                 if guard.possible:
                     found.append(dataclasses.replace(state, guard=guard))
@@ -131,6 +135,18 @@ class AutocastStates:
         A script is analysed on its own; a module's `forward` depends on its callers only.
         """
         return not _MENTIONS_AUTOCAST.search(self.facts.source.text)
+
+    def _by_trainer(self, scope: Scope) -> tuple[AutocastState, ...]:
+        """Return the autocast in which Lightning's Trainers run the `training_step` of a module; empty for others."""
+        if scope.name != "training_step" or scope.owner is None or not lightning.is_module(scope.owner, self.facts):
+            return ()
+        found: list[AutocastState] = []
+        for call, values in lightning.trainers_of(scope.owner, self.facts.of(scope)):
+            on_cpu = constant(call.keywords.get("accelerator")) == ("cpu",)  # Lightning takes BF16 there
+            for value in sorted(values):
+                dtype = None if on_cpu else lightning.AUTOCAST.get(value)
+                found.append(AutocastState(ALWAYS, dtype, "cuda", call))
+        return tuple(found)
 
     def _prepared(self, call: Call) -> tuple[AutocastState, ...]:
         """Return the autocast that Accelerate applies to the `forward` of a model that it prepared."""

@@ -21,6 +21,7 @@ CASTS_LOW_PRECISION = (
 )  # fmt: skip
 _AUTOCASTS = (
     b".autocast(", b" autocast(", b"@autocast", b"import autocast", b"autocast as", b"amp.autocast", b"Accelerator(",
+    b"LightningModule",
 )  # fmt: skip
 #: A file that contains none of these has no tensor in FP16, or in low precision, by a cast or by autocast.
 MENTIONS_FP16 = (*CASTS_FP16, *_AUTOCASTS)

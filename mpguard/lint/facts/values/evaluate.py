@@ -420,7 +420,24 @@ class Values:
                 for element in binding.value.elements
                 for alternative in self.evaluate(element.value, binding.scope, binding.order)
             )
-        return NOTHING_KNOWN
+        return self._layers(binding) if kind == "for" else NOTHING_KNOWN
+
+    def _layers(self, binding: Binding) -> Alternatives:
+        """Return the layers over which a loop runs: those of a `ModuleList` that one expression creates."""
+        value = binding.value
+        call = self.facts.index.call_of.get(value) if isinstance(value, cst.Call) else None
+        if call is not None and call.path == "enumerate" and binding.index == (1,) and call.positional:
+            value = call.positional[0]
+        elif binding.index or call is not None:
+            return NOTHING_KNOWN
+        made = [each.atom for each in self.evaluate(value, binding.scope, binding.order)]
+        atom = made[0] if len(made) == 1 else None
+        if not isinstance(atom, Object) or atom.call is None or atom.path != "torch.nn.ModuleList":
+            return NOTHING_KNOWN
+        given = atom.call.argument(0, "modules")
+        if not isinstance(given, (cst.ListComp, cst.GeneratorExp)):
+            return NOTHING_KNOWN
+        return self.facts.of(atom.call).values.evaluate(given.elt, atom.call.scope, atom.call.order)
 
     def _module(self, module: str) -> Alternatives:
         other = self.facts.imported(module)
@@ -643,7 +660,8 @@ class Values:
         if owner.kind == "accelerator" and name == "unwrap_model":
             return self.evaluate(call.argument(0), call.scope, call.order)
         if owner.kind in ("trainer", "fabric") and name in ("setup", "setup_module", "setup_optimizers"):
-            return (Alternative(ALWAYS, tuple_of(owner, owner)),)
+            several = len(call.positional) + len(call.keywords) > 1 or call.starred
+            return (Alternative(ALWAYS, tuple_of(owner, owner) if several else owner),)
         if owner.kind in ("model", "tensor", "engine", "criterion", "pipeline") and name in api_names.SAME:
             return (Alternative(ALWAYS, owner),)
         if owner.kind == "model" and name in ("parameters", "named_parameters"):

@@ -70,6 +70,24 @@ def forgotten_dtypes(facts: Facts) -> dict[Call, Option]:
     return dict.fromkeys(backwards, region) if region is not None else {}
 
 
+def option_defaults(name: str, facts: Facts) -> set[tuple[object, ...] | None]:
+    """Return the defaults of an option, a field or a parameter of this name, in a file and in what it imports.
+
+    Each is a tuple of one constant, or None if it is none.
+    """
+    found: set[tuple[object, ...] | None] = set()
+    for each in (facts, *facts.imported_modules()):
+        for call in each.calls.get("add_argument", ()):
+            flags = [constant(flag) for flag in call.positional]
+            if any(flag is not None and str(flag[0]).lstrip("-").replace("-", "_") == name for flag in flags):
+                found.add(constant(call.keywords.get("default")))
+        for scope in each.scopes:
+            fields = scope.bindings.get(name, ()) if scope.kind == "class" else ()
+            found |= {constant(binding.value) for binding in fields}
+            found |= {constant(param.default) for param in scope.params if param.name == name}
+    return found
+
+
 def literal_choices(call: Call) -> tuple[str, list[str]] | None:
     """Return the name in the namespace and the literal `choices` of an `add_argument`; None if it has none."""
     given = call.keywords.get("choices")

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
-    HALF_DTYPES,
     Bad,
     Call,
     Diagnostic,
@@ -15,13 +14,12 @@ from mpguard.lint import (
     Fix,
     Good,
     Note,
-    PathCondition,
     Region,
     Rule,
     accelerate_precision,
     any_of,
+    autocast_cache,
     constant,
-    dotted,
     library_names,
     python_edits,
     text_of,
@@ -37,8 +35,6 @@ _AFTER = frozenset({
 _SUMS = frozenset({"sum", "mean", "keys", "values", "items", "get", "item", "len", "zip", "range"})
 #: Names of helpers in other modules that are searched for a backward pass. Limited by name: each costs a file to read.
 _HELPER = re.compile(r"(?i)backward|scaler$")
-#: The dtype of the weights themselves, in which autocast casts none of them.
-_OF_WEIGHTS = re.compile(r"(?:\.weight|\bparameters\(\)\))\.dtype$")
 #: A function with more callers than these is not checked: the work grows with each caller.
 _CALLERS = 8
 
@@ -765,7 +761,7 @@ def train(loader):
                 continue
             if self._is_thrown_away(event.call) or _is_zero(event.subject):
                 continue
-            if self._keeps_no_casts(region, facts) or self._has_low_weights(region, event, facts):
+            if autocast_cache.keeps_no_casts(region, facts) or autocast_cache.has_low_weights(region, event, facts):
                 continue
             if region.kind == "accelerator_autocast" and not accelerate_precision.may_be_mixed(region.facts):
                 continue
@@ -811,56 +807,6 @@ def train(loader):
             if isinstance(child, (cst.BaseStatement, cst.BaseSuite)):
                 yield child
                 yield from self._inside(child)
-
-    def _keeps_no_casts(self, region: Region, facts: Facts) -> bool:
-        """True if a region keeps no casts of weights: `cache_enabled=False`, or `dtype=model.head.weight.dtype`."""
-        if region.call is None:
-            return False
-        if constant(region.call.keywords.get("cache_enabled")) == (False,):
-            return True
-        given = region.call.argument(1, "dtype")
-        if given is None:
-            return False
-        home = facts.of(region.call)
-        key = dotted(given)
-        values = [bound.value for bound in home.bindings(key, region.call)] if key and "." not in key else [given]
-        return bool(values) and all(
-            value is not None and _OF_WEIGHTS.search(text_of(value)) is not None for value in values
-        )
-
-    def _has_low_weights(self, region: Region, event: Event, facts: Facts) -> bool:
-        """True if the weights are in FP16 or BF16 whenever a region is entered: autocast keeps casts of FP32 ones only.
-
-        They are created in it, cast to it, or get the region's dtype from FSDP's policy.
-        """
-        if facts.kinds(event.subject, event.call) & {"engine"}:
-            return True  # DeepSpeed's weights are in FP16 or BF16, or it enters autocast by itself
-        item = event.call.withs[-1] if event.call.withs else None
-        inside = [call for call in event.scope.calls if item is not None and item in call.withs]
-        if any(facts.training_use.has_layers_in(half, call.func, call) for call in inside for half in HALF_DTYPES):
-            return True
-        for guard, dtype in region.dtypes:
-            entered = region.guard.joined(guard, event.guard)
-            if dtype is None:
-                return False
-            policies = (
-                each
-                for made in facts.events_around("policy", event.scope)
-                if not PathCondition(made.call.guard - self._where_optimized(made)) - entered
-                for each in made.may_be(dtype)
-            )
-            weights = (
-                each for half in HALF_DTYPES for each in facts.training_use.weights(half) if not each.guard - entered
-            )
-            if entered.possible and not [*policies, *weights]:
-                return False
-        return bool(region.dtypes)
-
-    def _where_optimized(self, made: Event) -> PathCondition:
-        """Return the conditions under which the function that creates a policy creates an optimizer after it."""
-        later = (call for call in made.scope.calls if call.order > made.order)
-        guards = [call.guard for call in later if "optimizer" in made.facts.kinds(call.node, call)]
-        return guards[0] if guards else PathCondition()
 
     def _is_on_purpose(self, call: Call) -> bool:
         """True if the context of the forward pass is entered again for the backward pass alone.

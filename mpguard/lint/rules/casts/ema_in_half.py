@@ -42,7 +42,7 @@ class EmaInHalf(Rule):
     Reports a cast of a model, or of the tensors of a dict or list, whose name marks it as an average (`ema`, `shadow`)
     and which the file updates, itself or with a function that averages (`update_ema(ema, model)`); a copy of a model
     that is cast and updated from that model in a loop over their parameters (`mul_`, `lerp_`); and a model that is cast
-    before it is passed to `AveragedModel`, `EMAModel` and the like.
+    to, or loaded in, such a dtype before it is passed to `AveragedModel`, `EMAModel` and the like.
 
     ## Why is this bad
     Each step adds (1 - decay) times a difference. With decay 0.999 that is less than half of BF16's last bit (2^-9): an
@@ -72,10 +72,51 @@ class EmaInHalf(Rule):
             b"ExponentialMovingAverage",
             b"deepcopy",
         ),
-        any_of(*CASTS_LOW_PRECISION),
-        any_of(b"lerp", b"mul_(", b"copy_(", b"update", b"step_ema"),
+        any_of(*CASTS_LOW_PRECISION, b": torch.bfloat16", b": torch.float16", b": torch.half"),
+        any_of(b"lerp", b"mul_(", b"copy_(", b"update", b"step_ema", b"EMA", b"Ema", b"Average"),
     )  # fmt: skip
     examples = (
+        Bad(
+            """\
+import torch
+from diffusers import UNet2DConditionModel
+from diffusers.training_utils import EMAModel
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+def main(args, loader):
+    unet = UNet2DConditionModel.from_pretrained(args.name).cuda()
+    averaged = UNet2DConditionModel.from_pretrained(args.name, torch_dtype=DTYPES[args.dtype]).cuda()  # !
+    ema = EMAModel(averaged.parameters(), decay=0.9999)
+    optimizer = torch.optim.AdamW(unet.parameters())
+    for x in loader:
+        unet(x).mean().backward()
+        optimizer.step()
+        ema.step(unet.parameters())
+"""
+        ),
+        Good(
+            """\
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers.training_utils import EMAModel
+
+def main(args, loader):
+    vae = AutoencoderKL.from_pretrained(args.name, torch_dtype=torch.bfloat16).cuda()
+    unet = UNet2DConditionModel.from_pretrained(args.name).cuda()
+    ema_unet = UNet2DConditionModel.from_pretrained(args.name)
+    ema = EMAModel(ema_unet.parameters(), decay=0.9999)
+    optimizer = torch.optim.AdamW(unet.parameters())
+    for x in loader:
+        unet(vae.encode(x)).mean().backward()
+        optimizer.step()
+        ema.step(unet.parameters())
+
+def sample(args):
+    ema_unet = UNet2DConditionModel.from_pretrained(args.name, subfolder="ema", torch_dtype=torch.bfloat16)
+    return ema_unet(args.noise)
+"""
+        ),
         Bad(
             """\
 import copy
@@ -342,7 +383,8 @@ class EMA:
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if facts.declared == "inference":
             return
-        for cast in facts.events("cast"):
+        reported: set[object] = set()  # one for a statement that loads and casts
+        for cast in [*facts.events("cast"), *facts.events("load")]:
             # BF16 first: it loses larger updates of the average.
             low = next((dtype for dtype in reversed(HALF_DTYPES) if cast.may_be(dtype)), None)
             if low is None or facts.is_inference(cast.call):
@@ -355,6 +397,9 @@ class EMA:
                 or (self._copy_updated(cast, facts))
             ):
                 notes = (Note("averaged here", averaging.span),) if averaging is not None else ()
+                if cast.call.statement in reported:
+                    continue
+                reported.add(cast.call.statement)
                 yield self.at(cast, ema=ema or facts.short(cast.subject), dtype=low.label, notes=notes)
 
     def _average(self, cast: Event) -> str:
@@ -403,10 +448,11 @@ class EMA:
                     continue
                 given = call.argument(0, "model", "parameters")
                 inside = given is not None and given is cast.call.node
+                key = self._loaded(cast) if cast.kind == "load" else cast.key if cast.call.is_statement else ""
                 before = (
-                    cast.call.is_statement
-                    and bool(cast.key)
-                    and dotted(given).removesuffix(".parameters") == cast.key
+                    bool(key)
+                    and given is not None
+                    and key in (dotted(given), text_of(given).removesuffix(".parameters()"))
                     and call.scope is cast.scope
                     and call.order > cast.order
                     and compatible(call.guard, cast.guard)
@@ -414,6 +460,11 @@ class EMA:
                 if inside or before:
                     return call
         return None
+
+    def _loaded(self, load: Event) -> str:
+        """Return the name of a model that is loaded, also with methods after the loader: `.cuda().eval()`."""
+        statement = load.call.statement
+        return dotted(statement.targets[0].target) if isinstance(statement, cst.Assign) else ""
 
     def _updated(self, ema: str, cast: Event, facts: Facts) -> bool:
         """True if the file updates the average after the cast: with a method, or through its parameters."""

@@ -218,8 +218,8 @@ class Lit(L.LightningModule):
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for module in facts.scopes:
-            if module.kind == "class" and _is_module(module, facts):
-                trainers = _trainers(module, facts)
+            if module.kind == "class" and lightning.is_module(module, facts):
+                trainers = lightning.trainers_of(module, facts)
                 mixed = [call for call, values in trainers if values and values <= lightning.MIXED]
                 fp16 = [call for call, values in trainers if values and values <= lightning.FP16_MIXED]
                 yield from self._fused(module, mixed, facts)
@@ -239,8 +239,7 @@ class Lit(L.LightningModule):
                 yield self.at(facts.span(given, call), what=what, help="remove `fused=True`", notes=notes, fix=fix)
 
     def _manual(self, module: Scope, trainer: Call, facts: Facts) -> Iterator[Diagnostic]:
-        attributes = facts.attributes(module).get("automatic_optimization", ())
-        if not any(constant(binding.value) == (False,) for binding in attributes):
+        if not lightning.optimizes_manually(module, facts):
             return
         for scope in module.descendants():
             if any(call.name == "unscale_" for call in scope.calls):
@@ -259,23 +258,6 @@ class Lit(L.LightningModule):
                     )
                     notes = (Note("the precision is FP16", trainer.span, facts.elsewhere(trainer)),)
                     yield self.at(call, what=what, help=help, notes=notes)
-
-
-def _trainers(module: Scope, facts: Facts) -> list[tuple[Call, set[str]]]:
-    """Return the Trainers with a precision in the file of a module, or else in those that use the module."""
-    for near in ([facts], facts.users(module.name) or []):
-        for user in near:
-            user.need_all()
-        found = [(user, call) for user in near for call in lightning.created(user, "Trainer")]
-        if given := [(call, lightning.precision(user, call)) for user, call in found if "precision" in call.keywords]:
-            return given
-    return []
-
-
-def _is_module(scope: Scope, facts: Facts) -> bool:
-    return facts.class_kind(scope) == "framework" or any(
-        base.endswith("LightningModule") for base in (*scope.base_names, *facts.ancestry(scope))
-    )
 
 
 def _positive(trainer: Call, facts: Facts) -> bool:

@@ -24,6 +24,8 @@ _OLD = {"16": "16-mixed", "bf16": "bf16-mixed"}
 #: If one of these is possible too, a `-true` may be for inference, and a helper selects it.
 _UNCLEAR = lightning.MIXED | {""}
 _LOW = {"16-true": Dtype.FP16, "bf16-true": Dtype.BF16}
+#: FP16 rounds numbers up to this one to 0.
+_ZERO_IN_FP16 = 2.0**-25
 #: The distributions of Lightning: the new spellings came with 2.0.
 _PACKAGES = ("lightning", "pytorch-lightning", "lightning-fabric")
 #: Arguments of a Trainer that Lightning 2.0 removed: a call with one of them is for an older version.
@@ -47,14 +49,15 @@ class LightningPrecision(Rule):
     ## Why is this bad
     Lightning 2 accepts 16 and "bf16" "for historical reasons" and warns: they mean `"16-mixed"` and `"bf16-mixed"`, and
     are easily mistaken for `"16-true"`, which is something else. The `-true` modes store the weights themselves in half
-    precision: an update below 2^-8 (BF16) or 2^-11 (FP16) of a weight is lost, and FP16 gradients are not scaled. An
+    precision: an update below 2^-8 (BF16) or 2^-11 (FP16) of a weight is lost, and FP16 gradients are not scaled. The
+    default eps of Adam, 1e-8, is 0 in FP16: where the second moment underflows, the update is NaN. An
     autocast region inside the one that the Trainer enters overrides it: changing `precision=` has no effect there.
 
     ## Known limits
-    Only literal values at the Trainer's construction are checked; a precision from options or the command line is
-    unknown. Files that mention LoRA or adapters, whose trained weights may be FP32, and tests are not checked for
-    `-true`. Lightning 1 has only the old spellings: they are not reported if the project requires Lightning 1, or if
-    the Trainer has arguments that Lightning 2 removed. Trainers of other frameworks are ignored.
+    A precision from an option is its default; one that only the command line gives is unknown. Files that mention LoRA
+    or adapters, whose trained weights may be FP32, and tests are not checked for `-true`. Lightning 1 has only the old
+    spellings: they are not reported if the project requires Lightning 1, or if the Trainer has arguments that Lightning
+    2 removed. Trainers of other frameworks are ignored.
     """
 
     code, name = "MPG515", "lightning-precision"
@@ -95,6 +98,17 @@ def loop(loader, model):
     for x in loader:
         fabric.backward(model(x).sum())
 """
+        ),
+        *(
+            example(
+                "import argparse\n\nimport lightning as L\nimport torch\n\n"
+                "class Lit(L.LightningModule):\n    def configure_optimizers(self):\n"
+                "        return torch.optim.Adam(self.parameters(), lr=1e-3)\n\n"
+                f"parser = argparse.ArgumentParser()\nparser.add_argument('--precision', default='{default}')\n"
+                "args = parser.parse_args()\n"
+                f"L.Trainer(precision=args.precision).fit(Lit()){marker}\n"
+            )
+            for example, default, marker in ((Bad, "16-true", "  # !"), (Good, "16-mixed", ""), (Good, "16", ""))
         ),
         Good(
             """\
@@ -186,8 +200,12 @@ def main(model, loader):
                     continue
                 what = f"`precision={facts.short(given)}` is an old spelling of `{_OLD[old[0]]}`"
                 yield self.at(place, what=what, help=f'write `precision="{_OLD[old[0]]}"`')
-            elif (low := sorted(values & set(_LOW))) and not values & _UNCLEAR and self._trains(call, facts):
+                continue
+            values = lightning.precision(facts, call, defaults=True)
+            if (low := sorted(values & set(_LOW))) and not values & _UNCLEAR and self._trains(call, facts):
                 what = f"`{low[0]}` trains {_LOW[low[0]].label} weights, without FP32 master weights"
+                if _LOW[low[0]] is Dtype.FP16 and any(_epsilon_is_zero(each, facts) for each in _adams(facts)):
+                    what += "; the eps of Adam is 0 in FP16, so its update divides by zero"
                 yield self.at(place, what=what, help=f'"{low[0].replace("true", "mixed")}" keeps them')
         mixed = mixed or next(lightning.created(facts, *_PLUGINS), None)
         if mixed is not None:
@@ -224,3 +242,16 @@ def main(model, loader):
                 notes = (Note("Lightning's mixed precision is set here", mixed.span),)
                 what = f"`{facts.short(region.call.node)}` overrides the autocast that Lightning runs this step in"
                 yield self.at(region, what=what, help="remove it; `precision=` sets the precision", notes=notes)
+
+
+def _adams(facts: Facts) -> list[Call]:
+    """Return the calls that create an Adam of torch."""
+    made = (call for name in ("Adam", "AdamW", "NAdam", "RAdam") for call in facts.calls.get(name, ()))
+    return [call for call in made if facts.called_path(call).startswith("torch.optim.")]
+
+
+def _epsilon_is_zero(adam: Call, facts: Facts) -> bool:
+    """True if `eps` is the default, 1e-8, or another number that FP16 rounds to 0."""
+    given = adam.keywords.get("eps")
+    number = facts.scalars.number(given, adam)
+    return (given is None and not adam.starred) or (number is not None and number.value <= _ZERO_IN_FP16)

@@ -38,8 +38,9 @@ class MaskOverflowsHalf(Rule):
     message = "{number} does not fit FP16, which ends at 65504: {effect}"
     help = "use `torch.finfo(x.dtype).min` of the tensor `x` itself, or compute in float32"
     triggers = (
-        any_of(*MENTIONS_FP16, b"masked_fill"),
-        any_of(b"1e5", b"1e6", b"1e7", b"1e8", b"1e9", b"1e1", b"1e2", b"1e3", b"e+", b"e5", b"e6", b"e9", b"00000",
+        any_of(*MENTIONS_FP16, b"masked_fill", b"torch.where("),
+        any_of(b"1e5", b"1e6", b"1e7", b"1e8", b"1e9", b"1e1", b"1e2", b"1e3", b"e+", b"e5", b"e6", b"e9",
+               b"e38", b"00000",
                b"99999", b"-9999", b"-7000", b"-8000", b"-9000", b"-655", b"-656", b"2**", b"2 ** ", b"10**", b"10 ** ",
                b"finfo(torch.bfloat16"),
         any_of(b"masked_fill", b"where(", b"full", b"fill_(", b"clamp", b"pad(", b"] = ", b" + ", b" - ", b"* -",
@@ -48,6 +49,31 @@ class MaskOverflowsHalf(Rule):
     triggers_nearby = (any_of(*MENTIONS_FP16),)
     yields_to = ("MPG609",)
     examples = (
+        *(
+            example(
+                "import torch\n\nclass Attention(torch.nn.Module):\n    def forward(self, q, k, mask):\n"
+                f"        return (q @ k).masked_fill(mask, -1e9){marker}\n",
+                files={
+                    "pyproject.toml": "",
+                    "net.py": "import lightning as L\n\nfrom attention import Attention\n\n"
+                    "class Net(L.LightningModule):\n    def __init__(self):\n        super().__init__()\n"
+                    "        self.attention = Attention()\n\n    def forward(self, x, mask):\n"
+                    "        return self.attention(x, x, mask)\n\n    def training_step(self, batch, index):\n"
+                    "        return self(*batch).mean()\n\n    def configure_optimizers(self):\n"
+                    "        return torch.optim.SGD(self.parameters(), 0.1)\n",
+                    "train.py": "import lightning as L\n\nfrom net import Net\n\n"
+                    f"L.Trainer(precision={precision}).fit(Net())\n",
+                },
+                name="attention.py",
+            )
+            for example, precision, marker in (
+                (Bad, "16", "  # !"),
+                (Bad, "'16-mixed'", "  # !"),
+                (Good, "'bf16-mixed'", ""),
+                (Good, "32", ""),
+                (Good, "options.precision", ""),
+            )
+        ),
         Bad(
             """\
 import torch

@@ -24,6 +24,7 @@ from mpguard.lint import (
     Rule,
     any_of,
     compatible,
+    constant,
     dotted,
     implies,
     negated,
@@ -84,9 +85,10 @@ class StepBypassesScaler(Rule):
     If only one branch of a flag scales the loss, the step is reported if it always follows that branch. Silent if code
     between `backward` and `step` reads the scale (`get_scale`: the gradients may be unscaled by hand), and if the step
     is under a check of finiteness. `unscale_` alone is not enough: nothing then skips a step that overflowed. A
-    constant scale by choice (`GradScaler(2**10)`, never stepped nor updated) before Adam, which divides it out, is not
-    reported, nor a step that gets the scaler (`optimizer.step(scaler=scaler)`), follows gradients that the code sets to
-    a difference of weights, or is of an optimizer in the project that reads no gradients.
+    constant scale by choice (`GradScaler(2**10)`, never stepped nor updated) before Adam without weight decay, or
+    AdamW, which divides it out, is not reported, nor a step that gets the scaler (`optimizer.step(scaler=scaler)`),
+    follows gradients that the code sets to a difference of weights, or is of an optimizer in the project that reads no
+    gradients.
     """
 
     code, name = "MPG203", "step-bypasses-scaler"
@@ -487,7 +489,40 @@ class DividedOutByAdam:
         for x in loader:
             self.scaler.scale(model(x).sum()).backward()
             self.optimizer.step()
+
+class DecoupledDecay:
+    def __init__(self, model):
+        self.optimizer = torch.optim.AdamW(model.parameters(), weight_decay=1e-2)
+        self.scaler = torch.cuda.amp.GradScaler(2**10)
+
+    def train(self, loader, model):
+        for x in loader:
+            self.scaler.scale(model(x).sum()).backward()
+            self.optimizer.step()
 """
+        ),
+        Bad(
+            """\
+import torch
+
+def main(args, model, loader):
+    scaler = torch.cuda.amp.GradScaler(2**10)
+    optimizer = torch.optim.Adam(model.parameters(), weight_decay=args.decay)
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        optimizer.step()  # !
+""",
+            fixed="""\
+import torch
+
+def main(args, model, loader):
+    scaler = torch.cuda.amp.GradScaler(2**10)
+    optimizer = torch.optim.Adam(model.parameters(), weight_decay=args.decay)
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
         ),
         Bad(
             scaler_class("self.scaler.scale(loss).backward()", "optimizer.step()  # !", "self.scaler.update()"),
@@ -1296,14 +1331,15 @@ def train(args, model, loader):
     def _constant(self, scale: Event, step: Event, facts: Facts) -> bool:
         """True if the scale is a constant by choice, which Adam divides out.
 
-        Such a scaler is created with a scale, `GradScaler(2**10)`, and neither its `step` nor `update` is called.
+        Such a scaler is created with a scale, `GradScaler(2**10)`, and neither its `step` nor `update` is called. The
+        weight decay of Adam is added to the gradients, and divided with them; that of AdamW is not.
         """
         if facts.events("scaler_step") or facts.events("update"):
             return False
         scalers = [each.atom for each in facts.evaluate(scale.subject, scale.call)]
         stepped = [each.atom for each in facts.evaluate(step.subject, step.call)]
         chosen = [isinstance(atom, Object) and atom.call is not None and bool(atom.call.positional) for atom in scalers]
-        adam = [isinstance(atom, Object) and atom.call is not None and "Adam" in atom.call.name for atom in stepped]
+        adam = [isinstance(atom, Object) and atom.call is not None and _divides_out(atom.call) for atom in stepped]
         return bool(chosen and adam) and all(chosen + adam)
 
     def _surely_after(self, backward: Call, step: Event) -> bool:
@@ -1439,6 +1475,12 @@ def train(args, model, loader):
             for call in bypass.before
             if call is None or not (call is scale.call or compatible(call.guard, scale.call.guard))
         )
+
+
+def _divides_out(optimizer: Call) -> bool:
+    """True for an Adam whose steps do not depend on a constant factor of the gradients."""
+    decay = optimizer.keywords.get("weight_decay")
+    return "AdamW" in optimizer.name or ("Adam" in optimizer.name and (decay is None or constant(decay) == (0,)))
 
 
 def _outer_loops(step: Event) -> tuple[cst.CSTNode, ...]:

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from mpguard.lint import Bad, Diagnostic, Facts, Good, HasSpan, Rule, any_of, fp8_facts
+
+#: Words of code that may select another dtype than FP32, or leave that to a framework, a config or a checkpoint.
+_SELECTS = re.compile(
+    r"(?i)bf_?16|bfloat|fp_?16|float_?16|\bhalf\b|(?<!fp8_)(?<!\bte\.)autocast|(?<!matmul_)precision|\bamp\b"
+    r"|accelerat|trainer|deepspeed|fsdp|fully_?shard|megatron|lightning|from_pretrained|_dtype\b|tensor_type|model_init"
+    r"|dtype=(?!np\.|numpy\.|torch\.(?:u?int|long|bool|float32))|\.to\([^)]*dtype|torch\.load\([^)]*\)\.to"
+)
+_TORCHAO = """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def main(loader):
+    model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.LayerNorm(4096)).cuda(){}
+    convert_to_float8_training(model)
+    model = torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+"""
+_TE = """\
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
+
+model = te.TransformerLayer(4096, 16384, 32{})
+optimizer = torch.optim.AdamW(model.parameters())
+fp8_recipe = recipe.DelayedScaling()
+for x in loader:
+    with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):{}
+        loss = model(x).mean()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+class Fp8AroundFloat32(Rule):
+    """FP8 layers in a program in which nothing selects BF16: all that is not a product in FP8 is FP32.
+
+    ## What it does
+    Reports a conversion by torchao's `convert_to_float8_training`, or a region of Transformer Engine's `autocast` or
+    `fp8_autocast`, in a script that trains, if neither the script nor a module that it imports selects a low precision
+    in any way.
+
+    ## Why is this bad
+    FP8 replaces the matrix products of linear layers only. Their inputs and results, attention, norms and activations,
+    and what is saved for the backward pass, keep the dtype around them (torchao 0.7 to 0.18, Transformer Engine 1.0 to
+    2.20). In FP32 they take twice the memory and most of the time, and attention has no fused kernel: the run is slower
+    than in BF16.
+
+    ## Known limits
+    Not reported: functions that another module imports, programs with a framework, a model from a checkpoint, or any
+    word for a 16-bit dtype.
+    """
+
+    code, name = "MPG418", "fp8-around-float32"
+    severity = "warning"
+    message = "FP8 is used for products of linear layers only: everything else runs in FP32, as nothing selects BF16"
+    help = 'run the forward pass in `torch.autocast("cuda", dtype=torch.bfloat16)`, or the model in BF16'
+    triggers = (any_of(b"convert_to_float8_training", b"transformer_engine"), any_of(b".backward("))
+    examples = (
+        Bad(_TORCHAO.format("").replace("training(model)", "training(model)  # !")),
+        Bad(_TE.format("", "  # !")),
+        Good(_TORCHAO.format(".bfloat16()")),
+        Good(
+            _TORCHAO.format("").replace(
+                "    for x", "    with torch.autocast('cuda', dtype=torch.bfloat16):\n     for x"
+            )
+        ),
+        Good(
+            _TORCHAO.format("")
+            .replace("main(loader)", "main(loader, dtype)")
+            .replace("(4096, 4096)", "(4096, 4096, dtype=dtype)")
+        ),
+        Good(_TE.format(", params_dtype=torch.bfloat16", "")),
+        Good(
+            _TORCHAO.format("")
+            .replace("torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.LayerNorm(4096))", "Net()")
+            .replace("import torch\n", "import torch\nfrom net import Net\n"),
+            files={
+                "pyproject.toml": "",
+                "net.py": "import torch\n\nclass Net(torch.nn.Linear):\n    def __init__(self):\n"
+                "        super().__init__(4096, 4096, dtype=torch.bfloat16)\n",
+            },
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        places: list[HasSpan] = [
+            *(event for event in facts.events("convert") if facts.has_step(event.scope)),
+            *(region.call for item, region in fp8_facts.entered(facts) if region.call and facts.has_step(item.scope)),
+        ]
+        if not places or not facts.any_training or _may_select(facts):
+            return
+        if any(facts.exported(scope.name) for scope in facts.module.children):
+            return
+        yield self.at(places[0])
+
+
+def _may_select(facts: Facts) -> bool:
+    """True if a file, or a module of the tree that it imports, may select another dtype than FP32."""
+    found = [facts]
+    for each in found:  # which grows
+        each.need_all()
+        if _SELECTS.search(each.file_text):
+            return True
+        found += [other for other in each.imported_modules() if other not in found]
+    return False

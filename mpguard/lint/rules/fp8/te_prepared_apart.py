@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Facts,
+    Good,
+    Note,
+    Rule,
+    accelerate_config,
+    any_of,
+    constant,
+    dotted,
+)
+
+#: Names of objects that are prepared and are neither a model nor an optimizer.
+_OTHERS = re.compile(r"(?i)(?:loader|_dl|data|sched\w*|dataset)$")
+_FP8 = """\
+distributed_type: 'NO'
+mixed_precision: fp8
+fp8_config:
+  backend: {}
+"""
+_PROGRAM = """\
+import torch
+from accelerate import Accelerator
+
+def main(model, loader):
+    accelerator = Accelerator()
+    optimizer = torch.optim.AdamW(model.parameters())
+    {}
+    for x in loader:
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+"""
+_APART = "model = accelerator.prepare(model)\n    optimizer, loader = accelerator.prepare(optimizer, loader)"
+_TOGETHER = "model, optimizer = accelerator.prepare(model, optimizer)\n    loader = accelerator.prepare(loader)"
+
+
+def _files(backend: str, line: str = "accelerate launch --config_file mp.yaml train.py") -> dict[str, str]:
+    return {"pyproject.toml": "", "mp.yaml": _FP8.format(backend), "run.sh": f"{line}\n"}
+
+
+class TePreparedApart(Rule):
+    """Accelerate with Transformer Engine needs the model and its optimizer in one call of `prepare`.
+
+    ## What it does
+    Reports `accelerator.prepare(optimizer, ...)` without a model, if all accelerate configs that launch the program
+    have FP8 with `backend: TE`.
+
+    ## Why is this bad
+    Accelerate replaces the layers by those of Transformer Engine, and then the parameters in the optimizer. If only one
+    of both is given it raises: "You must pass a model and an optimizer together to `accelerate.prepare()` when using
+    TransformerEngine" (accelerate 0.29 to 1.15).
+
+    ## Known limits
+    An argument of unknown kind may be a model; then nothing is reported. A `backend` that the config leaves out is not
+    looked at.
+    """
+
+    code, name = "MPG419", "te-prepared-apart"
+    severity = "error"
+    message = "Accelerate with Transformer Engine raises here: the model has to be in the same `prepare`"
+    help = "write `model, optimizer = accelerator.prepare(model, optimizer)`"
+    needs_config = True
+    triggers = (any_of(b".prepare("), any_of(b"ccelerat"))
+    examples = (
+        Bad(_PROGRAM.format(_APART + "  # !"), files=_files("TE"), name="train.py"),
+        Good(_PROGRAM.format(_TOGETHER), files=_files("TE"), name="train.py"),
+        Good(_PROGRAM.format(_APART), files=_files("AO"), name="train.py"),
+        Good(
+            _PROGRAM.format(_APART),
+            files=_files("TE", "accelerate launch --config_file mp.yaml --mixed_precision bf16 train.py"),
+            name="train.py",
+        ),
+        Good(
+            _PROGRAM.format(_APART).replace("Accelerator()", 'Accelerator(mixed_precision="bf16")'),
+            files=_files("TE"),
+            name="train.py",
+        ),
+        Good(_PROGRAM.format("net = model\n    net, optimizer = accelerator.prepare(optimizer, net)"),
+             files=_files("TE"), name="train.py"),
+    )  # fmt: skip
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        configs = facts.project.configs_for(facts.path)
+        if not configs or not all(
+            config.mixed_precision == "fp8" and accelerate_config.is_fp8(config.document, "TE") for config in configs
+        ):
+            return
+        if any(
+            constant(event.call.keywords.get("mixed_precision")) in _OTHER_MODES
+            for event in facts.events("accelerator")
+        ):
+            return
+        for event in facts.events("prepare"):
+            call = event.call
+            if call.starred or call.keywords:
+                continue
+            kinds = [_kind(each, call, facts) for each in call.positional]
+            if "optimizer" in kinds and set(kinds) <= {"optimizer", "other"}:
+                entry = accelerate_config.setting(configs[0].document, "fp8_config", "backend")
+                notes = (Note("the backend is here", entry.key_span, configs[0].path),) if entry is not None else ()
+                yield self.at(call, notes=notes)
+
+
+_OTHER_MODES = (("no",), ("fp16",), ("bf16",))
+
+
+def _kind(node: cst.BaseExpression, call: Call, facts: Facts) -> str:
+    """Return "optimizer", "other" for a loader or a scheduler, or "" for what may be a model."""
+    kinds = facts.kinds(node, call)
+    if kinds == {"optimizer"}:
+        return "optimizer"
+    return "other" if kinds == {"scheduler"} or (kinds <= {""} and _OTHERS.search(dotted(node))) else ""

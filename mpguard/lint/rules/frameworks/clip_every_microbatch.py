@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from mpguard.lint import (
+    Bad,
+    Call,
+    Constant,
+    Diagnostic,
+    Facts,
+    Good,
+    Note,
+    Object,
+    PathCondition,
+    Rule,
+    accelerate_precision,
+    any_of,
+    constant,
+    dotted,
+    option_defaults,
+    trace_facts,
+)
+
+_UNSCALES = ("clip_grad_norm_", "clip_grad_value_", "unscale_gradients")
+#: Flags that have the same value in each micro-batch.
+_OPTION = re.compile(r"(?i)clip|norm|grad_max")
+#: What follows the name of an option in a config, a launch line or a text that sets it.
+_ASKS = (": fp16", ': "fp16', "=fp16", '="fp16', " fp16", ' = "fp16', '": "fp16')
+_LOOP = """\
+from accelerate import Accelerator
+
+def main(args, model, optimizer, loader):
+    accelerator = Accelerator({})
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        with accelerator.accumulate(model):
+            loss = model(x).mean()
+            accelerator.backward(loss)
+            {}
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+_OPTIONS = """
+
+def parse():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--accumulate", type=int, default=1)
+    return parser.parse_args()
+"""
+_CLIP = "accelerator.clip_grad_norm_(model.parameters(), 1.0)"
+
+
+class ClipEveryMicrobatch(Rule):
+    """`accelerator.clip_grad_norm_` runs for each micro-batch, the optimizer's step once for several, under FP16.
+
+    ## What it does
+    Reports `accelerator.clip_grad_norm_`, `clip_grad_value_` and `unscale_gradients`, if the Accelerator has, or may be
+    given, FP16 mixed precision,
+
+    - inside `with accelerator.accumulate(model):` without a condition on `accelerator.sync_gradients`, if the
+      Accelerator has `gradient_accumulation_steps`;
+    - in a loop over micro-batches with a backward pass, after which the optimizer steps once.
+
+    ## Why is this bad
+    All three call `scaler.unscale_`, which raises if it is called twice without a step between (accelerate 0.12 to
+    1.15): "unscale_() has already been called on this optimizer since the last update()". Under BF16 nothing raises,
+    but sums of some of the micro-batches are clipped, so that the first ones weigh less.
+
+    ## Known limits
+    An option for the number of micro-batches whose default is 1 counts if a launch line gives it another value. Not
+    reported: a precision that only the launcher knows, and one that cannot be FP16; engines (DeepSpeed,
+    Megatron-LM), which clip by themselves; a helper that clips.
+    """
+
+    code, name = "MPG525", "clip-every-microbatch"
+    severity = "error"
+    message = "`{expr}` unscales for each micro-batch, the optimizer steps once for several: the second one raises"
+    help = "clip once per step: {how}"
+    triggers = (any_of(b"ccelerator"), any_of(*(f".{name}(".encode() for name in _UNSCALES)))
+    examples = (
+        Bad(_LOOP.format('mixed_precision="fp16", gradient_accumulation_steps=args.steps', f"{_CLIP}  # !")),
+        Bad(
+            """\
+import argparse
+
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"])
+parser.add_argument("--max_norm", type=float)
+
+class Trainer:
+    def __init__(self, model, optimizer, args):
+        self.args = args
+        self.accelerator = Accelerator(
+            mixed_precision=args.mixed_precision,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=4),
+        )
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    def epoch(self, loader):
+        for x in loader:
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(self.model(x).mean())
+                if self.args.max_norm is not None:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_norm)  # !
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+def main():
+    args = parser.parse_args()
+    Trainer(make_model(), make_optimizer(), args).epoch(make_loader())
+"""
+        ),
+        Bad(
+            """\
+from accelerate import Accelerator
+
+class Trainer:
+    def __init__(self, model, optimizer, config):
+        self.accelerator = Accelerator(mixed_precision=config.precision)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.every = config.every
+
+    def step(self, batches):
+        for _ in range(self.every):
+            loss = self.model(next(batches))
+            self.accelerator.backward(loss / self.every)
+            self.accelerator.clip_grad_value_(self.model.parameters(), 0.5)  # !
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+"""
+        ),
+        Bad(
+            _LOOP.format('mixed_precision="fp16", gradient_accumulation_steps=args.accumulate', f"{_CLIP}  # !")
+            + _OPTIONS,
+            files={"pyproject.toml": "", "run.sh": "accelerate launch train.py --accumulate 4\n"},
+            name="train.py",
+        ),
+        Good(_LOOP.format('mixed_precision="fp16", gradient_accumulation_steps=args.accumulate', _CLIP) + _OPTIONS),
+        Bad(
+            _LOOP.format("mixed_precision=args.precision, gradient_accumulation_steps=4", f"{_CLIP}  # !"),
+            files={"pyproject.toml": "", "config.yaml": "precision: fp16\n"},
+        ),
+        Good(
+            _LOOP.format("mixed_precision=args.precision, gradient_accumulation_steps=4", _CLIP),
+            files={"pyproject.toml": "", "config.yaml": "precision: bf16  # or fp16\n"},
+        ),
+        *(
+            Good(_LOOP.format(arguments, inner))
+            for arguments, inner in (
+                ('mixed_precision="fp16", gradient_accumulation_steps=4', f"if accelerator.sync_gradients: {_CLIP}"),
+                ('mixed_precision="bf16", gradient_accumulation_steps=4', _CLIP),
+                ('mixed_precision="fp16", gradient_accumulation_steps=1', _CLIP),
+                ('mixed_precision="fp16"', _CLIP),
+                ('mixed_precision="fp16", gradient_accumulation_steps=4', f"if args.last: {_CLIP}"),
+                ('mixed_precision="fp16", gradient_accumulation_steps=4, deepspeed_plugin=args.plugin', _CLIP),
+            )
+        ),
+        Good(
+            """\
+from accelerate import Accelerator
+
+def main(args, models, optimizers, loader):
+    accelerator = Accelerator(mixed_precision="fp16")
+    models = [accelerator.prepare(model) for model in models]
+    optimizer = accelerator.prepare(args.optimizer)
+    for x in loader:
+        for i in range(4):
+            accelerator.backward(models[0](x[i]).mean() / 4)
+        accelerator.clip_grad_norm_(models[0].parameters(), 1.0)
+        optimizer.step()
+    for epoch in range(3):
+        for x in loader:
+            accelerator.backward(models[0](x).mean())
+            accelerator.clip_grad_norm_(models[0].parameters(), 1.0)
+            optimizer.step()
+    for x in loader:
+        accelerator.backward(models[0](x).mean())
+        for model in models:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    for x in loader:
+        for i in range(4):
+            accelerator.backward(models[0](x[i]).mean() / 4)
+            if i == 3:
+                accelerator.clip_grad_norm_(models[0].parameters(), 1.0)
+        optimizer.step()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for clip in (call for name in _UNSCALES for call in facts.calls.get(name, ())):
+            accelerator = _accelerator(clip, facts)
+            if accelerator is None or facts.is_inference(clip) or not _may_be_float16(accelerator, facts):
+                continue
+            if accelerate_precision.leaves_autocast_out(facts.of(accelerator)):
+                continue
+            if _in_accumulate(clip) and _accumulates(accelerator, facts.of(accelerator)):
+                how = f"`if {facts.short(clip.receiver)}.sync_gradients:`"
+                step = None
+            elif step := _step_after_loop(clip, facts):
+                how = "after the loop over micro-batches"
+            else:
+                continue
+            notes = (Note("the step is here", step.span),) if step is not None else ()
+            expr = facts.short(clip.func)
+            yield self.at(clip, expr=expr, help=self.help.format(how=how), notes=notes)
+
+
+def _accelerator(clip: Call, facts: Facts) -> Call | None:
+    """Return the call that creates the only Accelerator that clips."""
+    atoms = [each.atom for each in facts.evaluate(clip.receiver, clip)] if clip.receiver is not None else []
+    made = {atom.call for atom in atoms if isinstance(atom, Object) and atom.kind == "accelerator"}
+    return made.pop() if len(made) == 1 and len(atoms) == 1 else None
+
+
+def _may_be_float16(accelerator: Call, facts: Facts) -> bool:
+    """True if the code, an option, a launch config or a launch line gives the Accelerator FP16."""
+    there = facts.of(accelerator)
+    given = accelerator.argument(2, "mixed_precision")
+    if given is not None and constant(given) != (None,):
+        atoms = [each.atom for each in there.evaluate(given, accelerator)]
+        if any(isinstance(atom, Constant) and atom.value == "fp16" for atom in atoms):
+            return True
+        name = dotted(given).rpartition(".")[2]
+        return not all(isinstance(atom, Constant) for atom in atoms) and (
+            ("fp16",) in option_defaults(name, there)
+            or any(there.project.asks_for(there.path, name + way) for way in _ASKS)
+        )
+    return any(config.mixed_precision == "fp16" for config in there.project.configs_for(there.path)) or any(
+        word is not None and "fp16" in (word.text or "")
+        for launch in there.project.launches_of(there.path)
+        for name, word in launch.options.items()
+        if name == "mixed_precision"
+    )
+
+
+def _in_accumulate(clip: Call) -> bool:
+    """True if a call runs for each micro-batch inside of `with accelerator.accumulate(model):`."""
+    for entered in clip.withs:
+        func = getattr(entered.expr, "func", None)
+        if getattr(getattr(func, "attr", None), "value", "") == "accumulate":
+            return _is_each_time(PathCondition(clip.guard - entered.guard))
+    return False
+
+
+def _is_each_time(more: PathCondition) -> bool:
+    return all(_OPTION.search(flag) for flag in more.flags()) and not trace_facts.rhythm(more)
+
+
+def _accumulates(accelerator: Call, facts: Facts) -> bool:
+    """True if an Accelerator accumulates: not by an option whose default is 1, if no launch line gives it a value."""
+    steps = accelerator.argument(3, "gradient_accumulation_steps")
+    if steps is None:
+        return "gradient_accumulation_plugin" in accelerator.keywords
+    if constant(steps) is not None:
+        return constant(steps) not in ((1,), (None,))
+    name = dotted(steps).rpartition(".")[2]
+    given = re.compile(rf"{re.escape(name)}[= ]+(?!1\b)\d")
+    lines = (" ".join(word.text or "" for word in launch.arguments) for launch in facts.project.launches_of(facts.path))
+    return (1,) not in option_defaults(name, facts) or any(map(given.search, lines))
+
+
+def _step_after_loop(clip: Call, facts: Facts) -> Call | None:
+    """Return the step of an optimizer after the innermost loop of a clipping that has a backward pass for each one."""
+    if not clip.loops:
+        return None
+    loop = clip.loops[-1]
+    inside = [call for call in clip.scope.calls if loop in call.loops]
+    backwards = [call for call in inside if call.name == "backward" and call.loops[-1] is loop]
+    if not any(_is_each_time(PathCondition(clip.guard - call.guard)) for call in backwards):
+        return None
+    if any(call.name == "step" and "sched" not in facts.short(call.receiver) for call in inside):
+        return None
+    if any(
+        facts.functions(call) for call in inside if call.name not in ("forward", "__call__") and "step" in call.name
+    ):
+        return None
+    steps = (event.call for event in facts.events("step") if event.scope is clip.scope)
+    return next((call for call in steps if call.order > clip.order and set(call.loops) < set(clip.loops)), None)

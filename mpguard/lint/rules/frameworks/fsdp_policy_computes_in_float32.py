@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint import (
+    HALF_DTYPES,
+    Bad,
+    Call,
+    Diagnostic,
+    Dtype,
+    Facts,
+    Good,
+    Note,
+    Object,
+    Rule,
+    any_of,
+    compatible,
+)
+
+_POLICY = """\
+import torch
+from torch.distributed.fsdp import MixedPrecision
+
+bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+mixed = MixedPrecision(
+    param_dtype=torch.float32,
+    reduce_dtype=torch.bfloat16,
+    buffer_dtype=torch.bfloat16,
+)
+"""
+_TRAIN = """\
+import torch
+from policies import bf16, mixed
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+def policy_of(config):
+    if config.mixed_precision:
+        return {}
+    return None
+
+def main(config, model, loader):
+    model = FSDP(model, mixed_precision=policy_of(config)){}
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        {}
+        loss.backward()
+        optimizer.step()
+"""
+_FILES = {"pyproject.toml": "", "policies.py": _POLICY}
+_LOSS = "loss = model(x).mean()"
+
+
+class FsdpPolicyComputesInFloat32(Rule):
+    """An FSDP policy for mixed precision has `param_dtype=torch.float32`: all products run in FP32.
+
+    ## What it does
+    Reports FSDP1 with a `MixedPrecision` whose `param_dtype` is FP32 and whose `reduce_dtype` is BF16 or FP16, and
+    FSDP2 with such a `MixedPrecisionPolicy`, if the program has no autocast.
+
+    ## Why is this bad
+    FSDP casts the gathered parameters, and the inputs of its root, to `param_dtype` (torch 1.12 to 2.13). With FP32
+    there, no product is in 16 bits: the run is as slow as in FP32 and takes the same memory. Only the gradients, which
+    need the precision most, are reduced in 16 bits.
+
+    ## Known limits
+    Not reported: policies from a config, and programs that mention autocast.
+    """
+
+    code, name = "MPG526", "fsdp-policy-computes-in-float32"
+    severity = "warning"
+    message = "the policy computes in FP32 and reduces gradients in {reduced}: no product is in 16 bits"
+    help = "set `param_dtype=torch.bfloat16`, and `reduce_dtype=torch.float32` to keep the reduction exact"
+    triggers = (any_of(b"FullyShardedDataParallel", b"fully_shard"), any_of(b"mixed_precision", b"mp_policy"))
+    examples = (
+        Bad(_TRAIN.format("mixed", "  # !", _LOSS), files=_FILES),
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+def main(model, loader):
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.bfloat16)
+    fully_shard(model, mp_policy=policy)  # !
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).mean().backward()
+        optimizer.step()
+"""
+        ),
+        Good(_TRAIN.format("bf16", "", _LOSS), files=_FILES),
+        Good(
+            _TRAIN.format("mixed", "", f"with torch.autocast('cuda', dtype=torch.bfloat16):\n            {_LOSS}"),
+            files=_FILES,
+        ),
+        Good(
+            _TRAIN.format("mixed", "", _LOSS),
+            files={**_FILES, "policies.py": _POLICY.replace("reduce_dtype=torch.bfloat16,\n    buffer", "buffer")},
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        shards = facts.events("shard")
+        if not shards or any("autocast" in each.file_text for each in (facts, *facts.imported_modules())):
+            return
+        for shard in shards:
+            if not facts.has_step(shard.scope) or facts.is_inference(shard.call):
+                continue
+            given = shard.call.argument(None, "mixed_precision", "mp_policy")
+            for each in facts.evaluate(given, shard.call) if given is not None else ():
+                made = each.atom.call if isinstance(each.atom, Object) else None
+                reduced = _reduced(made, facts) if made is not None else None
+                if made is not None and reduced is not None and compatible(each.guard, shard.guard):
+                    notes = (Note("the policy is made here", made.span, facts.elsewhere(made)),)
+                    yield self.at(shard, reduced=reduced.label, notes=notes)
+                    break
+
+
+def _reduced(policy: Call, facts: Facts) -> Dtype | None:
+    """Return the low precision in which a policy with FP32 parameters reduces gradients, or None."""
+    home = facts.of(policy)
+    param, reduce = (policy.argument(place, name) for place, name in enumerate(("param_dtype", "reduce_dtype")))
+    params = {dtype for _, dtype in home.dtypes(param, policy)} if param is not None else set()
+    reduces = {dtype for _, dtype in home.dtypes(reduce, policy)} if reduce is not None else set()
+    if params != {Dtype.FP32} or not reduces <= set(HALF_DTYPES) or len(reduces) != 1:
+        return None
+    found = reduces.pop()
+    return found if isinstance(found, Dtype) else None
