@@ -1,0 +1,18 @@
+torchrun --nproc_per_node=2 --master_port=1234 finetune.py \
+    --base_model meta-llama/Llama-2-7b-hf \
+    --data_path garage-bAInd/Open-Platypus \
+    --output_dir ./Platypus2-7b \
+    --batch_size 16 \
+    --micro_batch_size 1 \
+    --num_epochs 1 \
+    --learning_rate 0.0004 \
+    --cutoff_len 4096 \
+    --val_set_size 500 \
+    --lora_r 16 \
+    --lora_alpha 16 \
+    --lora_target_modules '[gate_proj, down_proj, up_proj]' \
+    --train_on_inputs False \
+    --add_eos_token False \
+    --group_by_length False \
+    --lr_scheduler 'cosine' \
+    --warmup_steps 100

@@ -1,0 +1,14 @@
+accelerate launch train_dreambooth_lora_sd3.py \
+  --pretrained_model_name_or_path=stabilityai/stable-diffusion-3-medium-diffusers \
+  --instance_data_dir=dog \
+  --instance_prompt="a photo of sks dog" \
+  --validation_prompt="A photo of sks dog in a bucket" \
+  --validation_epochs=25 \
+  --mixed_precision=fp16 \
+  --resolution=512 \
+  --train_batch_size=1 \
+  --gradient_accumulation_steps=4 \
+  --learning_rate=4e-4 \
+  --num_train_epochs=200 \
+  --output_dir=trained-sd3-lora \
+  --seed=0
