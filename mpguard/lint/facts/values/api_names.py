@@ -89,6 +89,8 @@ RUNS_BACKWARD = frozenset({"accelerator", "engine", "fabric"})
 ADAPTER_NAMES = re.compile(r"(?i)lora|peft|adapter")
 #: peft's function that adds adapters to a model and returns the model.
 ADDS_ADAPTERS = "get_peft_model"
+#: The settings of TRL's trainers, which derive from transformers' `TrainingArguments`.
+TRL_CONFIGS = frozenset({"SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig"})
 #: Optimizers of a Trainer of transformers (`optim=`) that update the weights directly.
 TRAINER_PLAIN_OPTIMIZERS = re.compile(
     r"(?:paged_)?(?:adamw|lion|sgd|rmsprop|adagrad)(?:_torch|_hf|_fused|_bnb|_8bit|_32bit)*$"
