@@ -347,6 +347,17 @@ class Project:
             top = tree.top_of(Path(path).absolute().parent)
             return not tree.is_project(top) or references.may_ask_for(top, word)
 
+    def drops_option(self, path: str, name: str) -> bool:
+        """True if no code of the project of a file reads an option; outside of a project, it may."""
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(Path(path).absolute().parent)
+            return tree.is_project(top) and not references.may_read_option(top, name)
+
+    def passes_option(self, path: str, name: str) -> bool:
+        """True if a script, config or text of the project of a file passes an option that asks for low precision."""
+        with tracked_fs.recording_for(path):
+            return references.passes_option(tree.top_of(Path(path).absolute().parent), name)
+
     def is_copied_example(self, path: str) -> bool:
         """True if a file is an example of another project, of which its own contains a copy, and does not run it."""
         with tracked_fs.recording_for(path):

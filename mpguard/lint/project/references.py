@@ -55,6 +55,19 @@ _BUILDS = re.compile(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
 _USES, _LOOKS_UP, _READS, _ASKS, _CALLS = "use ", "looks up", "reads deepspeed", "asks for ", "calls "
 _WHERE = "where "
 _RUNS, _UPDATES, _COMPILES = "runs", "updates a scaler", "compiles"
+_OPTION, _PASSES = "reads option ", "passes option "
+#: Code that hands on the options of a program as a whole, other than to a log; what reads them there is unknown.
+_LOGGED = re.compile(
+    rb"(?:json\.dumps?|yaml\.\w*dump|print|pprint|wandb\.init|init_trackers|info|log_params|add_text|write)"
+    rb"\((?:[^()\n]|\([^()\n]*\))*?(?:vars\(\w+\)|\w+\.__dict__)"
+)
+_HANDED_ON = re.compile(
+    rb"\bvars\(|\.__dict__|_get_kwargs|\basdict\(|from_argparse_args|add_argparse_args|save_hyperparameters"
+    rb"|\*\*\s*\w*(?:arg|opt|conf|cfg|param|flag)\w*\s*[,)}]|\bgetattr\(\s*[\w.]+\s*,\s*[^\"'\s]"
+    rb"|\b(?:OmegaConf|EasyDict|Munch|megatron|fairseq)\b|\blocals\(\)"
+)
+#: Values of an option that ask for no low precision.
+_FULL = rb"(?:no|none|fp32|float32|float|32|full|false|0|highest)\b"
 _LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "COPYING")
 #: Folders of a project's examples.
 _EXAMPLES = frozenset({"example", "examples", "research_projects"})
@@ -100,6 +113,16 @@ def may_update_scaler(top: Path, file: Path) -> bool:
     A program with a scaler of its own, which does not use the file, updates that one.
     """
     return _asked(top, file, _UPDATES)
+
+
+def may_read_option(top: Path, name: str) -> bool:
+    """True if code of a project may read an option, as an attribute or an item, or hands on all options at once."""
+    return _asked(top, "", _OPTION + name)
+
+
+def passes_option(top: Path, name: str) -> bool:
+    """True if a script, config or text of a project passes an option, with a value that asks for low precision."""
+    return _asked(top, "", _PASSES + name)
 
 
 def may_compile(top: Path) -> bool:
@@ -162,6 +185,13 @@ def answer(top: str, file: str, question: str) -> bool | list[str]:
             return any(_COMPILE.search(_content(each)) for each in files)
         if question == _UPDATES:
             return any(_updates(each, file) for each in files if each != file and each.endswith(PYTHON))
+        if question.startswith(_OPTION):
+            option = re.escape(question.removeprefix(_OPTION).encode())
+            return any(_reads_option(each, option) for each in files if each.endswith((*PYTHON, NOTEBOOK)))
+        if question.startswith(_PASSES):
+            flag = question.removeprefix(_PASSES).encode().replace(b"_", b"[_-]")
+            passed = re.compile(rb"(?i)--%s(?![\w-])(?![\s=]*[\"']?%s)" % (flag, _FULL))
+            return any(passed.search(_content(each)) for each in files if not each.endswith(PYTHON))
         if question.startswith(_CALLS):
             method = question.removeprefix(_CALLS).encode()
             return any(_may_call(each, method) for each in files if each != file)
@@ -255,6 +285,18 @@ def _may_call(user: str, method: bytes) -> bool:
     if re.search(rb"^[ \t]+(?:async[ \t]+)?def[ \t]+%s\b" % word, code, re.M):
         code = re.sub(rb"\bself\.%s\b" % word, b"", code)
     return re.search(rb"\.\s*%s\b|[\"']%s[\"']" % (word, word), code) is not None
+
+
+def _reads_option(file: str, name: bytes) -> bool:
+    """True if a file may read an option of this name; `torch.amp` is none."""
+    data = _content(file)
+    code = stripped(data) if file.endswith(PYTHON) else data
+    return (
+        re.search(rb"(?<!torch)(?<!cuda)(?<!apex)\.\s*%s\b" % name, code) is not None
+        or re.search(rb"(?:\bgetattr\([^()]*,|\bhasattr\([^()]*,|\[|\.(?:get|pop)\()\s*\\?[\"']%s\\?[\"']" % name, code)
+        is not None
+        or _HANDED_ON.search(_LOGGED.sub(b"", code)) is not None
+    )
 
 
 def updates(code: bytes) -> bool:

@@ -82,6 +82,12 @@ class ProjectApi(Protocol):
     def asks_for(self, path: str, word: str) -> bool:
         """True if a script, config or text of the project contains a word; outside of a project that is unknown."""
 
+    def drops_option(self, path: str, name: str) -> bool:
+        """True if no code of the project of a file reads an option; outside of a project, it may."""
+
+    def passes_option(self, path: str, name: str) -> bool:
+        """True if a script, config or text of the project of a file passes an option that asks for low precision."""
+
     def deepspeed_config_read(self, path: str) -> bool:
         """True if something in the project may read the DeepSpeed config that a file is, or contains."""
 
@@ -151,6 +157,12 @@ class NoProject:
 
     def asks_for(self, path: str, word: str) -> bool:  # noqa: ARG002
         return True
+
+    def drops_option(self, path: str, name: str) -> bool:  # noqa: ARG002
+        return False
+
+    def passes_option(self, path: str, name: str) -> bool:  # noqa: ARG002
+        return False
 
     def deepspeed_config_read(self, path: str) -> bool:  # noqa: ARG002
         return True
