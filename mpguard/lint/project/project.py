@@ -358,6 +358,20 @@ class Project:
         with tracked_fs.recording_for(path):
             return references.passes_option(tree.top_of(Path(path).absolute().parent), name)
 
+    def gives_unhandled(self, path: str, name: str, value: str) -> bool:
+        """True if a config or script of the project gives an option a value that no code of the project mentions."""
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(Path(path).absolute().parent)
+            given = tree.is_project(top) and references.gives_option(top, name, value)
+            return given and not references.may_handle_value(top, value)
+
+    def unread_keys(self, path: str) -> list[tuple[str, str]]:
+        """Return the configs that a file names with a key for low precision that no code names, each with the key."""
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(file.parent)
+            return references.unread_keys(top, file) if tree.is_project(top) else []
+
     def is_copied_example(self, path: str) -> bool:
         """True if a file is an example of another project, of which its own contains a copy, and does not run it."""
         with tracked_fs.recording_for(path):

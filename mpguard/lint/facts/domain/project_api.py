@@ -88,6 +88,12 @@ class ProjectApi(Protocol):
     def passes_option(self, path: str, name: str) -> bool:
         """True if a script, config or text of the project of a file passes an option that asks for low precision."""
 
+    def gives_unhandled(self, path: str, name: str, value: str) -> bool:
+        """True if a config or script of the project gives an option a value that no code of the project mentions."""
+
+    def unread_keys(self, path: str) -> list[tuple[str, str]]:
+        """Return the configs that a file names with a key for low precision that no code names, each with the key."""
+
     def deepspeed_config_read(self, path: str) -> bool:
         """True if something in the project may read the DeepSpeed config that a file is, or contains."""
 
@@ -163,6 +169,12 @@ class NoProject:
 
     def passes_option(self, path: str, name: str) -> bool:  # noqa: ARG002
         return False
+
+    def gives_unhandled(self, path: str, name: str, value: str) -> bool:  # noqa: ARG002
+        return False
+
+    def unread_keys(self, path: str) -> list[tuple[str, str]]:  # noqa: ARG002
+        return []
 
     def deepspeed_config_read(self, path: str) -> bool:  # noqa: ARG002
         return True
