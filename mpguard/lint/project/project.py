@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mpguard.core import settings, tracked_fs
 from mpguard.core.errors import ConfigError
-from mpguard.lint.project import launch_configs, launch_lines, references, summaries, tree
+from mpguard.lint.project import launch_configs, launch_lines, named_gpu, references, summaries, tree
 from mpguard.lint.project.launch_configs import LaunchConfig
 from mpguard.lint.project.launch_lines import Launch
 from mpguard.lint.project.requirements import Required, required
@@ -111,9 +111,9 @@ class Project:
         return self._by_path.get(path)
 
     def gpu(self, path: str) -> str | None:
-        """Return the GPU that the code runs on (`--gpu`, `[tool.mpguard] gpu`), or None."""
+        """Return the GPU that the code runs on: `--gpu`, `[tool.mpguard] gpu`, or what the project names; or None."""
         with tracked_fs.recording_for(path):
-            return self._gpu or settings.nearest(Path(path)).gpu
+            return self._gpu or settings.nearest(Path(path)).gpu or named_gpu.gpu(path)
 
     def required(self, path: str, package: str) -> Required:
         """Return the versions of a package that the project of a file requires, and the one around its copy."""

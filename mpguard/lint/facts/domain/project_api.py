@@ -29,7 +29,7 @@ class ProjectApi(Protocol):
         """Return the role that `training-paths` and `inference-paths` declare for a file, or None."""
 
     def gpu(self, path: str) -> str | None:
-        """Return the GPU that the settings declare for a file: a name (`h100`) or a capability (`sm_90`), or None."""
+        """Return the GPU that is declared or named for a file: a name (`h100`) or a capability (`sm_90`), or None."""
 
     def required(self, path: str, package: str) -> Required:
         """Return the versions of a package that the project of a file requires."""
