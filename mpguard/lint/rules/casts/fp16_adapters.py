@@ -157,6 +157,20 @@ def main(accelerator, loader):
 """
         ),
         Good(
+            """\
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, Trainer
+
+model = AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=torch.float16)
+model.add_adapter(LoraConfig(r=8))
+for param in model.parameters():
+    if param.requires_grad:
+        param.data = param.data.float()
+Trainer(model, args, train_dataset=data).train()
+"""
+        ),
+        Good(
             """import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
@@ -239,6 +253,8 @@ def models(config, flag):
         old = facts.required("peft").before(_PREPARES)
         prepares = ("prepare_model_for_kbit_training", *(() if old else ("prepare_model_for_int8_training",)))
         if any(facts.calls.get(name) for name in (*prepares, "cast_training_params")):
+            return True
+        if any(call.receiver is not None for call in facts.calls.get("float", ())):
             return True
         return any(Dtype.FP32 in {dtype for _, dtype in each.dtypes} for each in facts.events("cast"))
 
