@@ -117,7 +117,8 @@ def new_tokens(tokenizer, data):
 """
         ),
         Bad(
-            """import torch
+            """\
+import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_int8_training
 from transformers import LlamaForCausalLM, Trainer
 
@@ -129,7 +130,8 @@ Trainer(model, args, train_dataset=data).train()
             files={"requirements.txt": "peft==0.2.0\n"},
         ),
         Good(
-            """import torch
+            """\
+import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_int8_training
 from transformers import LlamaForCausalLM, Trainer
 
@@ -140,7 +142,8 @@ Trainer(model, args, train_dataset=data).train()
 """
         ),
         Good(
-            """import torch
+            """\
+import torch
 from diffusers import UNet2DConditionModel
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
@@ -171,7 +174,8 @@ Trainer(model, args, train_dataset=data).train()
 """
         ),
         Good(
-            """import torch
+            """\
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
 
@@ -193,7 +197,8 @@ def models(args, data):
 """
         ),
         Good(
-            """import torch
+            """\
+import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
 
