@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mpguard.document import Document as Document
     from mpguard.document import Entry as Entry
     from mpguard.document import mp_yaml as mp_yaml
-    from mpguard.document.schemas import accelerate, axolotl, deepspeed
+    from mpguard.document.schemas import accelerate, axolotl, deepspeed, llamafactory
     from mpguard.lint.configs import accelerate_config as accelerate_config
     from mpguard.lint.configs import config_edits as config_edits
     from mpguard.lint.configs import launch_expectations as launch_expectations
@@ -138,7 +138,7 @@ if TYPE_CHECKING:
     from mpguard.targets.settings import ABSENT as ABSENT
     from mpguard.targets.settings import show as show
 
-    accelerate_keys, axolotl_keys, deepspeed_keys = accelerate, axolotl, deepspeed
+    accelerate_keys, axolotl_keys, deepspeed_keys, llamafactory_keys = accelerate, axolotl, deepspeed, llamafactory
     fp8_facts, library_names, trace_facts = fp8, api_names, trace
 
 #: Where each name is defined: module -> names. A test compares this and `_MODULES` with the imports above, which only
@@ -222,6 +222,7 @@ _MODULES = {
     "autocast_cache": "mpguard.lint.facts.domain.autocast_cache",
     "autocast_ops": "mpguard.lint.facts.domain.autocast_ops",
     "axolotl_keys": "mpguard.document.schemas.axolotl",
+    "llamafactory_keys": "mpguard.document.schemas.llamafactory",
     "backends": "mpguard.lint.facts.domain.backends",
     "capabilities": "mpguard.targets.capabilities",
     "config_edits": "mpguard.lint.configs.config_edits",

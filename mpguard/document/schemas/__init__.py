@@ -1,1 +1,1 @@
-"""The keys that accelerate, DeepSpeed and axolotl read: committed tables, compared with the libraries by tests."""
+"""The keys that accelerate, DeepSpeed, axolotl and LLaMA-Factory read: committed tables, compared by tests."""

@@ -13,7 +13,7 @@ from mpguard.policy.dtype import HALF_DTYPES, Dtype
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
-    from mpguard.lint.facts.syntax.records import Record
+    from mpguard.lint.facts.syntax.records import Call, Record
     from mpguard.lint.facts.values.lattice import Alternatives
     from mpguard.lint.project.launch_configs import LaunchConfig
 
@@ -49,6 +49,15 @@ def deepspeed_config(facts: Facts, name: str) -> LaunchConfig | None:
 
     document = facts.project.config_named(facts.path, name)
     return of_deepspeed(document) if document is not None and document.kind == "deepspeed" else None
+
+
+def deepspeed_dict(call: Call, facts: Facts) -> LaunchConfig | None:
+    """Return the DeepSpeed config that a call gets as a dict of the code; None if it is not fully visible."""
+    from mpguard.lint.facts.domain import config_dicts  # imports PyYAML, which most runs over Python do not need
+    from mpguard.lint.project.launch_configs import of_deepspeed
+
+    document = config_dicts.given_to(facts, call)
+    return of_deepspeed(document) if document is not None else None
 
 
 def contradicts(dtype: Dtype, configs: Configs) -> bool:

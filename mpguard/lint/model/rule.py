@@ -181,7 +181,7 @@ class Rule(BaseRule, kind=True):
 class ConfigRule(BaseRule, kind=True):
     """A rule about a config: a file, or a DeepSpeed config that is a dict in Python code.
 
-    kinds: the kinds that it reads (`accelerate`, `deepspeed`, `axolotl`). project: the surroundings of the file.
+    kinds: the kinds that it reads (`accelerate`, `deepspeed`, `axolotl`, `llamafactory`). project: its surroundings.
     """
 
     kinds: ClassVar[tuple[str, ...]]

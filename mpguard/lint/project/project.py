@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mpguard.core import settings, tracked_fs
 from mpguard.core.errors import ConfigError
-from mpguard.lint.project import launch_configs, launch_lines, references, summaries, tree
+from mpguard.lint.project import launch_configs, launch_lines, named_gpu, references, summaries, tree
 from mpguard.lint.project.launch_configs import LaunchConfig
 from mpguard.lint.project.launch_lines import Launch
 from mpguard.lint.project.requirements import Required, required
@@ -111,9 +111,9 @@ class Project:
         return self._by_path.get(path)
 
     def gpu(self, path: str) -> str | None:
-        """Return the GPU that the code runs on (`--gpu`, `[tool.mpguard] gpu`), or None."""
+        """Return the GPU that the code runs on: `--gpu`, `[tool.mpguard] gpu`, or what the project names; or None."""
         with tracked_fs.recording_for(path):
-            return self._gpu or settings.nearest(Path(path)).gpu
+            return self._gpu or settings.nearest(Path(path)).gpu or named_gpu.gpu(path)
 
     def required(self, path: str, package: str) -> Required:
         """Return the versions of a package that the project of a file requires, and the one around its copy."""
@@ -370,6 +370,31 @@ class Project:
         with tracked_fs.recording_for(path):
             top = tree.top_of(Path(path).absolute().parent)
             return not tree.is_project(top) or references.may_ask_for(top, word)
+
+    def drops_option(self, path: str, name: str) -> bool:
+        """True if no code of the project of a file reads an option; outside of a project, it may."""
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(Path(path).absolute().parent)
+            return tree.is_project(top) and not references.may_read_option(top, name)
+
+    def passes_option(self, path: str, name: str) -> bool:
+        """True if a script, config or text of the project of a file passes an option that asks for low precision."""
+        with tracked_fs.recording_for(path):
+            return references.passes_option(tree.top_of(Path(path).absolute().parent), name)
+
+    def gives_unhandled(self, path: str, name: str, value: str) -> bool:
+        """True if a config or script of the project gives an option a value that no code of the project mentions."""
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(Path(path).absolute().parent)
+            given = tree.is_project(top) and references.gives_option(top, name, value)
+            return given and not references.may_handle_value(top, value)
+
+    def unread_keys(self, path: str) -> list[tuple[str, str]]:
+        """Return the configs that a file names with a key for low precision that no code names, each with the key."""
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(file.parent)
+            return references.unread_keys(top, file) if tree.is_project(top) else []
 
     def is_copied_example(self, path: str) -> bool:
         """True if a file is an example of another project, of which its own contains a copy, and does not run it."""

@@ -56,6 +56,41 @@ _BUILDS = re.compile(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
 _USES, _LOOKS_UP, _READS, _ASKS, _CALLS = "use ", "looks up", "reads deepspeed", "asks for ", "calls "
 _WHERE, _SETS, _DERIVES = "where ", "sets ", "derives "
 _RUNS, _UPDATES, _COMPILES, _ALONE = "runs", "updates a scaler", "compiles", "alone"
+_OPTION, _PASSES, _GIVES, _NAMES = "reads option ", "passes option ", "gives option ", "names value "
+_UNREAD = "unread keys"
+#: A line of a YAML or TOML that asks for low precision: indentation, key, value.
+_PRECISION_KEY = re.compile(
+    rb"^([ \t]*)[\"']?((?:use_|enable_)?(?:mixed_precision|fp16|bf16|fp8|amp|allow_tf32|tf32|float32_matmul_precision"
+    rb"|(?:amp|autocast|compute|train|training|mixed|torch|model)_(?:dtype|precision)))[\"']?[ \t]*[:=][ \t]*"
+    rb"[\"']?(?:true|fp16|bf16|fp8|float16|bfloat16|half|16|16-mixed|bf16-mixed|high|medium)\b",
+    re.M | re.I,
+)
+#: Code that hands on a config, or a part of it, without naming its keys.
+_EXPANDS = re.compile(
+    rb"\binstantiate\b|\bLightningCLI\b|HfArgumentParser|TrlParser|\bfrom_dict\(|\bsetattr\(|\bfrom_config\("
+    rb"|\*\*\s*[\w.]*(?:arg|opt|conf|cfg|param|flag|setting|hp)\w*\s*[,)}]"
+)
+#: What only configs of other programs have: accelerate, axolotl, LLaMA-Factory, Lightning's command line, Hydra.
+_OF_OTHERS = re.compile(
+    rb"^[ \t]*(?:compute_environment|distributed_type|base_model|finetuning_type|class_path|_target_|zero_optimization)"
+    rb"[ \t]*:",
+    re.M,
+)
+#: Code that hands on the options of a program as a whole, other than to a log; what reads them there is unknown.
+_LOGGED = re.compile(
+    rb"(?:json\.dumps?|yaml\.\w*dump|print|pprint|wandb\.init|init_trackers|info|log_params|add_text|write)"
+    rb"\((?:[^()\n]|\([^()\n]*\))*?(?:vars\(\w+\)|\w+\.__dict__)"
+)
+_HANDED_ON = re.compile(
+    rb"\bvars\(|\.__dict__|_get_kwargs|\basdict\(|from_argparse_args|add_argparse_args|save_hyperparameters"
+    rb"|\*\*\s*\w*(?:arg|opt|conf|cfg|param|flag)\w*\s*[,)}]|\bgetattr\(\s*[\w.]+\s*,\s*[^\"'\s]"
+    rb"|\b(?:OmegaConf|EasyDict|Munch|megatron|fairseq)\b|\blocals\(\)"
+)
+#: What a config or a command of accelerate has: it reads `mixed_precision` itself.
+_ACCELERATE = re.compile(rb"\b(?:compute_environment|distributed_type|accelerate)\b")
+_ADDED_OPTION = re.compile(rb"(?:\bchoices|\bdefault|\bhelp)\s*=\s*(?:\[[^\]]*\]|\([^)]*\)|[\"'][^\"'\n]*[\"'])")
+#: Values of an option that ask for no low precision.
+_FULL = rb"(?:no|none|fp32|float32|float|32|full|false|0|highest)\b"
 _LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "COPYING")
 #: Folders of a project's examples.
 _EXAMPLES = frozenset({"example", "examples", "research_projects"})
@@ -111,6 +146,36 @@ def may_update_scaler(top: Path, file: Path) -> bool:
     A program with a scaler of its own, which does not use the file, updates that one.
     """
     return _asked(top, file, _UPDATES)
+
+
+def may_read_option(top: Path, name: str) -> bool:
+    """True if code of a project may read an option, as an attribute or an item, or hands on all options at once."""
+    return _asked(top, "", _OPTION + name)
+
+
+def passes_option(top: Path, name: str) -> bool:
+    """True if a script, config or text of a project passes an option, with a value that asks for low precision."""
+    return _asked(top, "", _PASSES + name)
+
+
+def gives_option(top: Path, name: str, value: str) -> bool:
+    """True if a config or script of a project gives an option this value, in a file that is not accelerate's."""
+    return _asked(top, "", f"{_GIVES}{name} {value}")
+
+
+def may_handle_value(top: Path, value: str) -> bool:
+    """True if code of a project contains a string, other than among the choices or as the default of an option."""
+    return _asked(top, "", _NAMES + value)
+
+
+def unread_keys(top: Path, file: Path) -> list[tuple[str, str]]:
+    """Return the configs (YAML, TOML) of a project with a key for low precision that its code nowhere names.
+
+    Each with the key. Only configs that a file names; none if code may read keys without naming them.
+    """
+    found = tracked_fs.answered("referenced", answer, state, (str(top), str(file), _UNREAD))
+    pairs = [each.rpartition(":") for each in found] if isinstance(found, list) else []
+    return [(config, key) for config, _, key in pairs]
 
 
 def may_compile(top: Path) -> bool:
@@ -180,6 +245,21 @@ def answer(top: str, file: str, question: str) -> bool | list[str]:
             return any(_COMPILE.search(_content(each)) for each in files)
         if question == _UPDATES:
             return any(_updates(each, file) for each in files if each != file and each.endswith(PYTHON))
+        if question.startswith(_OPTION):
+            option = re.escape(question.removeprefix(_OPTION).encode())
+            return any(_reads_option(each, option) for each in files if each.endswith((*PYTHON, NOTEBOOK)))
+        if question.startswith(_PASSES):
+            flag = question.removeprefix(_PASSES).encode().replace(b"_", b"[_-]")
+            passed = re.compile(rb"(?i)--%s(?![\w-])(?![\s=]*[\"']?%s)" % (flag, _FULL))
+            return any(passed.search(_content(each)) for each in files if not each.endswith(PYTHON))
+        if question == _UNREAD:
+            return _unread_keys(files, _content(file))
+        if question.startswith(_GIVES):
+            return _gives(question.removeprefix(_GIVES).encode(), files)
+        if question.startswith(_NAMES):
+            named = re.compile(rb"[\"']%s[\"']" % re.escape(question.removeprefix(_NAMES).encode()))
+            code = [_content(each) for each in files if each.endswith((*PYTHON, NOTEBOOK))]
+            return any(named.search(_ADDED_OPTION.sub(b"", each)) for each in code)
         if question.startswith(_CALLS):
             method = question.removeprefix(_CALLS).encode()
             return any(_may_call(each, method) for each in files if each != file)
@@ -294,6 +374,59 @@ def _may_set(user: str, attribute: bytes) -> bool:
     return bool(
         re.search(rb"\.%s\b[^\n=]*(?<![=!<>])=(?!=)|\bas[ \t]+[\w.]+\.%s\b" % (word, word), data)
         or re.search(rb"\\?[\"']%s\\?[\"']" % word, data)
+    )
+
+
+def _unread_keys(files: list[str], names: bytes) -> list[str]:
+    """Return `FILE:KEY` for the keys of `unread_keys`; names: code that contains the names of the configs."""
+    configs = [(each, _content(each)) for each in files if each.endswith((".yaml", ".yml", ".toml"))]
+    wanted = [(each, data) for each, data in configs if _PRECISION_KEY.search(data) and not _OF_OTHERS.search(data)]
+    code = b"\n".join(stripped(_content(each)) for each in files if each.endswith(PYTHON)) if wanted else b""
+    if not code or _EXPANDS.search(code) or any(each.endswith(NOTEBOOK) for each in files):
+        return []
+    found = []
+    for file, data in wanted:
+        if os.path.basename(file).encode() not in names:
+            continue
+        for place in _PRECISION_KEY.finditer(data):
+            section = _section(data[: place.start()], len(place[1]))
+            key = re.escape(place[2])
+            handed = section and re.search(rb"\*\*[^,)\n]*[\[.][\"']?%s\b" % re.escape(section), code)
+            if not handed and not re.search(rb"\b%s\b" % key, code):
+                found.append(f"{file}:{place[2].decode()}")
+    return found
+
+
+def _section(before: bytes, indentation: int) -> bytes:
+    """Return the last key before a line that is less indented; empty at the top level."""
+    above = re.findall(rb"^([ \t]*)[\"']?([\w-]+)[\"']?[ \t]*:[ \t]*$", before, re.M)
+    return next((key for spaces, key in reversed(above) if len(spaces) < indentation), b"")
+
+
+def _gives(asked: bytes, files: list[str]) -> bool:
+    """True if one of the files that are no code or text gives an option a value; asked: the option and the value."""
+    option, _, value = asked.partition(b" ")
+    given = re.compile(
+        rb"(?:^|[\s\"',{-])%s[\"']?(?:[ \t]*[:=][ \t]*|[ \t]+)[\"']?%s(?![\w-])"
+        % (option.replace(b"_", b"[_-]"), re.escape(value)),
+        re.M,
+    )
+    for file in files:
+        data = b"" if file.endswith((*PYTHON, NOTEBOOK, *MARKDOWN)) else _content(file)
+        if given.search(data) and not _ACCELERATE.search(data):
+            return True
+    return False
+
+
+def _reads_option(file: str, name: bytes) -> bool:
+    """True if a file may read an option of this name; `torch.amp` is none."""
+    data = _content(file)
+    code = stripped(data) if file.endswith(PYTHON) else data
+    return (
+        re.search(rb"(?<!torch)(?<!cuda)(?<!apex)\.\s*%s\b" % name, code) is not None
+        or re.search(rb"(?:\bgetattr\([^()]*,|\bhasattr\([^()]*,|\[|\.(?:get|pop)\()\s*\\?[\"']%s\\?[\"']" % name, code)
+        is not None
+        or _HANDED_ON.search(_LOGGED.sub(b"", code)) is not None
     )
 
 

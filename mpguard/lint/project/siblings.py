@@ -45,7 +45,7 @@ def flagged(option: str, launches: Iterable[tuple[str, Launch]]) -> bool:
 
 @cached_per_run
 def _code(folder: Path) -> tuple[bytes, ...]:
-    return tuple(stripped(data) for _, data in _files(folder, (".py",), LARGEST))
+    return tuple(stripped(data) for _, data in files(folder, (".py",), LARGEST))
 
 
 def naming(path: str) -> list[Document]:
@@ -70,11 +70,11 @@ def naming(path: str) -> list[Document]:
 def _launch_configs(folder: Path) -> tuple[Path, ...]:
     """Return the YAML files of a folder that mention a DeepSpeed file."""
     return tuple(
-        path for path, data in _files(folder, (".yaml", ".yml"), LARGEST_CONFIG) if b"deepspeed_config_file" in data
+        path for path, data in files(folder, (".yaml", ".yml"), LARGEST_CONFIG) if b"deepspeed_config_file" in data
     )
 
 
-def _files(folder: Path, endings: tuple[str, ...], largest: int) -> Iterator[tuple[Path, bytes]]:
+def files(folder: Path, endings: tuple[str, ...], largest: int) -> Iterator[tuple[Path, bytes]]:
     """Yield the first files of a folder with one of some suffixes, and their contents; not those that are too large."""
     left = MOST_FILES
     for path in (folder / name for name in tracked_fs.list_names(folder, endings)):

@@ -18,6 +18,7 @@ from mpguard.document.nodes import MAX_DEPTH, Node, Pair
 from mpguard.document.schemas.deepspeed import KEYS, SECTIONS
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS
+from mpguard.lint.facts.values.api_names import TRL_CONFIGS
 from mpguard.lint.facts.values.lattice import Constant
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ _COMMON_KEY, _PRECISION_SECTIONS = "train_batch_size", frozenset({"bf16", "fp16"
 #: Callables that take a config: the last name -> the names of the argument, and its position.
 _CONFIG_ARGUMENTS: dict[str, tuple[tuple[str, ...], int | None]] = {
     "initialize": (("config", "config_params"), None),
-    "TrainingArguments": (("deepspeed",), None),
-    "Seq2SeqTrainingArguments": (("deepspeed",), None),
+    **dict.fromkeys(("TrainingArguments", "Seq2SeqTrainingArguments", *TRL_CONFIGS), (("deepspeed",), None)),
     "DeepSpeedPlugin": (("hf_ds_config",), 0),
     "HfDeepSpeedConfig": (("config_file_or_dict",), 0),
     "HfTrainerDeepSpeedConfig": (("config_file_or_dict",), 0),

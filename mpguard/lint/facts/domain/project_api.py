@@ -29,7 +29,7 @@ class ProjectApi(Protocol):
         """Return the role that `training-paths` and `inference-paths` declare for a file, or None."""
 
     def gpu(self, path: str) -> str | None:
-        """Return the GPU that the settings declare for a file: a name (`h100`) or a capability (`sm_90`), or None."""
+        """Return the GPU that is declared or named for a file: a name (`h100`) or a capability (`sm_90`), or None."""
 
     def required(self, path: str, package: str) -> Required:
         """Return the versions of a package that the project of a file requires."""
@@ -90,6 +90,18 @@ class ProjectApi(Protocol):
 
     def asks_for(self, path: str, word: str) -> bool:
         """True if a script, config or text of the project contains a word; outside of a project that is unknown."""
+
+    def drops_option(self, path: str, name: str) -> bool:
+        """True if no code of the project of a file reads an option; outside of a project, it may."""
+
+    def passes_option(self, path: str, name: str) -> bool:
+        """True if a script, config or text of the project of a file passes an option that asks for low precision."""
+
+    def gives_unhandled(self, path: str, name: str, value: str) -> bool:
+        """True if a config or script of the project gives an option a value that no code of the project mentions."""
+
+    def unread_keys(self, path: str) -> list[tuple[str, str]]:
+        """Return the configs that a file names with a key for low precision that no code names, each with the key."""
 
     def deepspeed_config_read(self, path: str) -> bool:
         """True if something in the project may read the DeepSpeed config that a file is, or contains."""
@@ -169,6 +181,18 @@ class NoProject:
 
     def asks_for(self, path: str, word: str) -> bool:  # noqa: ARG002
         return True
+
+    def drops_option(self, path: str, name: str) -> bool:  # noqa: ARG002
+        return False
+
+    def passes_option(self, path: str, name: str) -> bool:  # noqa: ARG002
+        return False
+
+    def gives_unhandled(self, path: str, name: str, value: str) -> bool:  # noqa: ARG002
+        return False
+
+    def unread_keys(self, path: str) -> list[tuple[str, str]]:  # noqa: ARG002
+        return []
 
     def deepspeed_config_read(self, path: str) -> bool:  # noqa: ARG002
         return True

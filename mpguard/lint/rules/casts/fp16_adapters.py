@@ -2,9 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import libcst as cst
+
 from mpguard.lint import (
     Bad,
     Call,
+    Constant,
     Diagnostic,
     Dtype,
     Event,
@@ -18,34 +21,47 @@ from mpguard.lint import (
     python_edits,
 )
 
+#: The version of peft since which `prepare_model_for_int8_training` makes FP16 parameters FP32.
+_PREPARES = (0, 3)
 _QUANTIZES = frozenset({"quantization_config", "load_in_8bit", "load_in_4bit"})
 
 
 class Fp16Adapters(Rule):
-    """Adapters of an FP16 model are created in FP16: `autocast_adapter_dtype=False`.
+    """The parameters of an adapter that train are FP16, like the model that it is added to.
 
     ## What it does
-    Reports `get_peft_model(model, ..., autocast_adapter_dtype=False)`, and `PeftModel.from_pretrained` with it and
-    `is_trainable=True`, for a model that the file loads or casts in FP16.
+    Reports, for a model that the file loads or casts in FP16 and trains:
+
+    - `get_peft_model(model, ..., autocast_adapter_dtype=False)`, and `PeftModel.from_pretrained` with it and
+      `is_trainable=True`;
+    - `model.add_adapter(LoraConfig(...))` of transformers and diffusers;
+    - `get_peft_model` with a config that has `modules_to_save`: the embeddings, the head.
 
     ## Why is this bad
-    peft keeps adapters of an FP16 or BF16 model in FP32, unless this argument is False. FP16 parameters have FP16
-    gradients, which the GradScaler refuses: "Attempting to unscale FP16 gradients" (peft 0.21, torch 2.13, observed).
+    `get_peft_model` makes adapters of an FP16 or BF16 model FP32, unless the argument is False. `add_adapter` does not,
+    and copies of `modules_to_save` keep the dtype of the model. FP16 parameters have FP16 gradients, which the
+    GradScaler refuses: "Attempting to unscale FP16 gradients" (peft 0.21, transformers 5.23, torch 2.13, observed).
     Without a scaler they underflow.
 
     ## Fix safety
     Safe: without the argument the adapters are FP32, which costs little memory.
 
     ## Known limits
-    Not reported: quantized models, whose adapters are FP32 anyway, models from other files, files without training, and
-    adapters that `float()` casts afterwards.
+    Not reported: adapters of quantized models, which are FP32 anyway, models from other files, files without training,
+    and files that cast to FP32 or call `prepare_model_for_kbit_training`, which does. (Before peft 0.3
+    `prepare_model_for_int8_training` did not.)
     """
 
     code, name = "MPG112", "fp16-adapters"
     severity = "error"
-    message = "the adapters that are trained are FP16, like the model: GradScaler cannot unscale their gradients"
+    _scaler = "GradScaler cannot unscale their gradients"
+    message = f"the adapters that are trained are FP16, like the model: {_scaler}"
+    _cast = "cast the parameters that require gradients to FP32 afterwards (`param.data = param.data.float()`)"
     help = "remove `autocast_adapter_dtype=False`"
-    triggers = (any_of(b"autocast_adapter_dtype"), any_of(b"float16", b".half", b"fp16"))
+    triggers = (
+        any_of(b"autocast_adapter_dtype", b"add_adapter(", b"modules_to_save"),
+        any_of(b"float16", b".half", b"fp16"),
+    )
     examples = (
         Bad(
             """\
@@ -66,6 +82,119 @@ model = AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=torch.float16)
 model = get_peft_model(model, LoraConfig(r=8))
 Trainer(model, args, train_dataset=data).train()
 """,
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+
+QLORA = False
+
+def load(name):
+    config = LoraConfig(r=8, target_modules="all-linear")
+    quantization = BitsAndBytesConfig(load_in_4bit=True) if QLORA else None
+    model = AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.float16, quantization_config=quantization)
+    model.add_adapter(config)  # !
+    return model
+
+def train(name, loader):
+    model = load(name)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    accelerator = Accelerator(mixed_precision="fp16")
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        accelerator.backward(model(x).loss)
+        optimizer.step()
+
+def new_tokens(tokenizer, data):
+    model = AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=torch.float16, load_in_8bit=True)
+    model.resize_token_embeddings(len(tokenizer))
+    config = LoraConfig(r=8, modules_to_save=["embed_tokens", "lm_head"])
+    model = get_peft_model(model, config)  # !
+    Trainer(model, TrainingArguments("out", fp16=True), train_dataset=data).train()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_int8_training
+from transformers import LlamaForCausalLM, Trainer
+
+model = LlamaForCausalLM.from_pretrained("llama", load_in_8bit=True, torch_dtype=torch.float16)
+model = prepare_model_for_int8_training(model)
+model = get_peft_model(model, LoraConfig(r=8, modules_to_save=["lm_head"]))  # !
+Trainer(model, args, train_dataset=data).train()
+""",
+            files={"requirements.txt": "peft==0.2.0\n"},
+        ),
+        Good(
+            """\
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_int8_training
+from transformers import LlamaForCausalLM, Trainer
+
+model = LlamaForCausalLM.from_pretrained("llama", load_in_8bit=True, torch_dtype=torch.float16)
+model = prepare_model_for_int8_training(model)
+model = get_peft_model(model, LoraConfig(r=8, modules_to_save=["lm_head"]))
+Trainer(model, args, train_dataset=data).train()
+"""
+        ),
+        Good(
+            """\
+import torch
+from diffusers import UNet2DConditionModel
+from diffusers.training_utils import cast_training_params
+from peft import LoraConfig
+
+def main(accelerator, loader):
+    unet = UNet2DConditionModel.from_pretrained("sd", torch_dtype=torch.float16)
+    unet.add_adapter(LoraConfig(r=4))
+    cast_training_params(unet, dtype=torch.float32)
+    optimizer = torch.optim.AdamW([p for p in unet.parameters() if p.requires_grad])
+    unet, optimizer = accelerator.prepare(unet, optimizer)
+    for x in loader:
+        accelerator.backward(unet(x).mean())
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, Trainer
+
+model = AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=torch.float16)
+model.add_adapter(LoraConfig(r=8))
+for param in model.parameters():
+    if param.requires_grad:
+        param.data = param.data.float()
+Trainer(model, args, train_dataset=data).train()
+"""
+        ),
+        Good(
+            """\
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
+
+def models(args, data):
+    plain = AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=torch.float16)
+    plain = get_peft_model(plain, LoraConfig(r=8, modules_to_save=None))
+    Trainer(plain, args, train_dataset=data).train()
+    full = AutoModelForCausalLM.from_pretrained("gpt2")
+    full.add_adapter(LoraConfig(r=8, modules_to_save=["lm_head"]))
+    Trainer(full, args, train_dataset=data).train()
+    four = AutoModelForCausalLM.from_pretrained(
+        "gpt2", torch_dtype=torch.float16, quantization_config=BitsAndBytesConfig(load_in_4bit=True)
+    )
+    four.add_adapter(LoraConfig(r=8))
+    Trainer(four, args, train_dataset=data).train()
+    half = AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=torch.float16)
+    half.add_adapter("bottleneck")
+    Trainer(half, args, train_dataset=data).train()
+"""
         ),
         Good(
             """\
@@ -101,10 +230,38 @@ def models(config, flag):
             given = call.keywords.get("autocast_adapter_dtype")
             if given is None or constant(given) != (False,) or not self._trains(call, facts):
                 continue
-            source = self._half(call, facts)
+            source = self._half(call.argument(0, "model"), call, facts)
             if source is not None:
                 fix = Fix("Create them in FP32", "safe", (python_edits.without_argument(call, given),))
                 yield self.at(call, notes=(Note("FP16 here", source.span),), fix=fix)
+        for call in (*facts.calls.get("add_adapter", ()), *facts.calls.get("get_peft_model", ())):
+            added = call.name == "add_adapter"
+            config = self._config(call.argument(0 if added else 1, "adapter_config", "peft_config"), call, facts)
+            if config is None or facts.is_inference(call) or not facts.any_training or self._upcasts(facts):
+                continue
+            saved = config.keywords.get("modules_to_save")
+            if not added and (not isinstance(saved, (cst.List, cst.Tuple)) or not saved.elements):
+                continue
+            source = self._half(call.receiver if added else call.argument(0, "model"), call, facts, added)
+            if source is not None:
+                what = None if added else "the copies of `modules_to_save` are FP16, like the model: " + self._scaler
+                yield self.at(call, message=what, help=self._cast, notes=(Note("FP16 here", source.span),))
+
+    def _config(self, node: cst.BaseExpression | None, at: Call, facts: Facts) -> Call | None:
+        """Return the only call that makes a config of peft, if an expression is one."""
+        found = [each for each in facts.flow.backward(node, at, depth=2) if isinstance(each, Call)] if node else []
+        made = [each for each in found if facts.called_path(each).startswith("peft.")]
+        return made[0] if len(made) == 1 and made[0].name.endswith("Config") else None
+
+    def _upcasts(self, facts: Facts) -> bool:
+        """True if the file casts something to FP32 that may be the adapter, or prepares the model for it."""
+        old = facts.required("peft").before(_PREPARES)
+        prepares = ("prepare_model_for_kbit_training", *(() if old else ("prepare_model_for_int8_training",)))
+        if any(facts.calls.get(name) for name in (*prepares, "cast_training_params")):
+            return True
+        if any(call.receiver is not None for call in facts.calls.get("float", ())):
+            return True
+        return any(Dtype.FP32 in {dtype for _, dtype in each.dtypes} for each in facts.events("cast"))
 
     def _trains(self, call: Call, facts: Facts) -> bool:
         upcast = any(e.order > call.order and e.scope is call.scope for e in facts.calls.get("float", ()))
@@ -112,13 +269,19 @@ def models(config, flag):
             return False
         return call.name == "get_peft_model" or constant(call.keywords.get("is_trainable")) == (True,)
 
-    def _half(self, call: Call, facts: Facts) -> Event | None:
+    def _half(
+        self, model: cst.BaseExpression | None, call: Call, facts: Facts, not_quantized: bool = True
+    ) -> Event | None:
         """Return the load or cast that makes the model FP16."""
-        model = call.argument(0, "model")
         if model is None:
             return None
         records = set(facts.flow.backward(model, call))
         found = [each for kind in ("load", "cast") for each in facts.events(kind) if each.call in records]
-        if any(_QUANTIZES & set(each.call.keywords) for each in found):
+        if not_quantized and any(self._is_quantized(each, facts) for each in found):
             return None
         return next((each for each in found if {dtype for _, dtype in each.dtypes} == {Dtype.FP16}), None)
+
+    def _is_quantized(self, load: Event, facts: Facts) -> bool:
+        given = [load.call.keywords[key] for key in _QUANTIZES & set(load.call.keywords)]
+        values = [each.atom for node in given for each in facts.evaluate(node, load.call)]
+        return not all(isinstance(each, Constant) and not each.value for each in values)

@@ -22,10 +22,20 @@ from mpguard.lint import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mpguard.lint import Document
+    from mpguard.lint import Document, Entry
 
 #: Parsers that make `TrainingArguments` of the command line.
 _PARSERS = re.compile(rb"\b(?:HfArgumentParser|TrlParser|parse_args_into_dataclasses)\b")
+_ARGUMENTS = re.compile(rb"\b(?:Seq2Seq)?TrainingArguments\b")
+#: What may give a script's `TrainingArguments` other defaults: a setting of its own, or a class of another module.
+_OTHER_DEFAULTS = re.compile(
+    rb"\b(?:bf16|fp16)(?:_full_eval)?[\"']?\s*(?::|=(?!=))|\btrl\b|\bset_defaults\b"
+    rb"|\bfrom\s+(?!transformers\b)[\w.]+\s+import\s+(?:\([^)]*?|[^(\n]*?)(?:\w*Arg(?:ument)?s\b|\*)"
+)
+#: Switches of the Trainer that are mostly passed without a value: a variable after one may hold any options.
+_SWITCH = re.compile(r"--(?:do_|overwrite_)")
+#: Options that name a file of further options.
+_ARGUMENT_FILE = re.compile(r"--[\w-]*(?:config|args)(?:[_-]?(?:file|path))?(?:=|$)")
 _TRUE, _FALSE = frozenset({"true", "yes", "1", "t", "y"}), frozenset({"false", "no", "0", "f", "n"})
 _MODES = ("fp16", "bf16")
 
@@ -36,23 +46,25 @@ class LaunchFlagsAgainstConfig(LaunchRule):
     ## What it does
     Reports `--fp16` and `--bf16` of a script that parses `TrainingArguments` (`HfArgumentParser`, `TrlParser`) if the
     DeepSpeed file (`--deepspeed ds.json`), the accelerate config (`--config_file`) or `--mixed_precision` on the same
-    line has another precision; and both flags together.
+    line has another precision, or the DeepSpeed file switches that one off; both flags together; and a line with
+    neither flag whose DeepSpeed file enables one of them.
 
     ## Why is this bad
     With a DeepSpeed file the run stops ("Please correct the following DeepSpeed config values that mismatch
-    TrainingArguments values"). With accelerate the flag silently wins, and FP8 of the config is off. With both flags
+    TrainingArguments values"): the flags are compared, and neither `--torch_dtype` nor `auto_cast` counts. With
+    accelerate the flag silently wins, and FP8 of the config is off. With both flags
     TrainingArguments raise "At most one of fp16 and bf16 can be True" (transformers 5.23).
 
     ## Known limits
     The script must be in the tree and contain the parser. Values from variables are unknown, and a config with `no` or
-    `auto` is not compared.
+    `auto` is not compared. A line without a flag is compared if the script gives `TrainingArguments` no other defaults.
     """
 
     code, name = "MPG867", "launch-flags-against-config"
     severity = "error"
     message = "`{flag}`, but {what}"
     help = "set the precision in one place"
-    triggers = (any_of(b"--bf16", b"--fp16"),)
+    triggers = (any_of(b"--bf16", b"--fp16", b"--deepspeed"),)
     examples = (
         Bad(
             """\
@@ -65,6 +77,47 @@ accelerate launch --mixed_precision fp16 train.py --bf16 --output_dir out  # !
             files={"train.py": "from transformers import HfArgumentParser, TrainingArguments\n",
                    "ds.json": '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}',
                    "fp8.yaml": "distributed_type: FSDP\nmixed_precision: fp8\n"},
+        ),
+        Bad(
+            """\
+deepspeed pkg/train.py --model_name_or_path $MODEL --train_file data.json --deepspeed bf16.json  # !
+torchrun --nproc_per_node 2 pkg/train.py --do_train --torch_dtype float16 --deepspeed fp16.json  # !
+deepspeed pkg/train.py --bf16 False --deepspeed=bf16.json  # !
+deepspeed pkg/train.py --fp16 --deepspeed off.json  # !
+""",
+            name="run.sh",
+            files={"pkg/train.py": "from dataclasses import dataclass, field\n\nimport transformers\n\n"
+                   "from pkg.data import Collator\n\n@dataclass\n"
+                   "class TrainingArguments(transformers.TrainingArguments):\n    cutoff: int = field(default=512)\n\n"
+                   "parser = transformers.HfArgumentParser(TrainingArguments)\n"
+                   "(args,) = parser.parse_args_into_dataclasses()\nmultiple = 8 if args.fp16 else None\n",
+                   "bf16.json": '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}',
+                   "off.json": '{"fp16": {"enabled": false}, "zero_optimization": {"stage": 2}}',
+                   "fp16.json": '{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}'},
+        ),
+        Good(
+            """\
+deepspeed train.py --bf16_full_eval --deepspeed bf16.json
+deepspeed train.py --deepspeed bf16.json $EXTRA
+deepspeed train.py --do_train "$@" --deepspeed bf16.json
+deepspeed train.py --deepspeed bf16.json --config args.yaml
+deepspeed train.py --deepspeed auto.json
+deepspeed train.py --deepspeed $CONFIG
+deepspeed default.py --deepspeed bf16.json
+deepspeed other.py --deepspeed bf16.json
+deepspeed trl_sft.py --deepspeed bf16.json
+deepspeed own.py --deepspeed bf16.json
+""",
+            name="run.sh",
+            files={"train.py": "from transformers import HfArgumentParser, TrainingArguments\n",
+                   "default.py": "from transformers import HfArgumentParser, TrainingArguments\n\n"
+                   "class Settings(TrainingArguments):\n    bf16: bool = True\n",
+                   "other.py": "from transformers import HfArgumentParser, TrainingArguments\n"
+                   "from config import (\n    DataArguments,\n    TrainArgs,\n)\n",
+                   "trl_sft.py": "from transformers import HfArgumentParser, TrainingArguments\nimport trl\n",
+                   "own.py": "from transformers import HfArgumentParser\n",
+                   "bf16.json": '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}',
+                   "auto.json": '{"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}'},
         ),
         Good(
             """\
@@ -88,18 +141,58 @@ deepspeed train.py --fp16 --deepspeed other.json
         for launch in launches:
             flags = {mode: found for mode in _MODES if (found := self._flag(launch, f"--{mode}")) is not None}
             on = [mode for mode, (_, value) in flags.items() if value is True]
-            if not on or not self._parses_arguments(launch):
+            if any(value is None for _, value in flags.values()) or not self._parses_arguments(launch):
                 continue
-            word, _ = flags[on[-1]]
             if len(on) > 1:
-                notes = (Note("the other flag", flags[on[0]][0].span),)
+                word, other = flags[on[-1]][0], flags[on[0]][0]
+                notes = (Note("the other flag", other.span),)
                 yield self.at(word, flag=word.text, what=f"`--{on[0]}` is on too: the run stops", notes=notes)
-            elif len(on) == len([value for _, value in flags.values() if value is not False]):
-                configured = self._configured(launch)
-                if configured is not None and configured[0] != on[0]:
-                    mode, place, effect = configured
-                    notes = (Note(f"it sets `{mode}`", place.span),)
-                    yield self.at(word, flag=word.text, what=f"the config sets `{mode}`: {effect}", notes=notes)
+            elif on:
+                yield from self._against_config(launch, on[0], flags[on[0]][0])
+            else:
+                yield from self._without_flag(launch)
+
+    def _against_config(self, launch: Launch, mode: str, word: Word) -> Iterator[Diagnostic]:
+        configured = self._configured(launch)
+        if configured is not None and configured[0] != mode:
+            wanted, place, effect = configured
+            notes = (Note(f"it sets `{wanted}`", place.span),)
+            yield self.at(word, flag=word.text, what=f"the config sets `{wanted}`: {effect}", notes=notes)
+        elif (named := launch.argument("--deepspeed")) is not None and not launch.hidden:
+            entry = self._entry(named[1], f"{mode}.enabled", launch)
+            if entry is not None and entry.value is False:
+                notes = (Note(f"it switches `{mode}` off", named[1].span),)
+                yield self.at(
+                    word, flag=word.text, what=f"the config switches `{mode}` off: the run stops", notes=notes
+                )
+
+    def _without_flag(self, launch: Launch) -> Iterator[Diagnostic]:
+        """Report a line with neither flag whose DeepSpeed file enables one."""
+        named = launch.argument("--deepspeed")
+        if named is None or named[1].text is None or not self._is_known(launch):
+            return
+        for mode in _MODES:
+            entry = self._entry(named[1], f"{mode}.enabled", launch)
+            if entry is not None and entry.value is True:
+                what = f"it enables `{mode}`, and the line has no `--{mode}`: the run stops"
+                help = f'pass `--{mode} True`, or write `"enabled": "auto"` in the DeepSpeed file'
+                yield self.at(named[1], flag=f"--deepspeed {named[1].text}", what=what, help=help)
+
+    def _is_known(self, launch: Launch) -> bool:
+        """True if all options of a line are visible, and `TrainingArguments` have the defaults of the library."""
+        before = ""
+        for word in launch.arguments:
+            text = word.text or ""
+            is_value = before.startswith("--") and "=" not in before
+            if (not text and (not is_value or _SWITCH.match(before))) or "_full_eval" in text:
+                return False
+            if text.endswith((".yaml", ".yml", ".json")) and not text.startswith("--") and not is_value:
+                return False
+            if _ARGUMENT_FILE.match(text):
+                return False
+            before = text
+        script = self._script(launch)
+        return _ARGUMENTS.search(script) is not None and _OTHER_DEFAULTS.search(script) is None
 
     def _flag(self, launch: Launch, name: str) -> tuple[Word, bool | None] | None:
         """Return a switch of the script and its value; None for an unknown value, and without the switch."""
@@ -116,12 +209,21 @@ deepspeed train.py --fp16 --deepspeed other.json
         return None
 
     def _parses_arguments(self, launch: Launch) -> bool:
+        return _PARSERS.search(self._script(launch)) is not None
+
+    def _script(self, launch: Launch) -> bytes:
+        """Return the content of the script; empty if it is not in the tree."""
         name = launch.script.text if launch.script is not None and not launch.module else None
         script = self.project.named_in(name, launch.path) if name else None
         try:
-            return script is not None and _PARSERS.search(tracked_fs.read(script)) is not None
+            return tracked_fs.read(script) if script is not None else b""
         except OSError:
-            return False
+            return b""
+
+    def _entry(self, word: Word, key: str, launch: Launch) -> Entry | None:
+        """Return an entry of the DeepSpeed file that a word names."""
+        document = self._read(word, launch)
+        return document.entry(key) if document is not None and document.kind == "deepspeed" else None
 
     def _configured(self, launch: Launch) -> tuple[str, Word, str] | None:
         """Return the precision of the config on the line, the word that names it, and what happens otherwise."""

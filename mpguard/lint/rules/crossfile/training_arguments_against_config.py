@@ -2,10 +2,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Constant, Diagnostic, Event, Facts, Good, Rule, any_of, launch_expectations
+from mpguard.lint import (
+    Bad,
+    Constant,
+    Diagnostic,
+    Event,
+    Facts,
+    Good,
+    LaunchConfig,
+    Rule,
+    any_of,
+    launch_expectations,
+    library_names,
+)
 
-#: The settings of TRL's trainers, in which `bf16` is on unless `fp16` is; and the version since when.
-_BF16_BY_DEFAULT = frozenset({"SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig"})
+#: The version of TRL since which `bf16` is on unless `fp16` is.
 _SINCE = (0, 20)
 _MODES = {"fp16", "bf16", "fp8"}
 
@@ -15,8 +26,8 @@ class TrainingArgumentsAgainstConfig(Rule):
 
     ## What it does
     Compares the precision of `TrainingArguments`, and of the classes that derive from it (`SFTConfig`, `DPOConfig`,
-    `Seq2SeqTrainingArguments`, ...), with the DeepSpeed file that they name (`deepspeed="ds.json"`), else with the
-    launch configs of the script. TRL's settings are BF16 unless `fp16` or `bf16` is given.
+    `Seq2SeqTrainingArguments`, ...), with the DeepSpeed file or dict that they get (`deepspeed="ds.json"`), else with
+    the launch configs of the script. TRL's settings are BF16 unless `fp16` or `bf16` is given.
 
     ## Why is this bad
     The Trainer uses the launcher's `mixed_precision` only if neither `fp16` nor `bf16` is set; otherwise it silently
@@ -79,6 +90,49 @@ config = SFTConfig(output_dir="out")  # !
 """,
             files={"mp.yaml": "distributed_type: FSDP\nmixed_precision: fp8\n"},
         ),
+        Bad(
+            """\
+from transformers import TrainingArguments
+from trl import SFTConfig
+
+DS = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+
+def ds_config(lr, steps):
+    return {
+        "fp16": {"enabled": True, "loss_scale": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": lr}},
+        "zero_optimization": {"stage": 2},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": steps}},
+    }
+
+def main(args):
+    config = SFTConfig(output_dir="out", deepspeed=ds_config(args.lr, 10), learning_rate=args.lr)  # !
+    other = TrainingArguments("out", fp16=True, deepspeed=DS)  # !
+    right = SFTConfig(output_dir="out", fp16=True, deepspeed=ds_config(args.lr, 10))
+""",
+        ),
+        Good(
+            """\
+from trl import SFTConfig
+
+def ds_config(fp16):
+    config = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    config["fp16"]["enabled"] = fp16
+    return config
+
+off = SFTConfig(output_dir="out", deepspeed=ds_config(False))
+""",
+            files={"requirements.txt": "trl==0.24\n"},
+        ),
+        Good(
+            """\
+from trl import SFTConfig
+
+DS = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+old = SFTConfig(output_dir="out", deepspeed=DS)
+""",
+            files={"requirements.txt": "trl==0.12\n"},
+        ),
         Good(
             """\
 from transformers import TrainingArguments
@@ -128,8 +182,7 @@ args = TrainingArguments("out", bf16=True)
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         launched = launch_expectations.configs(facts)
         for arguments in facts.events("arguments"):
-            named = self._text(arguments, "deepspeed", facts)
-            config = launch_expectations.deepspeed_config(facts, named) if named else None
+            config = self._deepspeed(arguments, facts)
             configs = launched if config is None else (config,)
             option = self._option(arguments, facts)
             if (
@@ -158,18 +211,21 @@ args = TrainingArguments("out", bf16=True)
         """Return the option that is definitely on: the only one that is True, or `bf16` by TRL's default."""
         call = arguments.call
         given = [option for option in ("fp16", "bf16") if option in call.keywords]
-        if not given and call.name in _BF16_BY_DEFAULT and not call.starred:
+        if not given and call.name in library_names.TRL_CONFIGS and not call.starred:
             old = facts.required("trl").before(_SINCE)
             return None if old or not facts.called_path(call).startswith("trl.") else "bf16"
         options = [option for option in given if self._is_true(arguments, option, facts)]
         return options[0] if len(options) == 1 else None
 
-    def _text(self, arguments: Event, name: str, facts: Facts) -> str | None:
-        """Return the text that an argument is in every case; None if it is none or unknown."""
-        given = arguments.call.keywords.get(name)
-        values = facts.evaluate(given, arguments.call) if given is not None else ()
-        atom = values[0].atom if len(values) == 1 else None
-        return atom.value if isinstance(atom, Constant) and isinstance(atom.value, str) else None
+    def _deepspeed(self, arguments: Event, facts: Facts) -> LaunchConfig | None:
+        """Return the DeepSpeed config that the arguments name, or are given as a dict; None if it is not known."""
+        given = arguments.call.keywords.get("deepspeed")
+        if given is None:
+            return None
+        atoms = [each.atom for each in facts.evaluate(given, arguments.call)]
+        if len(atoms) == 1 and isinstance(atoms[0], Constant) and isinstance(atoms[0].value, str):
+            return launch_expectations.deepspeed_config(facts, atoms[0].value)
+        return launch_expectations.deepspeed_dict(arguments.call, facts)
 
     def _is_true(self, arguments: Event, option: str, facts: Facts) -> bool:
         given = arguments.call.keywords.get(option)

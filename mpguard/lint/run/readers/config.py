@@ -1,4 +1,4 @@
-"""YAML and JSON: configs of accelerate, DeepSpeed and axolotl. Most YAML and JSON is neither, and is skipped."""
+"""Configs of accelerate, DeepSpeed, axolotl and LLaMA-Factory. Most YAML and JSON is neither, and is skipped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGEST_FOUND = 256 << 10
 _CONFIG_LIKE = re.compile(
     rb"(?:^|[{,])[ \t]*[\"']?(?:compute_environment|distributed_type|mixed_precision"
     rb"|(?:fp8|fsdp|deepspeed|dynamo)_config|zero_optimization|train_(?:micro_)?batch_size\w*|torch_autocast|bf16|fp16|bfloat16|float16|fp8|base_model"
-    rb"|data_types)[\"']?[ \t]*:",
+    rb"|data_types|finetuning_type)[\"']?[ \t]*:",
     re.M,
 )
 #: What a config that does not parse must hold to be reported: a key that other files do not have, at a line's start.
@@ -43,6 +43,13 @@ def _is_template(read: Document) -> bool:
     return any(_PLACEHOLDER.match(read.text, place) for place in (start, max(start - 1, 0)))
 
 
+def _other_kind(read: Document) -> str | None:
+    """Return the kind of a config that mpguard checks and does not write."""
+    from mpguard.document.schemas import llamafactory
+
+    return "llamafactory" if llamafactory.is_config(read.data) else None
+
+
 def check(data: bytes, context: Context) -> FileCheck:
     """Check a YAML or JSON file, if it was named or is a config that mpguard supports."""
     named = context.target.named
@@ -52,7 +59,7 @@ def check(data: bytes, context: Context) -> FileCheck:
 
     read = document.decode(data, context.path)
     lines = Lines(read.text)
-    kind = None if read.root is None else read.kind
+    kind = None if read.root is None else read.kind or _other_kind(read)
     diagnostics: list[Diagnostic] = []
     defects: list[Defect] = []
     ran = set(context.selection.codes)

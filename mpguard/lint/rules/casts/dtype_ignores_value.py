@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint import (
+    HALF_DTYPES,
+    Bad,
+    Diagnostic,
+    Dtype,
+    DtypeValue,
+    Facts,
+    Good,
+    Record,
+    Rule,
+    any_of,
+    constant,
+    library_names,
+)
+
+#: Names of options that select the precision of a run.
+_OPTION = re.compile(r"(?:\w+_)?(?:mixed_precision|precision|dtype)")
+_VALUES = ("fp16", "bf16", "float16", "bfloat16", "half")
+
+
+class DtypeIgnoresValue(Rule):
+    """A dtype is chosen for one value of an option, and a config of the project gives the other one.
+
+    ## What it does
+    Reports `torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32` if a config or script of the project
+    sets `mixed_precision` to `fp16`, and no code of the project mentions `"fp16"` (and the reverse).
+
+    ## Why is this bad
+    The value falls into the `else` branch: the run computes in FP32, without a message, and needs more memory and time.
+
+    ## Known limits
+    Values of commands outside of the project are unknown. Accelerate's own `mixed_precision` does not count.
+    """
+
+    code, name = "MPG115", "dtype-ignores-value"
+    severity = "error"
+    message = "`{option}` is `{value}` in a config of the project, for which this gives {given}"
+    help = "choose a dtype for each value of the option, and refuse others"
+    triggers = (any_of(b"float16"), any_of(b"precision", b"dtype"), any_of(b"=="))
+    examples = (
+        Bad(
+            """\
+import torch
+
+def bootstrap(ctx, args):
+    ctx.dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32  # !
+    return ctx
+""",
+            files={"pyproject.toml": "", "configs/v100.yaml": "seed: 42\nmixed_precision: fp16\nbatch_size: 1\n"},
+        ),
+        Bad(
+            """\
+import argparse
+
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--train-dtype", default="fp32", choices=["fp32", "fp16", "bf16"])
+args = parser.parse_args()
+dtype = torch.float16 if args.train_dtype == "fp16" else torch.float32  # !
+""",
+            files={"pyproject.toml": "", "run.sh": "torchrun example.py --train-dtype bf16 --lr 1e-4\n"},
+        ),
+        Good(
+            """\
+import torch
+
+def bootstrap(ctx, args):
+    ctx.dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
+    ctx.scaler = torch.amp.GradScaler(enabled=args.mixed_precision == "fp16")
+    return ctx
+""",
+            files={"pyproject.toml": "", "configs/v100.yaml": "seed: 42\nmixed_precision: fp16\nbatch_size: 1\n"},
+        ),
+        Good(
+            """\
+import torch
+
+def bootstrap(ctx, args):
+    ctx.dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
+    ctx.half = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float16
+    return ctx
+""",
+            files={"pyproject.toml": "", "configs/a100.yaml": "mixed_precision: bf16\n"},
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+""",
+            files={
+                "pyproject.toml": "",
+                "mp.yaml": "distributed_type: MULTI_GPU\nmixed_precision: fp16\n",
+                "run.sh": "accelerate launch --mixed_precision fp16 example.py\n",
+            },
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for scope in facts.scopes:
+            for uses in scope.uses.values():
+                for use in uses:
+                    option = use.path.rpartition(".")[2]
+                    chosen = self._chosen(use.node, use, facts) if _OPTION.fullmatch(option) else None
+                    if chosen is None:
+                        continue
+                    for value in _VALUES:
+                        dtype = library_names.DTYPE_STRINGS.get(value)
+                        if dtype in chosen or not facts.project.gives_unhandled(facts.path, option, value):
+                            continue
+                        yield self.at(use, option=option, value=value, given=chosen[1].label)
+                        break
+
+    def _chosen(self, node: cst.CSTNode, at: Record, facts: Facts) -> tuple[Dtype, Dtype] | None:
+        """Return the dtypes of `low if option == "low" else FP32`."""
+        compared = facts.parent(node)
+        choice = facts.parent(compared) if isinstance(compared, cst.Comparison) else None
+        if not isinstance(choice, cst.IfExp) or choice.test is not compared or not isinstance(compared, cst.Comparison):
+            return None
+        target = compared.comparisons[0]
+        value = constant(target.comparator)
+        if len(compared.comparisons) != 1 or not isinstance(target.operator, cst.Equal) or value is None:
+            return None
+        found = [self._dtype(each, at, facts) for each in (choice.body, choice.orelse)]
+        low, other = found
+        if low not in HALF_DTYPES or other is not Dtype.FP32 or library_names.DTYPE_STRINGS.get(str(value[0])) != low:
+            return None
+        return low, other
+
+    def _dtype(self, node: cst.BaseExpression, at: Record, facts: Facts) -> Dtype | None:
+        values = facts.evaluate(node, at)
+        atom = values[0].atom if len(values) == 1 else None
+        return atom.dtype if isinstance(atom, DtypeValue) and isinstance(atom.dtype, Dtype) else None

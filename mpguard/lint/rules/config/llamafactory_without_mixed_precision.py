@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, any_of, llamafactory_keys
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document
+
+
+class LlamaFactoryWithoutMixedPrecision(ConfigRule):
+    """A LLaMA-Factory config trains without mixed precision.
+
+    ## What it does
+    Reports a config with `do_train: true` that switches on none of `bf16`, `fp16` and `pure_bf16`.
+
+    ## Why is this bad
+    LLaMA-Factory 0.9.5 casts the parameters that train to FP32, and without one of the switches there is no autocast:
+    full fine-tuning computes in FP32, with twice the memory and a fraction of the speed. With LoRA, the base model is
+    loaded in 16 bit all the same, and new tokens and other trained parts, which are FP32, meet 16-bit activations. A
+    line of the log says only "We recommend enable mixed precision training".
+
+    ## Known limits
+    Values that a template fills in are unknown. Not reported: BAdam, GaLore and APOLLO, Unsloth, and configs that only
+    tokenize (`tokenized_path`).
+    """
+
+    code, name = "MPG845", "llamafactory-without-mixed-precision"
+    severity = "warning"
+    message = "{what}: LLaMA-Factory trains without mixed precision"
+    help = "set `bf16: true`, or `fp16: true` on a GPU without BF16"
+    kinds = ("llamafactory",)
+    triggers = (any_of(b"finetuning_type"), any_of(b"do_train"))
+    examples = (
+        Bad(
+            """\
+model_name_or_path: seeklhy/codes-1b
+stage: sft
+do_train: true
+finetuning_type: lora
+learning_rate: 1.0e-4
+bf16: false  # !
+""",
+            name="sft.yaml",
+        ),
+        Bad(
+            """\
+model_name_or_path: meta-llama/Llama-3.1-8B
+stage: pt
+do_train: true  # !
+finetuning_type: full
+deepspeed: ds_z3_config.json
+""",
+            name="pretrain.yaml",
+        ),
+        Good(
+            """\
+model_name_or_path: meta-llama/Llama-3.1-8B
+stage: sft
+do_train: true
+finetuning_type: full
+bf16: true
+""",
+            name="sft.yaml",
+        ),
+        Good(
+            """\
+model_name_or_path: meta-llama/Llama-3.1-8B
+stage: sft
+do_train: true
+finetuning_type: full
+pure_bf16: true
+""",
+            name="sft.yaml",
+        ),
+        Good(
+            """\
+model_name_or_path: meta-llama/Llama-3.1-8B
+stage: sft
+do_train: true
+finetuning_type: full
+use_badam: true
+""",
+            name="badam.yaml",
+        ),
+        Good(
+            """\
+model_name_or_path: meta-llama/Llama-3.1-8B
+stage: sft
+do_predict: true
+finetuning_type: lora
+""",
+            name="predict.yaml",
+        ),
+        Good(
+            """\
+model_name_or_path: meta-llama/Llama-3.1-8B
+stage: sft
+do_train: true
+finetuning_type: lora
+bf16: ${BF16}
+""",
+            name="template.yaml",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        trains = document.entry("do_train")
+        switches = [entry for key in llamafactory_keys.SWITCHES if (entry := document.entry(key)) is not None]
+        if trains is None or trains.value is not True or any(entry.value is not False for entry in switches):
+            return
+        if any(document.entry(key) is not None for key in llamafactory_keys.OTHER):
+            return
+        written = f"`{switches[0].key}: false`" if switches else "neither `bf16` nor `fp16` is set"
+        yield self.at(switches[0] if switches else trains, what=written)

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from mpguard.lint import Bad, Diagnostic, Good, Launch, LaunchRule, Note, Word, any_of, library_names
+
+#: Options that name the model which is trained.
+_MODEL = re.compile(r"--(?:base_|pretrained_)?model(?:[_-]?(?:name|name_or_path|id|path|checkpoint))?")
+_TRUE = frozenset({"true", "yes", "1", "t", "y"})
+#: Words in the names of scripts that train nothing.
+_NO_TRAINING = re.compile(r"(?i)infer|predict|eval|generat|test|demo|serve")
+
+
+class LaunchBf16ModelInFp16(LaunchRule):
+    """A launch line trains a checkpoint in FP16 whose activations overflow in FP16.
+
+    ## What it does
+    Reports `--fp16`, or accelerate's `--mixed_precision fp16`, on a line whose option for the model names T5 v1.1,
+    mT5, ByT5, Flan-T5, UL2, T0, or T5 from `t5-large` on.
+
+    ## Why is this bad
+    They were pretrained in BF16, which has the range of FP32: the loss is NaN or 0, or the GradScaler skips all steps
+    (see MPG519).
+
+    ## Known limits
+    A model that a variable, a config or a default names is unknown.
+    """
+
+    code, name = "MPG869", "launch-bf16-model-in-fp16"
+    severity = "warning"
+    message = "`{flag}`, but the activations of `{model}` overflow in FP16"
+    help = "pass `--bf16` (`--mixed_precision bf16`), or train in FP32 on a GPU without BF16"
+    triggers = (any_of(b"fp16"), any_of(b"t5-", b"T0", b"mt0-", b"ul2"), any_of(b"model"))
+    examples = (
+        Bad(
+            """\
+deepspeed --num_gpus=4 run_multitask.py --deepspeed ds_config.json \\
+  --model_name_or_path t5-11b --do_train \\
+  --fp16 \\  # !
+  --output_dir out
+torchrun train.py --model google/mt5-base --fp16 True --lr 1e-4  # !
+accelerate launch --mixed_precision fp16 train.py --model_name_or_path=google/flan-t5-xl  # !
+""",
+            name="run.sh",
+        ),
+        Good(
+            """\
+torchrun train.py --model_name_or_path t5-11b --bf16
+torchrun train.py --model_name_or_path t5-11b --fp16 False
+torchrun train.py --model_name_or_path t5-base --fp16
+torchrun train.py --model_name_or_path $MODEL --fp16
+torchrun train.py --text_encoder google/t5-v1_1-xxl --fp16
+torchrun predict.py --model_name_or_path google/flan-t5-xl --fp16
+torchrun train.py --do_eval --model_name_or_path google/flan-t5-xl --fp16
+""",
+            name="run.sh",
+        ),
+    )
+
+    def check(self, launches: list[Launch]) -> Iterator[Diagnostic]:
+        for launch in launches:
+            model, half = self._model(launch), self._half(launch)
+            if model is not None and half is not None and self._trains(launch):
+                flag = half.text or ""
+                shown = flag if flag.startswith("--") else f"--mixed_precision {flag}"
+                yield self.at(half, flag=shown, model=model[1], notes=(Note("the model", model[0].span),))
+
+    def _model(self, launch: Launch) -> tuple[Word, str] | None:
+        words = launch.arguments
+        for place, word in enumerate(words):
+            option, equals, value = (word.text or "").partition("=")
+            if not _MODEL.fullmatch(option):
+                continue
+            given = word if equals or place + 1 == len(words) else words[place + 1]
+            name = value if equals else given.text or ""
+            if library_names.OVERFLOWS_FP16.fullmatch(name):
+                return given, name
+        return None
+
+    def _half(self, launch: Launch) -> Word | None:
+        """Return the word that makes the line FP16."""
+        words = launch.arguments
+        for place, word in enumerate(words):
+            option, equals, value = (word.text or "").partition("=")
+            if option != "--fp16":
+                continue
+            if not equals and place + 1 < len(words):
+                following = words[place + 1].text
+                value = "true" if following is not None and following.startswith("-") else following or ""
+            return word if value.lower() in _TRUE or (not value and not equals and place + 1 == len(words)) else None
+        given = launch.options.get("mixed_precision") if launch.launcher == "accelerate" else None
+        return given if given is not None and given.text == "fp16" else None
+
+    def _trains(self, launch: Launch) -> bool:
+        name = launch.script.text if launch.script is not None else None
+        flags = {word.text for word in launch.arguments}
+        only_evaluates = bool({"--do_eval", "--do_predict"} & flags) and "--do_train" not in flags
+        return name is None or not (only_evaluates or _NO_TRAINING.search(name.rpartition("/")[2]))

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint import (
+    Bad,
+    Call,
+    Constant,
+    Diagnostic,
+    Dtype,
+    Event,
+    Facts,
+    Good,
+    Note,
+    Record,
+    Rule,
+    any_of,
+    constant,
+    dotted,
+    launch_expectations,
+    library_names,
+)
+
+#: Classes whose `from_pretrained` gives a model with a loss: encoders alone are mostly frozen.
+_WITH_LOSS = ("ForConditionalGeneration", "ForSeq2SeqLM", "Seq2SeqLM", "ForSequenceClassification", "LMHead")
+#: `precision=` of Lightning that is FP16.
+_FP16 = frozenset({16, "16", "16-mixed", "16-true"})
+
+
+class Bf16ModelInFp16(Rule):
+    """A checkpoint whose activations overflow in FP16 is trained in FP16.
+
+    ## What it does
+    Reports `from_pretrained` of T5 v1.1, mT5, ByT5, Flan-T5, UL2, T0, and of T5 from `t5-large` on, in a file that
+    trains in FP16: `TrainingArguments(fp16=True)`, Lightning's `precision="16-mixed"`, `Accelerator(mixed_precision=
+    "fp16")`, FP16 autocast. The name may be the default of an option.
+
+    ## Why is this bad
+    They were pretrained in BF16, which has the range of FP32. Activations of the feed-forward layers exceed 65504, the
+    largest FP16 number: the loss is NaN or 0, or the GradScaler skips all steps (transformers issues 9295, 10830,
+    11461, 23918). transformers clamps them only if the hidden states are FP16, which they are not under autocast over
+    FP32 weights (modeling_t5.py, transformers 5.23).
+
+    ## Known limits
+    The FP16 must be unconditional, and visible in the same file. Names from a command line are checked by MPG869.
+    """
+
+    code, name = "MPG519", "bf16-model-in-fp16"
+    severity = "warning"
+    message = "the activations of `{name}` overflow in FP16, in which this file trains it"
+    help = 'train it in BF16 (`bf16=True`, `precision="bf16-mixed"`), or in FP32 on a GPU without BF16'
+    triggers = (any_of(b"t5-", b"T0", b"mt0-", b"ul2"), any_of(b"16"), any_of(b"from_pretrained("))
+    triggers_nearby = (any_of(b"Trainer(", b".backward("),)
+    examples = (
+        Bad(
+            """\
+from transformers import AutoModelForSeq2SeqLM, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+CHECKPOINT = "google/mt5-small"
+model = AutoModelForSeq2SeqLM.from_pretrained(CHECKPOINT)  # !
+args = Seq2SeqTrainingArguments("out", learning_rate=2e-5, fp16=True)
+Seq2SeqTrainer(model, args, train_dataset=data).train()
+"""
+        ),
+        Bad(
+            """\
+import argparse
+
+import lightning as L
+from transformers import T5ForConditionalGeneration
+
+class Net(L.LightningModule):
+    def __init__(self, hparams):
+        super().__init__()
+        self.save_hyperparameters(hparams)
+        self.model = T5ForConditionalGeneration.from_pretrained(self.hparams.model_name_or_path)  # !
+
+    def training_step(self, batch, index):
+        return self.model(**batch).loss
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model_name_or_path", default="google/flan-t5-xl")
+L.Trainer(precision="16-mixed").fit(Net(parser.parse_args()))
+"""
+        ),
+        Bad(
+            """\
+import torch
+from transformers import MT5ForConditionalGeneration
+
+def main(loader, scaler):
+    model = MT5ForConditionalGeneration.from_pretrained("google/mt5-base").cuda()  # !
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(**batch).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+        ),
+        Good(
+            """\
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+def bf16(data):
+    model = AutoModelForSeq2SeqLM.from_pretrained("google/flan-t5-xl")
+    Seq2SeqTrainer(model, Seq2SeqTrainingArguments("out", bf16=True), train_dataset=data).train()
+
+def chosen(data, half):
+    model = AutoModelForSeq2SeqLM.from_pretrained("google/mt5-base")
+    args = Seq2SeqTrainingArguments("out", fp16=half and not torch.cuda.is_bf16_supported())
+    Seq2SeqTrainer(model, args, train_dataset=data).train()
+"""
+        ),
+        Good(
+            """\
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Seq2SeqTrainer, Seq2SeqTrainingArguments, T5EncoderModel
+
+tokenizer = AutoTokenizer.from_pretrained("google/mt5-small")
+encoder = T5EncoderModel.from_pretrained("google/t5-v1_1-xxl")
+small = AutoModelForSeq2SeqLM.from_pretrained("t5-small")
+args = Seq2SeqTrainingArguments("out", fp16=True)
+Seq2SeqTrainer(small, args, train_dataset=data(tokenizer, encoder)).train()
+"""
+        ),
+        Good(
+            """\
+import torch
+from transformers import T5ForConditionalGeneration
+
+model = T5ForConditionalGeneration.from_pretrained("google/flan-t5-base")
+optimizer = torch.optim.AdamW(model.parameters())
+for batch in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if facts.declared == "inference":
+            return
+        loads = [(call, name) for call in facts.calls.get("from_pretrained", ()) if (name := self._name(call, facts))]
+        half = self._fp16(facts) if loads else None
+        for call, name in loads:
+            if half is not None and not facts.is_inference(call):
+                yield self.at(call, name=name, notes=(Note("FP16 here", half.span),))
+
+    def _name(self, call: Call, facts: Facts) -> str | None:
+        """Return the name of the checkpoint that a call loads, if it is one of those in every case."""
+        given = call.argument(0, "pretrained_model_name_or_path")
+        if given is None or not dotted(call.receiver).endswith(_WITH_LOSS):
+            return None
+        values = [each.atom.value if isinstance(each.atom, Constant) else None for each in facts.evaluate(given, call)]
+        if not all(isinstance(each, str) for each in values) and (option := dotted(given).rpartition(".")[2]):
+            values = [each for each in self._defaults(option, facts) if isinstance(each, str)]
+        names = [each for each in values if isinstance(each, str) and library_names.OVERFLOWS_FP16.fullmatch(each)]
+        return names[0] if names and len(names) == len(values) else None
+
+    def _defaults(self, option: str, facts: Facts) -> Iterator[object]:
+        """Yield the defaults of the command-line options of a name."""
+        for call in facts.calls.get("add_argument", ()):
+            flags = [str(c[0]) for each in call.positional if (c := constant(each))]
+            if any(flag.lstrip("-").replace("-", "_") == option for flag in flags):
+                default = constant(call.keywords.get("default"))
+                yield default[0] if default is not None else None
+
+    def _fp16(self, facts: Facts) -> Record | None:
+        """Return what makes the training FP16, if nothing in the file is of another precision."""
+        found = [
+            *((event.call, self._is_true(event, "fp16", facts)) for event in facts.events("arguments")),
+            *((event.call, self._mode(event.call, "precision")) for event in facts.events("trainer")),
+            *((event.call, self._mode(event.call, "mixed_precision")) for event in facts.events("accelerator")),
+            *((event.call, self._autocast(event)) for event in facts.events("autocast")),
+        ]
+        known = [(call, half) for call, half in found if half is not None]
+        return known[0][0] if known and all(half for _, half in known) and not known[0][0].guard.flags() else None
+
+    def _is_true(self, arguments: Event, option: str, facts: Facts) -> bool:
+        given = arguments.call.keywords.get(option)
+        values = facts.evaluate(given, arguments.call) if given is not None else ()
+        return bool(values) and all(isinstance(each.atom, Constant) and each.atom.value is True for each in values)
+
+    def _mode(self, call: Call, keyword: str) -> bool | None:
+        """Return True if an argument is FP16, None without the argument, False for any other value."""
+        given = call.keywords.get(keyword)
+        value = constant(given) if given is not None else None
+        return None if given is None else value is not None and value[0] in (*_FP16, "fp16")
+
+    def _autocast(self, event: Event) -> bool | None:
+        given = event.call.argument(1, "dtype")
+        return launch_expectations.low(event.dtypes) is Dtype.FP16 if given is not None else None

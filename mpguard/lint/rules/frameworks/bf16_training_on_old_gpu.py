@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint import (
+    NEEDS,
+    Bad,
+    Call,
+    Constant,
+    Diagnostic,
+    Facts,
+    Good,
+    Rule,
+    accelerate_config,
+    any_of,
+    launch_expectations,
+)
+
+_EMULATES = (2, 3)
+#: Values of `precision` and `mixed_precision` that are BF16.
+_BF16 = frozenset({"bf16", "bf16-mixed", "bf16-true"})
+
+
+class Bf16TrainingOnOldGpu(Rule):
+    """BF16 training in code for a GPU that has no BF16 arithmetic.
+
+    ## What it does
+    Reports `TrainingArguments(bf16=True)`, Lightning's `precision="bf16-mixed"` and `Accelerator(mixed_precision=
+    "bf16")` if the GPU has a compute capability below 8.0 (V100, T4, RTX 20).
+
+    ## Why is this bad
+    transformers stops with "Your setup doesn't support bf16/gpu" where torch reports no BF16 (before torch 2.3). Later
+    versions emulate it: values are converted to FP32, computed without tensor cores, and rounded again. FP16 has tensor
+    cores from 7.0 on.
+
+    ## Known limits
+    The GPU is taken from `--gpu NAME`, from `gpu` in [tool.mpguard], from the runtime that Colab wrote into a notebook,
+    or from the shell scripts that start the file, if they name one GPU. Other values than literals are unknown.
+    """
+
+    code, name = "MPG522", "bf16-training-on-old-gpu"
+    severity = "warning"
+    message = "BF16 on {gpu} (compute capability {has}): {what}; BF16 needs 8.0"
+    help = 'use FP16 on this GPU (`fp16=True`, `precision="16-mixed"`)'
+    triggers = (any_of(b"bf16"), any_of(b"TrainingArguments", b"Trainer(", b"Accelerator(", b"Config("))
+    examples = (
+        Bad(
+            """\
+from transformers import Trainer, TrainingArguments
+
+bf16 = True
+args = TrainingArguments("out", bf16=bf16, optim="paged_adamw_32bit")  # !
+Trainer(model, args, train_dataset=data).train()
+""",
+            files={"setup_colab.sh": "# Colab, GPU runtime: Tesla T4 16GB\npip install -q peft\npython example.py\n"},
+        ),
+        Bad(
+            """\
+import lightning as L
+from accelerate import Accelerator
+
+L.Trainer(precision="bf16-mixed").fit(model)  # !
+accelerator = Accelerator(mixed_precision="bf16")  # !
+""",
+            files={"job.sbatch": "#!/bin/bash\n#SBATCH --gres=gpu:v100:4\nsrun python example.py\n"},
+        ),
+        Good(
+            """\
+from transformers import Trainer, TrainingArguments
+
+args = TrainingArguments("out", bf16=True)
+Trainer(model, args, train_dataset=data).train()
+""",
+            files={
+                "a100.sbatch": "#SBATCH --gres=gpu:a100:4\nsrun python example.py\n",
+                "v100.sbatch": "#SBATCH --gres=gpu:v100:4\nsrun python other.py\n",
+            },
+        ),
+        Good(
+            """\
+import torch
+from transformers import Trainer, TrainingArguments
+
+args = TrainingArguments("out", bf16=torch.cuda.is_bf16_supported(), fp16=False)
+half = TrainingArguments("out", fp16=True)
+if torch.cuda.is_bf16_supported():
+    args = TrainingArguments("out", bf16=True)
+Trainer(model, args, train_dataset=data).train()
+""",
+            files={"job.sh": "#SBATCH --gres=gpu:v100:4\npython example.py\n"},
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        found = [
+            *(event.call for event in facts.events("arguments") if self._is(event.call, "bf16", {True}, facts)),
+            *(event.call for event in facts.events("trainer") if self._is(event.call, "precision", _BF16, facts)),
+            *(
+                event.call
+                for event in facts.events("accelerator")
+                if self._is(event.call, "mixed_precision", _BF16, facts)
+            ),
+        ]
+        gpu = facts.project.gpu(facts.path) if found else None
+        has = accelerate_config.capability(gpu)
+        if gpu is None or has is None or has >= NEEDS["bf16"].low:
+            return
+        raises = facts.required("torch").before(_EMULATES)
+        what = "the run stops" if raises else "it is emulated, without tensor cores"
+        for call in found:
+            if not launch_expectations.is_unconditional(call.guard, None):
+                continue
+            yield self.at(call, gpu=gpu.upper(), has=".".join(map(str, has)), what=what)
+
+    def _is(self, call: Call, keyword: str, wanted: frozenset[str] | set[bool], facts: Facts) -> bool:
+        """True if an argument has one of some values in every case."""
+        given = call.keywords.get(keyword)
+        values = [each.atom for each in facts.evaluate(given, call)] if given is not None else []
+        return bool(values) and all(isinstance(each, Constant) and each.value in wanted for each in values)
