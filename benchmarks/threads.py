@@ -16,12 +16,12 @@ matters, and case.json:
 
 A case counts as caught if the message names the mistake of the thread: a finding about something else does not count.
 
-A folder of benchmarks/thread_programs is a case that runs: the same mistake at the same place, through the same library,
-with a tiny model. mp.yaml has the precision that the user meant, and program.json:
+A folder of benchmarks/thread_programs is a case that runs: the same mistake at the same place, through the same
+library, with a tiny model. mp.yaml has the precision that the user meant, and program.json:
 
 - arguments: those of train.py; processes: more than one are started by torchrun, as the guides of mpguard say;
-- outcome: `refused` (the run ends, and the message is about the mistake), `reported` (a line is about it), `enforced` (the
-  run has the precision that was meant, and says so), `silent` (the proof holds, and the mistake has its effect),
+- outcome: `refused` (mpguard ends the run, and says what differs), `reported` (a line is about the mistake), `enforced`
+  (the run has the precision that was meant, and says so), `silent` (the proof holds, and the mistake has its effect),
   `not applicable` (the libraries of today refuse the program themselves);
 - message: words of that line. The outcome in the result file is `changed` where no line has them.
 """
@@ -83,7 +83,10 @@ def launched(name: str, show: bool) -> dict[str, Any]:
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port"]
     script = ["train.py", *program.get("arguments", ())]
     if program.get("torchrun", processes > 1):
-        stock, launch = [*torchrun, PORT, *script], [*torchrun, PORT, "-m", "mpguard.run", "--config", "mp.yaml", *script]
+        stock, launch = (
+            [*torchrun, PORT, *script],
+            [*torchrun, PORT, "-m", "mpguard.run", "--config", "mp.yaml", *script],
+        )
     else:
         stock, launch = script, ["-m", "mpguard", "launch", "--config", "mp.yaml", *script]
     codes, output = [], ""
@@ -126,7 +129,11 @@ def launch(names: list[str], show: bool) -> None:
     for name in programs:
         old[name] = launched(name, show)
         print(json.dumps({"case": name, **old[name]}, ensure_ascii=False), flush=True)
-    result = {"date": datetime.date.today().isoformat(), "versions": versions(LIBRARIES), "cases": dict(sorted(old.items()))}
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(LIBRARIES),
+        "cases": dict(sorted(old.items())),
+    }
     RESULTS.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 

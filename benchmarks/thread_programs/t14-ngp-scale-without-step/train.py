@@ -1,4 +1,4 @@
-"""A loop that scales the loss with a GradScaler, and steps the optimizer past it: gradients stay 1024 times as large."""
+"""A loop that scales the loss with a GradScaler, and steps past it: the gradients stay 1024 times as large."""
 
 import torch
 import torch.nn.functional as F

@@ -11,7 +11,9 @@ engine_config = {"mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp3
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
-mixed_precision = MixedPrecision(**{name: PRECISIONS[value] for name, value in engine_config["mixed_precision"].items()})
+mixed_precision = MixedPrecision(
+    **{name: PRECISIONS[value] for name, value in engine_config["mixed_precision"].items()}
+)
 module = FullyShardedDataParallel(
     LlamaForCausalLM(config),
     mixed_precision=mixed_precision,

@@ -385,10 +385,24 @@ def _counted_step(hooked: AnyFunction) -> AnyFunction:
         guard = guards.current()
         if guard is not None:
             guard.recorder.account.resume()
+            _drop_stale_copies(guard)
         return result
 
     step.counted_by_mpguard = True  # type: ignore[attr-defined]
     return step
+
+
+def _drop_stale_copies(guard: guards.Guard) -> None:
+    """Drop the copies of weights that autocast keeps until its outermost region ends, if a step ran inside of one."""
+    import torch
+
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled():
+        torch.clear_autocast_cache()
+        guard.reporter.print_once(
+            "optimizer.step() runs inside of autocast, which would keep multiplying by its copies of the weights from "
+            "before the step (S39): mpguard drops them after each step. Enter autocast in each step, around the "
+            "forward pass and the loss only"
+        )
 
 
 def _ddp_init(original: AnyFunction) -> AnyFunction:
