@@ -138,7 +138,7 @@ class Recorder:
         finally:
             self._open = None
             self.account.te_dtype = "fp8" if self.te_recipes and all(self.te_recipes) else None
-            self.account.end_pass(accumulates, unscaled=accumulates and not self._scaled)
+            self.account.end_pass(accumulates, scaled=self._scaled)
 
     def record_scaled_loss(self, loss: Any) -> None:
         """Record a loss that a GradScaler has scaled: a hook on it shows whether a backward pass goes through it."""

@@ -160,7 +160,12 @@ for _ in range(40):
     ("scale", "backward", "second", "expected"),
     [
         ("scaled = scaler.scale(loss)", "scaled.backward()", "scaler.step(o2)", None),
-        ("scaled = scaler.scale(loss)", "scaled.backward()", "o2.step()", "scaler: none"),
+        (
+            "scaled = scaler.scale(loss)",
+            "scaled.backward()",
+            "o2.step()",
+            "scaler: a GradScaler has scaled the loss, and the step went past it",
+        ),
         (
             "scaler.scale(torch.ones(()))",
             "loss.backward()",
