@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -519,18 +520,22 @@ def _module_apply(original: AnyFunction) -> AnyFunction:
     def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal inside
         guard = guards.current()
-        trained = guard.trained_parameters() if guard is not None and not inside else {}
-        if guard is None or not trained:
+        if guard is None or inside:
             return original(self, *args, **kwargs)
+        trained = guard.trained_parameters()
         before = casts.dtypes(self)
         inside = True
         try:
             result = original(self, *args, **kwargs)
         finally:
             inside = False
-        changed = {trained[key]: change for key, change in casts.narrowed(self, before).items() if key in trained}
-        for optimizer, (old, new) in changed.items():
-            method, place = casts.caller()
+        narrowed = casts.narrowed(self, before)
+        method, place = casts.caller() if narrowed else ("", "")
+        for new in {new for _, new in narrowed.values()}:
+            guard.recorder.casts.setdefault((f"{place}: {method}()", new), weakref.WeakSet()).add(self)
+        for optimizer, (old, new) in {
+            trained[key]: change for key, change in narrowed.items() if key in trained
+        }.items():
             name = name_of(optimizer)
             guard.weights_cast(optimizer, f"{place}: {method}() casts the weights of {name} from {old} to {new}")
         return result

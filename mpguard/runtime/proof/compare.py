@@ -455,10 +455,14 @@ def _accumulation_advice(seen: Observed) -> str:
 
 def _load_in_fp32(seen: Observed, policy: Policy) -> str:
     """Return how to have FP32 master weights, or to do without them."""
-    advice = (
-        ". The optimizer's parameters are the master weights: load the model in fp32 "
-        "(`from_pretrained(NAME, dtype=torch.float32)`: transformers 5 loads a checkpoint in the dtype it was saved in)"
-    )
+    advice = ". The optimizer's parameters are the master weights: "
+    if seen.cast:
+        advice += f"remove the cast ({seen.cast})"
+    else:
+        advice += (
+            "load the model in fp32 (`from_pretrained(NAME, dtype=torch.float32)`: transformers 5 loads a checkpoint "
+            "in the dtype it was saved in)"
+        )
     if policy.bf16 and not policy.low_bit_recipe and "bf16" in seen.masters:
         return f"{advice}, or train without master weights: recipe bf16_full"
     return advice

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,8 @@ class Recorder:
     module output. backwards: number of backward passes. gradients: how they are accumulated and reduced. values: of the
     weights. updated: by the id of an optimizer, elements of weights and of gradients by dtype. scalers: facts about the
     scaler of an optimizer, by its id. te_recipes: the recipe of each call of a Transformer Engine module. averaging:
-    what averages the weights of all ranks in place of their gradients, and when. several: True if the process has
+    what averages the weights of all ranks in place of their gradients, and when. casts: by call and dtype, the
+    modules whose parameters it has cast to that dtype, which is narrower. several: True if the process has
     created several optimizers, which need not exist any more.
     """
 
@@ -64,6 +66,7 @@ class Recorder:
         self.scalers: dict[int, dict[str, Any]] = {}
         self.te_recipes: list[dict[str, Any]] = []
         self.averaging: str | None = previous.averaging if previous is not None else None
+        self.casts: dict[tuple[str, str], weakref.WeakSet[nn.Module]] = previous.casts if previous is not None else {}
         self.several: bool = previous is not None and previous.several
         self._open: Inferred | None = None  # of the backward pass that runs
         self._optimizers_exist = previous is not None
