@@ -19,10 +19,12 @@ A case counts as caught if the message names the mistake of the thread: a findin
 A folder of benchmarks/thread_programs is a case that runs: the same mistake at the same place, through the same
 library, with a tiny model. mp.yaml has the precision that the user meant, and program.json:
 
-- arguments: those of train.py; processes: more than one are started by torchrun, as the guides of mpguard say;
-- outcome: `refused` (mpguard ends the run, and says what differs), `reported` (a line is about the mistake), `enforced`
-  (the run has the precision that was meant, and says so), `silent` (the proof holds, and the mistake has its effect),
-  `not applicable` (the libraries of today refuse the program themselves);
+- arguments: those of train.py; processes: how many, more than one are started by torchrun, as the guides of mpguard
+  say; torchrun: True if one process is started so too;
+- outcome: `refused` (mpguard ends the run, and says what differs), `refused otherwise` (it ends the run because of
+  something else, so that the mistake comes up later), `reported` (a line is about the mistake), `enforced` (the run has
+  the precision that was meant, and says so), `silent` (the proof holds, and the mistake has its effect), or `not
+  applicable` (the libraries of today refuse the program themselves);
 - message: words of that line. The outcome in the result file is `changed` where no line has them.
 """
 

@@ -192,6 +192,13 @@ def _different_dtypes(frames: _Frames) -> Cause:
             "pass under autocast",
             "MPG101" if "fp16" in low else "MPG102",
         )
+    cast = next((call for (call, _), modules in guard.recorder.casts.items() if modules), "") if guard else ""
+    if cast:
+        return Cause(
+            f"{where}{_line(frames)}. The script has cast some of the parameters to another dtype by hand ({cast}), and others not: "
+            "remove the cast, and run the forward pass under autocast",
+            "MPG102",
+        )
     return Cause(
         f"{where}{_line(frames)}. The product is outside of autocast (or in a region that disables it), and its inputs "
         "are not in the dtype of the weights: cast the inputs there, or name the module in `fp32_modules`",

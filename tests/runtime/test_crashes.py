@@ -62,6 +62,12 @@ CRASHES = {
         "The parameters were cast to bf16 by hand, and the policy keeps them in fp32",
         "`mpguard rule MPG102`",
     ),
+    "net.first.bfloat16()\nnet(x.bfloat16())": (
+        "RuntimeError: mat1 and mat2 must have the same dtype",
+        "mpguard: `last` (Linear): weight fp32, bias fp32; inputs input bf16, at ",
+        "has cast some of the parameters to another dtype by hand (t.py:11: bfloat16()), and others not: remove the cast",
+        "`mpguard rule MPG102`",
+    ),
     "encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16, batch_first=True), 1).eval()\n"
     "with torch.no_grad(), amp: encoder(x[None], src_key_padding_mask=torch.arange(8)[None] > 5)": (
         "expected scalar type Float but found BFloat16",
