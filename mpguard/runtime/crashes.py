@@ -195,8 +195,8 @@ def _different_dtypes(frames: _Frames) -> Cause:
     cast = next((call for (call, _), modules in guard.recorder.casts.items() if modules), "") if guard else ""
     if cast:
         return Cause(
-            f"{where}{_line(frames)}. The script has cast some of the parameters to another dtype by hand ({cast}), and others not: "
-            "remove the cast, and run the forward pass under autocast",
+            f"{where}{_line(frames)}. The script has cast some of the parameters to another dtype by hand ({cast}), "
+            "and others not: remove the cast, and run the forward pass under autocast",
             "MPG102",
         )
     return Cause(
