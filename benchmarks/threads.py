@@ -25,6 +25,8 @@ library, with a tiny model. mp.yaml has the precision that the user meant, and p
   something else, so that the mistake comes up later), `reported` (a line is about the mistake), `enforced` (the run has
   the precision that was meant, and says so), `silent` (the proof holds, and the mistake has its effect), or `not
   applicable` (the libraries of today refuse the program themselves);
+- first: the outcome before mpguard was changed because of the program; `not explained`: it died as without mpguard, and
+  no line named the mistake;
 - message: words of that line. The outcome in the result file is `changed` where no line has them.
 """
 
@@ -52,9 +54,21 @@ from mpguard.lint.source.files import collect
 CASES = Path(__file__).resolve().parent.parent / "tests" / "lint" / "threads"
 PROGRAMS = Path(__file__).resolve().parent / "thread_programs"
 RESULTS = Path(__file__).resolve().parent / "results" / "threads_launch.json"
+#: The outcomes that tell the user of the mistake, or take its effect away.
+CAUGHT = ("refused", "reported", "enforced")
 #: Stands for a free port in a command.
 PORT = "PORT"
-LIBRARIES = ("mpguard", "torch", "accelerate", "transformers", "deepspeed", "lightning", "peft", "diffusers")
+LIBRARIES = (
+    "mpguard",
+    "torch",
+    "accelerate",
+    "transformers",
+    "deepspeed",
+    "lightning",
+    "peft",
+    "diffusers",
+    "open_clip_torch",
+)
 
 
 def cases() -> dict[str, dict[str, Any]]:
@@ -117,6 +131,7 @@ def launched(name: str, show: bool) -> dict[str, Any]:
     return {
         "stock": codes[0],
         "launch": codes[1],
+        "first": program["first"],
         "outcome": program["outcome"] if told or silent or program["outcome"] == "not applicable" else "changed",
         "message": " ".join(told[0].split()) if told else None,
     }
@@ -146,6 +161,8 @@ def section() -> list[str]:
     first = sum(bool(case["first"]) for case in scope.values())
     launch = sum(bool(case["launch"]) for case in scope.values() if not case["codes"])
     lint = sum(bool(case["codes"]) for case in scope.values())
+    ran = [json.loads(path.read_text("utf-8")) for path in sorted(PROGRAMS.glob("*/program.json"))]
+    caught = {when: sum(program[when] in CAUGHT for program in ran) for when in ("first", "outcome")}
     rows = [
         (
             f"[{case['title']}]({case['url']})".replace("|", "/"),
@@ -163,6 +180,12 @@ def section() -> list[str]:
         f"{len(scope)} of them can be known from the files or from the dtypes of a run."
         f" **At first the default rules told {first} of {len(scope)}.** Rules were changed because of them; today they"
         f" tell {lint}, and `mpguard launch` {launch} more. `python benchmarks/threads.py lint` repeats it.",
+        "",
+        f"{len(ran)} of those that the default rules do not tell run as tiny programs on a CPU"
+        " ([benchmarks/thread_programs](../benchmarks/thread_programs)), with an mp.yaml that has the precision that"
+        f" the user meant. **At first `mpguard launch` caught {caught['first']} of {len(ran)}**: it refused the run,"
+        " named the mistake, or put the precision in force and proved it. mpguard was changed because of them; today it"
+        f" catches {caught['outcome']} ([results](../benchmarks/results/threads_launch.json)).",
         "",
         "| thread | mistake | at first | today |",
         "| --- | --- | --- | --- |",
