@@ -2,6 +2,7 @@
 
     python benchmarks/threads.py lint           # the findings in each case, as JSON lines
     python benchmarks/threads.py lint NAME      # those of one case
+    python benchmarks/threads.py launch [NAME]  # runs benchmarks/thread_programs, stock and under mpguard, on a CPU
     python benchmarks/threads.py page           # the section of docs/evidence.md
 
 A case is a folder of tests/lint/threads: the program and the configs of one thread, written anew and reduced to what
@@ -14,14 +15,32 @@ matters, and case.json:
 - scope: why no tool that reads files or watches dtypes can know it, or null.
 
 A case counts as caught if the message names the mistake of the thread: a finding about something else does not count.
+
+A folder of benchmarks/thread_programs is a case that runs: the same mistake at the same place, through the same
+library, with a tiny model. mp.yaml has the precision that the user meant, and program.json:
+
+- arguments: those of train.py; processes: how many, more than one are started by torchrun, as the guides of mpguard
+  say; torchrun: True if one process is started so too;
+- outcome: `refused` (mpguard ends the run, and says what differs), `refused otherwise` (it ends the run because of
+  something else, so that the mistake comes up later), `reported` (a line is about the mistake), `enforced` (the run has
+  the precision that was meant, and says so), `silent` (the proof holds, and the mistake has its effect), or `not
+  applicable` (the libraries of today refuse the program themselves);
+- first: the outcome before mpguard was changed because of the program; `not explained`: it died as without mpguard, and
+  no line named the mistake;
+- message: words of that line. The outcome in the result file is `changed` where no line has them.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -33,6 +52,23 @@ from mpguard.lint.run.engine import Engine, Options
 from mpguard.lint.source.files import collect
 
 CASES = Path(__file__).resolve().parent.parent / "tests" / "lint" / "threads"
+PROGRAMS = Path(__file__).resolve().parent / "thread_programs"
+RESULTS = Path(__file__).resolve().parent / "results" / "threads_launch.json"
+#: The outcomes that tell the user of the mistake, or take its effect away.
+CAUGHT = ("refused", "reported", "enforced")
+#: Stands for a free port in a command.
+PORT = "PORT"
+LIBRARIES = (
+    "mpguard",
+    "torch",
+    "accelerate",
+    "transformers",
+    "deepspeed",
+    "lightning",
+    "peft",
+    "diffusers",
+    "open_clip_torch",
+)
 
 
 def cases() -> dict[str, dict[str, Any]]:
@@ -56,6 +92,68 @@ def findings(name: str, selectors: Selectors) -> list[Finding]:
         ]
 
 
+def launched(name: str, show: bool) -> dict[str, Any]:
+    """Return what a program of `PROGRAMS` does by itself, and under mpguard. show: print both outputs to stderr."""
+    program = json.loads((PROGRAMS / name / "program.json").read_text("utf-8"))
+    processes = program.get("processes", 1)
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port"]
+    script = ["train.py", *program.get("arguments", ())]
+    if program.get("torchrun", processes > 1):
+        stock, launch = (
+            [*torchrun, PORT, *script],
+            [*torchrun, PORT, "-m", "mpguard.run", "--config", "mp.yaml", *script],
+        )
+    else:
+        stock, launch = script, ["-m", "mpguard", "launch", "--config", "mp.yaml", *script]
+    codes, output = [], ""
+    for words in (stock, launch):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        with tempfile.TemporaryDirectory() as folder:
+            place = Path(folder) / name
+            shutil.copytree(PROGRAMS / name, place)
+            settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "MASTER_PORT": port}
+            ended = subprocess.run(
+                [sys.executable, *(port if word is PORT else word for word in words)],
+                cwd=place,
+                env={**os.environ, **settings},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                encoding="utf-8",
+                timeout=600,
+            )
+        codes.append(ended.returncode)
+        output = ended.stdout
+        if show:
+            print(f"-- {name}: {' '.join(words)}\n{output}-- exit {ended.returncode}", file=sys.stderr)
+    told = [line for line in output.splitlines() if program["message"] and program["message"] in line]
+    silent = not program["message"] and codes[1] == 0
+    return {
+        "stock": codes[0],
+        "launch": codes[1],
+        "first": program["first"],
+        "outcome": program["outcome"] if told or silent or program["outcome"] == "not applicable" else "changed",
+        "message": " ".join(told[0].split()) if told else None,
+    }
+
+
+def launch(names: list[str], show: bool) -> None:
+    """Run the named programs, or all, and write what they did into `RESULTS`."""
+    from workers import versions
+
+    old = json.loads(RESULTS.read_text("utf-8"))["cases"] if names and RESULTS.exists() else {}
+    programs = names or sorted(path.parent.name for path in PROGRAMS.glob("*/program.json"))
+    for name in programs:
+        old[name] = launched(name, show)
+        print(json.dumps({"case": name, **old[name]}, ensure_ascii=False), flush=True)
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(LIBRARIES),
+        "cases": dict(sorted(old.items())),
+    }
+    RESULTS.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
 def section() -> list[str]:
     """Return the lines of docs/evidence.md about the threads."""
     everything = cases()
@@ -63,6 +161,8 @@ def section() -> list[str]:
     first = sum(bool(case["first"]) for case in scope.values())
     launch = sum(bool(case["launch"]) for case in scope.values() if not case["codes"])
     lint = sum(bool(case["codes"]) for case in scope.values())
+    ran = [json.loads(path.read_text("utf-8")) for path in sorted(PROGRAMS.glob("*/program.json"))]
+    caught = {when: sum(program[when] in CAUGHT for program in ran) for when in ("first", "outcome")}
     rows = [
         (
             f"[{case['title']}]({case['url']})".replace("|", "/"),
@@ -81,6 +181,12 @@ def section() -> list[str]:
         f" **At first the default rules told {first} of {len(scope)}.** Rules were changed because of them; today they"
         f" tell {lint}, and `mpguard launch` {launch} more. `python benchmarks/threads.py lint` repeats it.",
         "",
+        f"{len(ran)} of those that the default rules do not tell run as tiny programs on a CPU"
+        " ([benchmarks/thread_programs](../benchmarks/thread_programs)), with an mp.yaml that has the precision that"
+        f" the user meant. **At first `mpguard launch` caught {caught['first']} of {len(ran)}**: it refused the run,"
+        " named the mistake, or put the precision in force and proved it. mpguard was changed because of them; today it"
+        f" catches {caught['outcome']} ([results](../benchmarks/results/threads_launch.json)).",
+        "",
         "| thread | mistake | at first | today |",
         "| --- | --- | --- | --- |",
         *(f"| {' | '.join(row)} |" for row in rows),
@@ -89,10 +195,14 @@ def section() -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("lint", "page"))
+    parser.add_argument("command", choices=("lint", "launch", "page"))
     parser.add_argument("names", nargs="*", help="cases; all by default")
     parser.add_argument("--preview", action="store_true", help="preview rules too")
-    options = parser.parse_args()
+    parser.add_argument("--show", action="store_true", help="launch: print what the programs print")
+    options = parser.parse_intermixed_args()
+    if options.command == "launch":
+        launch(options.names, options.show)
+        return 0
     if options.command == "page":
         print("\n".join(section()))
         return 0

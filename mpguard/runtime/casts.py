@@ -75,15 +75,24 @@ def caller() -> tuple[str, str]:
     import torch
 
     inside = (str(Path(torch.__file__).parent), _OWN)
-    libraries = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib"))
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(inside):
         method, frame = frame.f_code.co_name, frame.f_back
     place = frame
-    while frame is not None and frame.f_code.co_filename.startswith((*libraries, "<")):
+    while frame is not None and is_installed(frame.f_code.co_filename):
         frame = frame.f_back
     place = frame or place
     return method, f"{_relative(place.f_code.co_filename)}:{place.f_lineno}" if place else "an unknown place"
+
+
+def is_installed(path: str) -> bool:
+    """True if a file of code is not of the script: it is in the standard library or an installed package, or generated.
+
+    Packages may be in another environment's folder: that of a virtual environment's base, a folder in PYTHONPATH.
+    """
+    paths = sysconfig.get_paths()
+    installed = (paths["stdlib"], paths["purelib"], paths["platlib"], "<")
+    return path.startswith(installed) or not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
 
 
 def _relative(path: str) -> str:

@@ -10,7 +10,6 @@ import dataclasses
 import inspect
 import logging
 import re
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from mpguard.core.documentation import page_url
 from mpguard.core.errors import MpguardError
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.runtime import guard as guards
+from mpguard.runtime.casts import is_installed
 
 if TYPE_CHECKING:
     import torch
@@ -122,6 +122,17 @@ def _unscaled_twice(frames: _Frames) -> Cause:
     )
 
 
+def _never_scaled(frames: _Frames) -> Cause:
+    optimizer = _local(frames, "unscale_", "optimizer") or _local(frames, "step", "optimizer")
+    return Cause(
+        f"this GradScaler has scaled no loss before {_kind(optimizer)} is stepped or its gradients are unscaled"
+        f"{_line(frames)}: backward ran on a loss that is not scaled. Call `scaler.scale(loss).backward()`; where a "
+        "framework has the scaler, its own backward: `self.manual_backward(loss)` of Lightning, "
+        "`fabric.backward(loss)`, `accelerator.backward(loss)`",
+        "MPG202",
+    )
+
+
 def _no_gradients(frames: _Frames) -> Cause:
     optimizer = _local(frames, "step", "optimizer")
     parameters = _parameters(optimizer)
@@ -181,6 +192,13 @@ def _different_dtypes(frames: _Frames) -> Cause:
             "pass under autocast",
             "MPG101" if "fp16" in low else "MPG102",
         )
+    cast = next((call for (call, _), modules in guard.recorder.casts.items() if modules), "") if guard else ""
+    if cast:
+        return Cause(
+            f"{where}{_line(frames)}. The script has cast some of the parameters to another dtype by hand ({cast}), "
+            "and others not: remove the cast, and run the forward pass under autocast",
+            "MPG102",
+        )
     return Cause(
         f"{where}{_line(frames)}. The product is outside of autocast (or in a region that disables it), and its inputs "
         "are not in the dtype of the weights: cast the inputs there, or name the module in `fp32_modules`",
@@ -228,6 +246,7 @@ def _scale_at_minimum(frames: _Frames) -> Cause:
 CRASHES: tuple[tuple[str, Callable[[_Frames], Cause]], ...] = (
     ("Attempting to unscale FP16 gradients", _fp16_gradients),
     (r"unscale_\(\) has already been called", _unscaled_twice),
+    (r"Attempted \w+ but _scale is None", _never_scaled),
     ("No inf checks were recorded for this optimizer", _no_gradients),
     ("No inf checks were recorded prior to update", _nothing_to_update),
     ("Must flatten tensors with uniform dtype|FSDP expects uniform original parameter dtype", _mixed_flat_parameters),
@@ -331,7 +350,5 @@ def _line(frames: _Frames) -> str:
 
 def _is_of_script(frame: FrameType) -> bool:
     """True if the code of a frame is not in an installed package."""
-    paths = sysconfig.get_paths()
-    installed = (paths["stdlib"], paths["purelib"], paths["platlib"], "<")
     own = frame.f_globals.get("__name__", "").startswith("mpguard.")
-    return not own and not frame.f_code.co_filename.startswith(installed)
+    return not own and not is_installed(frame.f_code.co_filename)

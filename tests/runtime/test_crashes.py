@@ -38,6 +38,12 @@ CRASHES = {
         "before, and there was no `scaler.update()` since, at t.py:11. Unscale once",
         "`mpguard rule MPG206`",
     ),
+    "o = adam(); net(x).sum().backward(); scaler.step(o)": (
+        "AssertionError: Attempted step but _scale is None.",
+        "mpguard: this GradScaler has scaled no loss before AdamW is stepped or its gradients are unscaled, at t.py:",
+        "`self.manual_backward(loss)` of Lightning",
+        "`mpguard rule MPG202`",
+    ),
     "o = adam(); net.requires_grad_(False)\n"
     "w = nn.Parameter(torch.ones(1)); scaler.scale((net(x) * w).sum()).backward(); scaler.step(o)": (
         "AssertionError: No inf checks were recorded for this optimizer.",
@@ -54,6 +60,12 @@ CRASHES = {
         "RuntimeError: mat1 and mat2 must have the same dtype",
         "mpguard: `last` (Linear): weight bf16, bias bf16; inputs input fp32, at ",
         "The parameters were cast to bf16 by hand, and the policy keeps them in fp32",
+        "`mpguard rule MPG102`",
+    ),
+    "net.first.bfloat16()\nnet(x.bfloat16())": (
+        "RuntimeError: mat1 and mat2 must have the same dtype",
+        "mpguard: `last` (Linear): weight fp32, bias fp32; inputs input bf16, at ",
+        "has cast some of the parameters to another dtype by hand (t.py:11: bfloat16()), and others not",
         "`mpguard rule MPG102`",
     ),
     "encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16, batch_first=True), 1).eval()\n"
@@ -156,6 +168,16 @@ def test_a_crash_gets_its_cause(tmp_path: Path, script: str) -> None:
     lines = ended.stderr.splitlines()
     cause = next(number for number, line in enumerate(lines) if line.startswith("mpguard: ") and ". See " in line)
     assert any(line.startswith(CRASHES[script][0][:20]) or CRASHES[script][0] in line for line in lines[:cause])
+
+
+def test_the_line_is_of_the_script_where_packages_are_in_another_environment(tmp_path: Path) -> None:
+    packages = tmp_path / "base" / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "clipping.py").write_text("def clip(scaler, optimizer):\n    scaler.unscale_(optimizer)\n")
+    script = f"import sys; sys.path.append({str(packages)!r}); from clipping import clip\n"
+    script += "o = adam(); scaler.scale(net(x).sum()).backward(); clip(scaler, o)\nclip(scaler, o)"
+    ended = run(tmp_path, script)
+    assert "no `scaler.update()` since, at t.py:13. Unscale once" in ended.stderr, transcript(ended)
 
 
 def test_an_error_with_another_cause_and_a_failure_inside_add_nothing(

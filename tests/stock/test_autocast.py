@@ -1,4 +1,4 @@
-"""S34 and S35: FP16 on the CPU under accelerate, and backward passes that are compiled."""
+"""S34, S35 and S39: FP16 on the CPU under accelerate, compiled backward passes, autocast around a whole loop."""
 
 from __future__ import annotations
 
@@ -32,3 +32,16 @@ def test_s35_a_compiled_backward_runs_under_autocast(tmp_path: Path) -> None:
     run = in_fork(["--enforce", "warn", program], cwd=tmp_path, MPGUARD_POLICY='{"bf16": true}')
     assert run.returncode == 0, transcript(run)
     assert (results(run)[0]["equal"], results(run)[0]["rounded"]) == (True, False), transcript(run)
+
+
+def test_s39_autocast_around_a_loop_multiplies_by_the_weights_of_the_first_step(tmp_path: Path) -> None:
+    program = PROGRAMS / "autocast_around_loop.py"
+    stock = in_fork([program], cwd=tmp_path, program=run_python)
+    assert stock.returncode == 0, transcript(stock)
+    losses = results(stock)[0]
+    assert losses["around_loop"] > losses["in_each_step"] + 0.01, fixed_upstream(39)
+
+    run = in_fork(["--config", mp_yaml(tmp_path), program], cwd=tmp_path)
+    assert run.returncode == 0, transcript(run)
+    assert results(run)[0]["around_loop"] == results(run)[0]["in_each_step"] == losses["in_each_step"], transcript(run)
+    assert transcript(run).count("optimizer.step() runs inside of autocast") == 1

@@ -84,6 +84,7 @@ OURS: Mapping[int, tuple[str, ...]] = {
     36: ("mpguard.runtime.patches.fsdp_gradients:_take_gradient",),
     37: ("mpguard.runtime.proof.compare:_accumulation_advice",),
     38: ("mpguard.nn.attention",),
+    39: ("mpguard.runtime.patches.torch:_drop_stale_copies",),
 }
 
 

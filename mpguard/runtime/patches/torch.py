@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -385,10 +386,24 @@ def _counted_step(hooked: AnyFunction) -> AnyFunction:
         guard = guards.current()
         if guard is not None:
             guard.recorder.account.resume()
+            _drop_stale_copies(guard)
         return result
 
     step.counted_by_mpguard = True  # type: ignore[attr-defined]
     return step
+
+
+def _drop_stale_copies(guard: guards.Guard) -> None:
+    """Drop the copies of weights that autocast keeps until its outermost region ends, if a step ran inside of one."""
+    import torch
+
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled():
+        torch.clear_autocast_cache()
+        guard.reporter.print_once(
+            "optimizer.step() runs inside of autocast, which would keep multiplying by its copies of the weights from "
+            "before the step (S39): mpguard drops them after each step. Enter autocast in each step, around the "
+            "forward pass and the loss only"
+        )
 
 
 def _ddp_init(original: AnyFunction) -> AnyFunction:
@@ -505,18 +520,22 @@ def _module_apply(original: AnyFunction) -> AnyFunction:
     def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal inside
         guard = guards.current()
-        trained = guard.trained_parameters() if guard is not None and not inside else {}
-        if guard is None or not trained:
+        if guard is None or inside:
             return original(self, *args, **kwargs)
+        trained = guard.trained_parameters()
         before = casts.dtypes(self)
         inside = True
         try:
             result = original(self, *args, **kwargs)
         finally:
             inside = False
-        changed = {trained[key]: change for key, change in casts.narrowed(self, before).items() if key in trained}
-        for optimizer, (old, new) in changed.items():
-            method, place = casts.caller()
+        narrowed = casts.narrowed(self, before)
+        method, place = casts.caller() if narrowed else ("", "")
+        for new in {new for _, new in narrowed.values()}:
+            guard.recorder.casts.setdefault((f"{place}: {method}()", new), weakref.WeakSet()).add(self)
+        for optimizer, (old, new) in {
+            trained[key]: change for key, change in narrowed.items() if key in trained
+        }.items():
             name = name_of(optimizer)
             guard.weights_cast(optimizer, f"{place}: {method}() casts the weights of {name} from {old} to {new}")
         return result

@@ -56,8 +56,8 @@ class Products:
     trained: their results reach a gradient. frozen: they do not. passes: backward passes, looked_at: of them.
     reason: why the operators could not be recorded (then `trained` and `frozen` are empty); empty if they were.
     inferred: what autograd's graph implies. called: the classes of the modules that were called, by id; None if calls
-    were not observed. unscaled: True if a loss was not scaled by a GradScaler. converted: elements that were copied to
-    another dtype in backward, by the dtypes before and after.
+    were not observed. unscaled, scaled: True if a loss was not scaled by a GradScaler, and if one was. converted:
+    elements that were copied to another dtype in backward, by the dtypes before and after.
     """
 
     trained: Counter[Work] = dataclasses.field(default_factory=Counter)
@@ -68,6 +68,7 @@ class Products:
     inferred: Inferred = dataclasses.field(default_factory=Inferred)
     called: dict[int, str] | None = None
     unscaled: bool = False
+    scaled: bool = False
     converted: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
 
 
@@ -81,7 +82,7 @@ class _Pass:
     inferred: Inferred
     number: int = 0
     accumulates: bool = True
-    unscaled: bool = False
+    scaled: bool = False
     looked_at: bool = False
     missed: bool = True
     trained: Counter[Work] = dataclasses.field(default_factory=Counter)
@@ -290,15 +291,18 @@ class StepAccount:
                 known.update((id(own), own.grad is not None or id(own) in self._applied) for own in group["params"])
         self._passes = [each for each in self._passes if _still_counts(each, known)]
 
-    def end_pass(self, accumulates: bool, *, unscaled: bool = False) -> None:
-        """Record that the backward pass has ended. accumulates: True if it has added to `.grad` of leaves."""
+    def end_pass(self, accumulates: bool, *, scaled: bool = False) -> None:
+        """Record that the backward pass has ended.
+
+        accumulates: True if it has added to `.grad` of leaves. scaled: True if a GradScaler has scaled its loss.
+        """
         assert self._open is not None
         ended, self._open, wanted = self._open, None, self._wanted()
         self._calls = 0
         self._number += accumulates
         found = self._cut(resume=self._wanted())
         self._ended += 1
-        ended.number, ended.accumulates, ended.unscaled = self._ended, accumulates, unscaled
+        ended.number, ended.accumulates, ended.scaled = self._ended, accumulates, scaled
         self._passes.append(ended)
         if found is None:
             ended.missed = wanted and not (self._blocked and len(self._passes) > 1)
@@ -370,7 +374,8 @@ class StepAccount:
         whole = Products(passes=len(passes))
         for each in passes:
             whole.looked_at += each.looked_at
-            whole.unscaled |= each.unscaled
+            whole.unscaled |= each.accumulates and not each.scaled
+            whole.scaled |= each.scaled
             whole.inferred.add(each.inferred)
         if any(each.missed for each in passes):  # the products of a part of a step prove nothing
             whole.reason = self._prevented()

@@ -56,6 +56,9 @@ NO_WRAPPER = "no wrapper around the model"
 #: What is found as scaler where there is none, and after the class of one that is disabled.
 NO_SCALER, DISABLED = "none", ", disabled"
 
+#: What is found where a GradScaler has scaled the loss, and the optimizer was not stepped through it.
+BYPASSED = "a GradScaler has scaled the loss, and the step went past it, with gradients that are still scaled"
+
 #: At most this share of the products may be in a wider dtype than the policy's: a router, a small head. None may be in
 #: a narrower one.
 WIDER_SHARE = 0.1
@@ -253,7 +256,7 @@ def _covers(allowance: Allowance, row: Row) -> bool:
     if row.ok is not False:
         return False
     if allowance.kind == LOSS_SCALING and row.name == "scaler":
-        return row.found == NO_SCALER or row.found.endswith(DISABLED)
+        return row.found in {NO_SCALER, BYPASSED} or row.found.endswith(DISABLED)
     return allowance.kind == LOCAL_SGD and row.name == "engine" and row.found == NO_WRAPPER
 
 
@@ -384,6 +387,11 @@ def _advice(row: Row, plan: Plan, seen: Observed) -> str:
         return (
             ". A GradScaler gets the policy's values only if mpguard is active when it is created: create it after that"
         )
+    if row.name == "scaler" and row.found == BYPASSED:
+        return (
+            ". Step through it: `scaler.step(optimizer)` divides the gradients by the scale, and skips a step that has "
+            f"overflowed; then `scaler.update()`. If the script divides them itself: mpguard_allow: [{LOSS_SCALING}]"
+        )
     if row.name == "scaler" and policy.fp16:
         return (
             ". FP16 gradients below 6e-8 are lost without loss scaling. Scale the loss with a GradScaler, or use BF16. "
@@ -447,10 +455,14 @@ def _accumulation_advice(seen: Observed) -> str:
 
 def _load_in_fp32(seen: Observed, policy: Policy) -> str:
     """Return how to have FP32 master weights, or to do without them."""
-    advice = (
-        ". The optimizer's parameters are the master weights: load the model in fp32 "
-        "(`from_pretrained(NAME, dtype=torch.float32)`: transformers 5 loads a checkpoint in the dtype it was saved in)"
-    )
+    advice = ". The optimizer's parameters are the master weights: "
+    if seen.cast:
+        advice += f"remove the cast ({seen.cast})"
+    else:
+        advice += (
+            "load the model in fp32 (`from_pretrained(NAME, dtype=torch.float32)`: transformers 5 loads a checkpoint "
+            "in the dtype it was saved in)"
+        )
     if policy.bf16 and not policy.low_bit_recipe and "bf16" in seen.masters:
         return f"{advice}, or train without master weights: recipe bf16_full"
     return advice
@@ -988,7 +1000,8 @@ def _scaler(seen: Observed, plan: Plan) -> list[Row]:
         return [Row("scaler", f"{scaler['kind']}, scale {scaler['scale']:g}", "", None)] if scaler and enabled else []
     asked = "a fixed scale" if policy.loss_scale is not None else "dynamic loss scaling"
     if scaler is None or not enabled:
-        return [Row("scaler", NO_SCALER if scaler is None else f"{scaler['kind']}{DISABLED}", asked, False)]
+        none = BYPASSED if seen.scaled and not seen.unscaled else NO_SCALER
+        return [Row("scaler", none if scaler is None else f"{scaler['kind']}{DISABLED}", asked, False)]
     found = f"{scaler['kind']}, scale {scaler['scale']:g}"
     ok = True
     if policy.loss_scale is not None:

@@ -92,7 +92,8 @@ class Observed:
     parameters, as the stages of a pipeline do. covered: elements of the parameters by what reduces their gradients, see
     `Coverage`. alone: the names of those that nothing reduces. fingerprint: what is compared between ranks.
     replicated: norm and sum of gradients that must be the same on all ranks; None if they are sharded.
-    unscaled: True if gradients came from a loss that was not scaled by a GradScaler.
+    unscaled, scaled: True if gradients came from a loss that was not scaled by a GradScaler, and if from one that was.
+    cast: the call that has cast parameters to the dtype that they have; empty if none has.
     fp32_switches: torch's switches for the products of FP32 matrices, see `tf32`; tf32: that of cuBLAS alone.
     compiled: True if compiled code has run; a model that is compiled at its first call does not count.
     compiled_fp8: True if a compiled module contains FP8 layers.
@@ -143,6 +144,8 @@ class Observed:
     rounded: dict[str, int] = dataclasses.field(default_factory=dict)
     scaler: dict[str, Any] | None = None
     unscaled: bool = False
+    scaled: bool = False
+    cast: str = ""
     fp8: fp8.Fp8Layers | None = None
     tf32: bool | None = None
     fp32_switches: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -369,7 +372,7 @@ def shards_of(parameter: torch.Tensor) -> int:
 def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], products: Products) -> None:
     """Add the products of the step, by module."""
     seen.passes, seen.looked_at, seen.inferred = products.passes, products.looked_at, products.reason
-    seen.unscaled = products.unscaled
+    seen.unscaled, seen.scaled = products.unscaled, products.scaled
     seen.widened, seen.rounded_in_backward = _conversions(products.converted)
     seen.compiled = products.inferred.compiled or bool(recorder.compiled)
     if products.reason:
@@ -507,6 +510,10 @@ def _add_optimizer(seen: Observed, recorder: Recorder, optimizer: Any, roots: li
     for around in steps_around(optimizer):
         states |= Counter(state_dtypes(around, updated_by(around), copies))
     seen.states = dict(states)
+    dtypes = {id(own): short(own.dtype) for own in updated_by(optimizer)}
+    for (call, dtype), modules in recorder.casts.items():
+        if any(dtypes.get(id(own)) == dtype for module in modules for own in module.parameters()):
+            seen.cast = call
     seen.rounded_weights = dict(recorder.values.rounded.get(id(optimizer), {}))
     seen.rounded_states = dict(recorder.values.rounded_states.get(id(optimizer), {}))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,8 @@ class Recorder:
     module output. backwards: number of backward passes. gradients: how they are accumulated and reduced. values: of the
     weights. updated: by the id of an optimizer, elements of weights and of gradients by dtype. scalers: facts about the
     scaler of an optimizer, by its id. te_recipes: the recipe of each call of a Transformer Engine module. averaging:
-    what averages the weights of all ranks in place of their gradients, and when. several: True if the process has
+    what averages the weights of all ranks in place of their gradients, and when. casts: by call and dtype, the
+    modules whose parameters it has cast to that dtype, which is narrower. several: True if the process has
     created several optimizers, which need not exist any more.
     """
 
@@ -64,6 +66,7 @@ class Recorder:
         self.scalers: dict[int, dict[str, Any]] = {}
         self.te_recipes: list[dict[str, Any]] = []
         self.averaging: str | None = previous.averaging if previous is not None else None
+        self.casts: dict[tuple[str, str], weakref.WeakSet[nn.Module]] = previous.casts if previous is not None else {}
         self.several: bool = previous is not None and previous.several
         self._open: Inferred | None = None  # of the backward pass that runs
         self._optimizers_exist = previous is not None
@@ -138,7 +141,7 @@ class Recorder:
         finally:
             self._open = None
             self.account.te_dtype = "fp8" if self.te_recipes and all(self.te_recipes) else None
-            self.account.end_pass(accumulates, unscaled=accumulates and not self._scaled)
+            self.account.end_pass(accumulates, scaled=self._scaled)
 
     def record_scaled_loss(self, loss: Any) -> None:
         """Record a loss that a GradScaler has scaled: a hook on it shows whether a backward pass goes through it."""

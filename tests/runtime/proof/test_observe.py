@@ -146,6 +146,27 @@ def test_an_optimizer_per_parameter_prints_few_lines(tmp_path: Path) -> None:
     assert ended.returncode == 0 and ended.stderr.count("proven in force too") == 2, transcript(ended)
 
 
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        ("m = net()\nm.to(torch.bfloat16)\no = adam(m)", "to()"),
+        ("m = net(); o = adam(m)\nm[0].bfloat16(); m[1:].bfloat16()", "bfloat16()"),
+    ],
+)
+def test_the_call_that_has_cast_the_weights_is_named(tmp_path: Path, script: str, line: str) -> None:
+    ended = run(tmp_path, f"{script}\ntrain(m, o)")
+    assert ended.returncode == 1 and "parameters: bf16" in ended.stderr, transcript(ended)
+    number = (tmp_path / "t.py").read_text().splitlines().index(script.splitlines()[1]) + 1
+    assert f"are the master weights: remove the cast (t.py:{number}: {line})" in ended.stderr, transcript(ended)
+
+
+def test_weights_that_were_cast_and_replaced_are_not_blamed_on_the_cast(tmp_path: Path) -> None:
+    ended = run(tmp_path, "m = net().bfloat16().float()\nwith torch.no_grad(): m = net().float(); "
+    "m[0].weight = nn.Parameter(m[0].weight.bfloat16()); m[0].bias = None\ntrain(m, adam(m))")  # fmt: skip
+    assert ended.returncode == 1 and "remove the cast" not in ended.stderr, transcript(ended)
+    assert "load the model in fp32 (`from_pretrained(NAME, dtype=torch.float32)`" in ended.stderr
+
+
 # -- loss scaling --------------------------------------------------------------------------------
 
 FP16 = """
@@ -160,7 +181,12 @@ for _ in range(40):
     ("scale", "backward", "second", "expected"),
     [
         ("scaled = scaler.scale(loss)", "scaled.backward()", "scaler.step(o2)", None),
-        ("scaled = scaler.scale(loss)", "scaled.backward()", "o2.step()", "scaler: none"),
+        (
+            "scaled = scaler.scale(loss)",
+            "scaled.backward()",
+            "o2.step()",
+            "scaler: a GradScaler has scaled the loss, and the step went past it",
+        ),
         (
             "scaler.scale(torch.ones(()))",
             "loss.backward()",

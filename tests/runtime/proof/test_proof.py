@@ -308,7 +308,7 @@ def test_a_run_is_proven_again_after_a_checkpoint_was_loaded(tmp_path: Path) -> 
 def test_a_resumed_run_in_another_precision_is_not_in_force(tmp_path: Path) -> None:
     run = trained(tmp_path, "--resume", "bf16", "--autocast", "bfloat16", options=())
     assert run.returncode == 1 and "optimizer: AdamW, weights bf16" in run.stderr, transcript(run)
-    assert "load the model in fp32 (`from_pretrained(NAME, dtype=torch.float32)`" in run.stderr
+    assert "are the master weights: remove the cast (" in run.stderr and "scripted.py:" in run.stderr
     assert "or train without master weights: recipe bf16_full" in run.stderr
 
 
