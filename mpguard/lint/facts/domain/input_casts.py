@@ -25,6 +25,8 @@ _PRECISION = re.compile(r"(?i)half|fp_?(?:16|32)|float_?(?:16|32)|bf16|precision
 _NEEDS_FLOAT32 = re.compile(
     r"(?i)target|label|box|gt(?:$|_)|loss|coord|pos(?:$|[e_i])|point|xyz|loc(?:$|[s_a])|depth|angle|time|sigma"
 )
+#: The frequencies of rotary embeddings, which checkpoints in FP16 were trained with: MPG108 is about them.
+_FREQUENCIES = re.compile(r"(?:^|[._])inv(?:erse)?_freqs?$")
 #: Functions whose values are at most 1; those that join tensors; methods that change only their shape or place.
 _WAVES = frozenset({"sin", "cos"})
 _JOINS = frozenset({"cat", "concat", "stack"})
@@ -41,14 +43,14 @@ _FRAMEWORKS: tuple[EventKind, ...] = ("accelerator", "initialize", "trainer")
 def loses_nothing(cast: Event, dtype: Dtype, guards: list[PathCondition], training: Training) -> bool:
     """True if a cast of a tensor to a low dtype, under some path conditions, has no effect on what is trained.
 
-    It is of sines and cosines, or the models that take the value compute in that dtype anyway: under an autocast (FP16
+    It is of sines and cosines, or of rotary frequencies, or the models that take the value compute in that dtype anyway: under an autocast (FP16
     only if it is not hard-coded: such a cast stays when the policy becomes BF16), or with the frozen weights under
     their adapters; or no optimizer trains these models. Or an option of the program asks for the dtype where no policy
     decides it and no weights in it are trained.
     """
     if cast.kind != "cast" or cast.facts.training_use.is_module(cast):
         return False
-    if _is_wave(cast.facts, cast.subject, cast.call):
+    if _FREQUENCIES.search(cast.key) or _is_wave(cast.facts, cast.subject, cast.call):
         return True
     return all(_enters_low_models(cast, dtype, guard) or _is_own_mode(cast, dtype, guard, training) for guard in guards)
 

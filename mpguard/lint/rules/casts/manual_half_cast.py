@@ -1795,6 +1795,46 @@ def train(loader, student):
         optimizer.step()
 """,
         ),
+        Good(
+            """\
+import torch
+
+class Rotary(torch.nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        inv_freq = 1.0 / 10000 ** (torch.arange(0, dim, 2).float() / dim)
+        self.inv_freq = inv_freq.half()
+
+    def forward(self, x):
+        t = torch.arange(x.shape[1], device=x.device, dtype=self.inv_freq.dtype)
+        return x * torch.outer(t, self.inv_freq).cos()
+
+class Layer(torch.nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.rotary, self.linear = Rotary(dim), torch.nn.Linear(dim, dim)
+
+    def forward(self, x):
+        return self.linear(self.rotary(x))
+
+class Model(torch.nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer(dim) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+def train(loader):
+    model = Model(64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
