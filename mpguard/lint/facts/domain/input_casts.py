@@ -43,10 +43,10 @@ _FRAMEWORKS: tuple[EventKind, ...] = ("accelerator", "initialize", "trainer")
 def loses_nothing(cast: Event, dtype: Dtype, guards: list[PathCondition], training: Training) -> bool:
     """True if a cast of a tensor to a low dtype, under some path conditions, has no effect on what is trained.
 
-    It is of sines and cosines, or of rotary frequencies, or the models that take the value compute in that dtype anyway: under an autocast (FP16
-    only if it is not hard-coded: such a cast stays when the policy becomes BF16), or with the frozen weights under
-    their adapters; or no optimizer trains these models. Or an option of the program asks for the dtype where no policy
-    decides it and no weights in it are trained.
+    It is of sines and cosines, or of rotary frequencies, or the models that take the value compute in that dtype
+    anyway: under an autocast (FP16 only if it is not hard-coded: such a cast stays when the policy becomes BF16), or
+    with the frozen weights under their adapters; or no optimizer trains these models. Or an option of the program asks
+    for the dtype where no policy decides it and no weights in it are trained.
     """
     if cast.kind != "cast" or cast.facts.training_use.is_module(cast):
         return False
