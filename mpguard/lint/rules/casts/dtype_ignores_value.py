@@ -23,6 +23,7 @@ from mpguard.lint import (
 #: Names of options that select the precision of a run.
 _OPTION = re.compile(r"(?:\w+_)?(?:mixed_precision|precision|dtype)")
 _VALUES = ("fp16", "bf16", "float16", "bfloat16", "half")
+_COMPARED = [f"== {quote}{value}{quote}".encode() for value in _VALUES for quote in "\"'"]
 
 
 class DtypeIgnoresValue(Rule):
@@ -43,7 +44,7 @@ class DtypeIgnoresValue(Rule):
     severity = "error"
     message = "`{option}` is `{value}` in a config of the project, for which this gives {given}"
     help = "choose a dtype for each value of the option, and refuse others"
-    triggers = (any_of(b"float16"), any_of(b"precision", b"dtype"), any_of(b"=="))
+    triggers = (any_of(*_COMPARED), any_of(b"float32"), any_of(b"precision", b"dtype"))
     examples = (
         Bad(
             """\
