@@ -95,14 +95,17 @@ def leaves_autocast_out(facts: Facts) -> bool:
 def backward_is_plain(facts: Facts, guard: PathCondition, accumulates: bool = False) -> bool:
     """True if the Accelerators of a file add nothing to `loss.backward()` and torch's clipping at a place.
 
-    Their precision is BF16 or none by a constant in the code, which the launcher does not change, or none because
-    another branch has the one with a precision. The file, its launch configs and its launch lines use no engine and no
-    sharding. guard: the path condition of the place. accumulates: they may accumulate gradients.
+    Their precision is BF16 or none: by a constant in the code, which the launcher does not change, by all launch
+    configs of the file, or because another branch has the one with a precision. The file, its launch configs and its
+    launch lines use no engine and no sharding.
+
+    guard: the path condition of the place. accumulates: they may accumulate gradients.
     """
     everywhere = facts.events("accelerator")
     created = [event for event in everywhere if compatible(event.guard, guard)]
     if not created or project_words.SHARDING.search(facts.file_text):
         return False
+    configs = facts.project.configs_for(facts.path)
     for event in created:
         call = event.call
         others = [other for other in everywhere if not compatible(other.guard, event.guard)]
@@ -113,10 +116,14 @@ def backward_is_plain(facts: Facts, guard: PathCondition, accumulates: bool = Fa
         steps = call.keywords.get("gradient_accumulation_steps")
         if steps is not None and not accumulates and constant(steps) != (1,):
             return False
-        modes = [each.atom for each in facts.evaluate(call.keywords.get("mixed_precision"), call)]
-        if not modes or not all(isinstance(mode, Constant) and mode.value in ("no", "bf16") for mode in modes):
+        given = call.keywords.get("mixed_precision")
+        modes: set[object] = {config.mixed_precision for config in configs}
+        if given is not None:
+            atoms = [each.atom for each in facts.evaluate(given, call)]
+            modes = {atom.value if isinstance(atom, Constant) else None for atom in atoms}
+        if not modes or not modes <= {"no", "bf16"}:
             return False
-    launched = {(config.distributed_type or "").upper() for config in facts.project.configs_for(facts.path)}
+    launched = {(config.distributed_type or "").upper() for config in configs}
     return launched <= {"", "NO", "MULTI_GPU", "MULTI_CPU"} and not any(
         launch.launcher == "deepspeed"
         or any(map(_NOT_PLAIN.search, launch.options))

@@ -19,6 +19,7 @@ from mpguard.lint.facts.domain import lightning
 from mpguard.lint.facts.domain.autocast_ops import LOWERED
 from mpguard.lint.facts.domain.mentions import mentions
 from mpguard.lint.facts.events import Event, EventKind
+from mpguard.lint.facts.events.event import is_optimizer
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
@@ -181,8 +182,22 @@ class TrainingUse:
         """
         if reach.meets("peft") or (reach.meets("frozen") and not (weights and reach.meets("optimizer"))):
             return None
-        sinks = tuple(sink for sink in reach.training_sinks if not self._by_engine(sink))
-        return Training(reach, sinks, len(sinks) < len(reach.training_sinks)) if sinks else None
+        trained = [sink for sink in reach.training_sinks if not self._only_places(sink)]
+        sinks = tuple(sink for sink in trained if not self._by_engine(sink))
+        return Training(reach, sinks, len(sinks) < len(trained)) if sinks else None
+
+    def _only_places(self, sink: Sink) -> bool:
+        """True if Accelerate prepares a model without an optimizer in a file that runs no backward pass."""
+        if sink.kind != "prepare":
+            return False
+        facts = self.facts.of(sink.call)
+        given = (*sink.call.positional, *sink.call.keywords.values())
+        return not (
+            sink.call.starred
+            or facts.events("backward")
+            or facts.calls.get("backward")
+            or any(is_optimizer(facts, each, sink.call) for each in given)
+        )
 
     def inputs(self, cast: Event, guard: PathCondition) -> Reach:
         """Return what the value of a cast reaches in its dtype, and without the models that take it."""

@@ -1835,6 +1835,23 @@ def train(loader):
         optimizer.step()
 """
         ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+from diffusers import AutoencoderKL
+
+if __name__ == "__main__":
+    loader = torch.utils.data.DataLoader(torch.load("images.pt"))
+    vae = AutoencoderKL.from_pretrained("vae")
+    vae = vae.to(torch.float16)
+    accelerator = Accelerator()
+    vae, loader = accelerator.prepare(vae, loader)
+    with torch.no_grad():
+        for i, image in enumerate(loader):
+            torch.save(vae.module.encode(image.to(torch.float16)), f"{i}.pt")
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

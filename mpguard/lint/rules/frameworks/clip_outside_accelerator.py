@@ -70,10 +70,10 @@ class ClipOutsideAccelerator(Rule):
 
     ## Known limits
     In another function than `accelerator.backward`, only parameters of a model that is known to be prepared are
-    checked. An Accelerator whose `mixed_precision` is
-    "bf16" or "no" in the code, without an engine or sharding, clips as torch does and is ignored. Files that call
-    `accelerator.unscale_gradients()` themselves are not reported, nor are functions that unscale with their own scaler
-    (MPG502), nor an infinite norm, which clips nothing, nor what runs if the Accelerator's own clipping raised.
+    checked. An Accelerator whose `mixed_precision` is "bf16" or "no" in the code, or in all launch configs, without an
+    engine or sharding, clips as torch does and is ignored. Files that call `accelerator.unscale_gradients()` themselves
+    are not reported, nor are functions that unscale with their own scaler (MPG502), nor an infinite norm, which clips
+    nothing, nor what runs if the Accelerator's own clipping raised.
     """
 
     code, name = "MPG503", "clip-outside-accelerator"
@@ -475,6 +475,26 @@ def main(args, model, optimizer, loader):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
 """
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+def main(model, optimizer, loader):
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        accelerator.backward(model(x).sum())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "run.sh": "accelerate launch --config_file multi_gpu.yaml train.py\n",
+                "multi_gpu.yaml": "distributed_type: MULTI_GPU\nmixed_precision: bf16\n",
+            },
+            name="train.py",
         ),
         Bad(
             """\
