@@ -219,7 +219,7 @@ def _may_scale(use: Use, program: set[Scope], facts: Facts) -> bool:
         return False
     if place < len(parts) - 1 or _NUMBER.search(use.path):
         return _is_factor(use, program, facts)
-    if isinstance(parent, _TESTS) or (isinstance(parent, _RETURNS) and _returned(parent, facts.of(use))):
+    if isinstance(parent, _TESTS) or (isinstance(parent, _RETURNS) and _returned(parent, use, facts.of(use))):
         return False
     if isinstance(parent, cst.Assign):
         return not all(_MAY_BE_SCALER.search(dotted(each.target)) for each in parent.targets)
@@ -248,13 +248,16 @@ def _is_quotient(use: Use, facts: Facts) -> bool:
     )
 
 
-def _returned(node: cst.CSTNode, facts: Facts) -> bool:
-    """True for a `return` of a name, or of a tuple that contains it."""
+def _returned(node: cst.CSTNode, use: Use, facts: Facts) -> bool:
+    """True for a `return` of a name, or of a tuple that contains it, also one with a name that is only returned."""
     while isinstance(node, (cst.Element, cst.Tuple)):
         above = facts.parent(node)
         if above is None:
             return False
         node = above
+    if isinstance(node, cst.Assign) and len(node.targets) == 1:
+        again = use.scope.uses.get(dotted(node.targets[0].target), ())
+        return bool(again) and all(isinstance(facts.parent(each.node), cst.Return) for each in again)
     return isinstance(node, cst.Return)
 
 

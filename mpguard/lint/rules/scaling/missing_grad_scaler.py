@@ -1696,6 +1696,32 @@ class Training:
         self.optimizer.step()
 """,
         ),
+        Bad(
+            """\
+import torch
+from torch.cuda.amp import GradScaler, autocast
+
+def resume(path, model, optimizer, scaler=None):
+    state = torch.load(path)
+    optimizer.load_state_dict(state["optimizer"])
+    if scaler is not None:
+        scaler.load_state_dict(state["scaler"])
+    everything = (model, optimizer, scaler)
+    del state
+    return everything
+
+def train(path, model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = GradScaler()
+    if path:
+        model, optimizer, scaler = resume(path, model, optimizer, scaler)
+    for x in loader:
+        with autocast():
+            loss = model(x).sum()
+        loss.backward()  # !
+        optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
