@@ -35,7 +35,7 @@ from mpguard.lint import (
 )
 
 #: Conditions on overflow: the code does by hand what the scaler would do.
-_CHECKS = re.compile(r"(?i)finite|inf|nan|overflow")
+_CHECKS = re.compile(r"(?i)finite|inf(?![a-z])|nan(?![a-z])|overflow")
 
 
 _NO_BACKWARD = frozenset({"step", "scale", "zero_grad", "update"})
@@ -1266,6 +1266,40 @@ def train(args, model, loader):
             scaler.update()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+def main(args, model, loader):
+    if args.infer:
+        return
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        loss = model(x).sum()
+        if torch.isfinite(loss):
+            scaler.scale(loss).backward()
+            if not args.infer:
+                optimizer.step()  # !
+            scaler.update()
+""",
+            fixed="""\
+import torch
+
+def main(args, model, loader):
+    if args.infer:
+        return
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        loss = model(x).sum()
+        if torch.isfinite(loss):
+            scaler.scale(loss).backward()
+            if not args.infer:
+                scaler.step(optimizer)
+            scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -1393,7 +1427,6 @@ def train(args, model, loader):
 
     def _by_hand(self, backward: Call, step: Event, scale: Event, facts: Facts) -> bool:
         """True if the gradients may be unscaled and checked by hand, or the scaler stepped in between."""
-        scale = facts.traces.scaled[backward]
         enabled = facts.traces.enabled(scale.subject, scale.call)
         further = [each for each in step.guard - backward.guard if not implies(enabled, PathCondition([each]))]
         flags = PathCondition(further).flags()
