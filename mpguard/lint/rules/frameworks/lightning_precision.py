@@ -255,7 +255,9 @@ def main(model, loader):
     def _of_2(self, given: cst.BaseExpression, values: set[str], call: Call, facts: Facts) -> str | None:
         """Return a spelling of Lightning 2 that the code, or a config, gives a Lightning 1."""
         packages = {_DISTRIBUTIONS.get(path.split(".", 1)[0], "lightning") for _, path in facts.paths(call)}
-        if call.guard.flags() or not all(facts.project.required(facts.path, each).before((2,)) for each in packages):
+        if call.guard.flags() - {"__name__"} or not all(
+            facts.project.required(facts.path, each).before((2,)) for each in packages
+        ):
             return None
         if values and values <= set(_IN_1):
             return min(values)
