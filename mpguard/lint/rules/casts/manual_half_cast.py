@@ -1802,8 +1802,12 @@ def train(loader, student):
             return
         found = []
         norms = list(_norms_in_float32(facts))
+        weights = facts.training_use.weights(Dtype.FP16)
+        optimized = {each.event for each in weights if facts.training_use.plain_optimizers(each.training)}
         for cast in (*facts.events("cast"), *facts.events("construct")):
-            guards = [guard for guard in cast.may_be(Dtype.FP16) if not accelerate_precision.follows_policy(guard)]
+            guards = cast.may_be(Dtype.FP16)
+            if cast not in optimized:
+                guards = [guard for guard in guards if not accelerate_precision.follows_policy(guard)]
             if any(
                 cast.scope in call.scope.within() and compatible(facts.guard_of(call), cast.guard) for call in norms
             ):
@@ -1816,8 +1820,8 @@ def train(loader, student):
             ):
                 fix = None if cast.kind == "construct" else python_edits.without_cast(facts, cast)
                 found.append((cast, training, fix))
-        weights = [cast for cast, _, _ in found if facts.training_use.is_module(cast)]
-        follow = {cast for cast, _, _ in found if _follows(cast, weights, facts)}
+        modules = [cast for cast, _, _ in found if facts.training_use.is_module(cast)]
+        follow = {cast for cast, _, _ in found if _follows(cast, modules, facts)}
         # A model and its inputs change together.
         all_fixable = not follow and all(fix is not None for _, _, fix in found)
         policy = any(map(facts.events, _POLICIES)) or bool(facts.project.configs_for(facts.path))
