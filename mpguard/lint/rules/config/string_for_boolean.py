@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ if TYPE_CHECKING:
     from mpguard.lint import Document
 
 _SECTIONS = ("bf16", "bfloat16", "fp16", "torch_autocast")
+_FILLED_IN = re.compile(r"[\"']auto[\"']")
 _BOOLEANS = {"true": True, "false": False}
 
 
@@ -16,14 +18,14 @@ class StringForBoolean(ConfigRule):
     """`"enabled": "false"` for a precision in a DeepSpeed config: a string instead of a boolean.
 
     ## What it does
-    Reports the strings `"true"` and `"false"`, in any case, in `bf16.enabled`, `fp16.enabled` and
-    `torch_autocast.enabled`.
+    Reports the string `"false"`, in any case, in `bf16.enabled`, `fp16.enabled` and `torch_autocast.enabled`; and
+    `"true"` in a config with `"auto"` values, which only the Trainer and accelerate fill in.
 
     ## Why is this bad
     Python takes every string that is not empty as true, `"false"` too. transformers and accelerate
     (`HfDeepSpeedConfig.is_true`, transformers 5.23, accelerate 1.15) read the value so, and the Trainer stops because
     `"true"` differs from its own `True`. DeepSpeed before pydantic read these sections returned the string: with
-    `"true"` next to `"false"` it stops because `bf16` and `fp16` are both enabled. DeepSpeed 0.19.8 alone parses it.
+    `"true"` next to `"false"` it stops because `bf16` and `fp16` are both enabled. DeepSpeed 0.19.8 alone parses both.
 
     ## Fix safety
     Safe: the boolean that the string names.
@@ -90,6 +92,15 @@ engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
 """,
             name="ds_config.json",
         ),
+        Good(
+            """\
+{
+  "train_micro_batch_size_per_gpu": 4,
+  "fp16": {"enabled": "true", "auto_cast": "true", "loss_scale": 0}
+}
+""",
+            name="ds_config.json",
+        ),
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
@@ -98,6 +109,8 @@ engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
             if entry is None or not isinstance(entry.value, str) or entry.value.lower() not in _BOOLEANS:
                 continue
             meant = _BOOLEANS[entry.value.lower()]
+            if meant and not _FILLED_IN.search(document.text):
+                continue  # DeepSpeed by itself takes it for true
             key = ".".join(entry.path)
             what = "the Trainer stops, since it differs from `True`" if meant else "it counts as true"
             fix = config_edits.set_values("Write the boolean", document, {key: meant})
