@@ -1802,8 +1802,11 @@ def train(loader, student):
             return
         found = []
         norms = list(_norms_in_float32(facts))
-        weights = facts.training_use.weights(Dtype.FP16)
-        optimized = {each.event for each in weights if facts.training_use.plain_optimizers(each.training)}
+        optimized = {
+            each.event
+            for each in facts.training_use.weights(Dtype.FP16)
+            if facts.training_use.plain_optimizers(each.training) and not facts.training_use.keeps_masters(each)
+        }
         for cast in (*facts.events("cast"), *facts.events("construct")):
             guards = cast.may_be(Dtype.FP16)
             if cast not in optimized:
