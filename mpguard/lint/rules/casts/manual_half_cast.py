@@ -58,12 +58,13 @@ class ManualHalfCast(Rule):
     checkpoint, for `.half().float()` rounding, for masks, for the targets of a loss, which have no gradient, and for
     the inputs of a DeepSpeed engine, also that of Lightning's `strategy`, whose parameters may be FP16; nor is a model
     that `deepspeed.initialize` takes, since its FP16 engine keeps FP32 masters of it. A dtype that follows
-    `accelerator.mixed_precision` follows the policy. An optimizer alone, or a `backward`, does not count as training if
-    the file takes no step. Where something may keep FP32 masters (`FP16_Optimizer`, `optimizer.backward(loss)`, a
-    framework's own FP16 module, an optimizer of the tree whose code has FP32 copies), no cast of the file is reported:
-    such code has FP16 parameters by design. So has a function that casts the norms of its model back to FP32. Nothing
-    is trained in a file that only measures the speed of steps on one synthetic batch, or that stops in a debugger at
-    each step. A library's module that is trained elsewhere is not checked.
+    `accelerator.mixed_precision` follows the policy, except for weights that an optimizer takes. An optimizer alone, or
+    a `backward`, does not count as training if the file takes no step. Where something may keep FP32 masters
+    (`FP16_Optimizer`, `optimizer.backward(loss)`, a framework's own FP16 module, an optimizer of the tree whose code
+    has FP32 copies), no cast of the file is reported: such code has FP16 parameters by design. So has a function that
+    casts the norms of its model back to FP32. Nothing is trained in a file that only measures the speed of steps on one
+    synthetic batch, or that stops in a debugger at each step. A library's module that is trained elsewhere is not
+    checked.
     """
 
     code, name = "MPG101", "manual-half-cast"
@@ -1792,6 +1793,40 @@ def train(loader, student):
     coder.requires_grad_(False)
     for x in loader:
         student(coder(x)).sum().backward()
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+def train(unet, vae, loader):
+    accelerator = Accelerator()
+    weight_dtype = torch.float16 if accelerator.mixed_precision == "fp16" else torch.float32
+    vae.requires_grad_(False)
+    vae.to(accelerator.device, dtype=weight_dtype)
+    unet.to(accelerator.device, dtype=weight_dtype)  # !
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-5)
+    unet, optimizer = accelerator.prepare(unet, optimizer)
+    for x in loader:
+        accelerator.backward(unet(vae.encode(x.to(weight_dtype))).mean())
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+
+def train(unet, vae, loader):
+    accelerator = Accelerator()
+    weight_dtype = torch.float16 if accelerator.mixed_precision == "fp16" else torch.float32
+    vae.requires_grad_(False)
+    vae.to(accelerator.device, dtype=weight_dtype)
+    unet.to(accelerator.device)
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-5)
+    unet, optimizer = accelerator.prepare(unet, optimizer)
+    for x in loader:
+        accelerator.backward(unet(vae.encode(x.to(weight_dtype))).mean())
         optimizer.step()
 """,
         ),
