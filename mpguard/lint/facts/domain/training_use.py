@@ -16,6 +16,7 @@ import libcst as cst
 
 from mpguard.lint.facts.dataflow.forward_flow import FRAMEWORK_STEPS, UPCASTS, Reach, Sink
 from mpguard.lint.facts.domain import lightning
+from mpguard.lint.facts.domain.accelerate_precision import follows_policy
 from mpguard.lint.facts.domain.autocast_ops import LOWERED
 from mpguard.lint.facts.domain.mentions import mentions
 from mpguard.lint.facts.events import Event, EventKind
@@ -400,7 +401,7 @@ class TrainingUse:
                 guards = event.may_be(dtype)
                 if not guards or not self.is_module(event) or self.has_adapters(event.key, event.call):
                     continue
-                if {each for _, each in event.dtypes} >= _ANY_DTYPE:
+                if {each for _, each in event.dtypes} >= _ANY_DTYPE and not any(map(follows_policy, guards)):
                     continue  # a helper that returns the dtype of a name, which is not known
                 loaded = event.kind == "load"
                 training = self._loaded(event, dtype, guards[0]) if loaded else self.cast(event, dtype)
@@ -425,17 +426,21 @@ class TrainingUse:
         return False
 
     def _cast_back(self, event: Event) -> bool:
-        """True if a loop casts the trained parameters back to FP32, after the cast of the model, in the same function.
+        """True if the trained parameters are cast back to FP32, after the cast of the model, in the same function.
 
-        for p in net.parameters(): p.data = p.data.float()
+        By a loop (`for p in net.parameters(): p.data = p.data.float()`), or by `cast_training_params` of diffusers.
         """
         bound = self._bound(event.call)
-        model = bound.key if bound is not None else event.key
+        whole = self._cast_model(event) if event.kind == "cast" else None
+        model = bound.key if bound is not None else whole[0] if whole is not None else event.key
+        casts = (call for call in event.scope.calls if call.name == "cast_training_params" and call.order > event.order)
+        if any(model in _parts(call.argument(0, "model")) for call in casts):
+            return True
         return any(
             each.order > event.order
             and key.endswith(".data")
             and isinstance(each.value, cst.Call)
-            and dotted(each.value.func) in {f"{key}.{name}" for name in UPCASTS}
+            and self._is_upcast(each.value, key.removesuffix(".data"))
             and PathCondition(each.guard - event.guard).flags() <= {"requires_grad"}
             and any(
                 loop.kind == "for" and (looped := self._looped(loop)) is not None and looped[0] == model
@@ -444,6 +449,15 @@ class TrainingUse:
             for key, bindings in event.scope.bindings.items()
             for each in bindings
         )
+
+    def _is_upcast(self, node: cst.Call, name: str) -> bool:
+        """True for `p.float()`, `p.data.to(torch.float32)` and the like."""
+        owner, _, method = dotted(node.func).rpartition(".")
+        call = self.facts.index.call_of.get(node)
+        if owner not in (name, f"{name}.data") or call is None:
+            return False
+        dtypes = self.facts.dtypes(call.argument(0, "dtype"), call) if method == "to" else ()
+        return method in UPCASTS or any(dtype is Dtype.FP32 for _, dtype in dtypes)
 
     def _loaded(self, load: Event, dtype: AnyDtype, guard: PathCondition) -> Training | None:
         call = load.call
@@ -464,8 +478,8 @@ class TrainingUse:
             return None
         bound = self._bound(call)
         if bound is not None:
-            return self._training(self.facts.flow.forward_key(bound.key, bound, guard))
-        return self._training(self.facts.flow.forward(call.node, call, guard))
+            return self._training(self.facts.flow.forward_key(bound.key, bound, guard), weights=True)
+        return self._training(self.facts.flow.forward(call.node, call, guard), weights=True)
 
     def _bound(self, call: Call) -> Binding | None:
         """Return the binding of a name to the result of a call.
@@ -828,6 +842,12 @@ class TrainingUse:
             if isinstance(record, Call) and record.name.endswith(("Arguments", "Config", "Args"))
         ]
         return records[0] if len(records) == 1 else None
+
+
+def _parts(node: cst.CSTNode | None) -> set[str]:
+    """Return the names in `net` or `[net, head]`."""
+    parts = [each.value for each in node.elements] if isinstance(node, (cst.List, cst.Tuple)) else [node]
+    return {dotted(each) for each in parts} - {""}
 
 
 def _may_shard(callee: Scope) -> bool:

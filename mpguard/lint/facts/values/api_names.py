@@ -90,10 +90,11 @@ ADAPTER_NAMES = re.compile(r"(?i)lora|peft|adapter")
 #: peft's function that adds adapters to a model and returns the model.
 ADDS_ADAPTERS = "get_peft_model"
 #: Checkpoints that were pretrained in BF16, and whose activations overflow in FP16: T5 v1.1 and what is derived from
-#: it, and the larger ones of T5 (transformers issues 9295, 10830, 11461, 23918). Names in the Hub.
+#: it, the larger ones of T5 (transformers issues 9295, 10830, 11461, 23918), and Gemma 3 (36822, 39972). Names in the
+#: Hub.
 OVERFLOWS_FP16 = re.compile(
     r"(?:google/|google-t5/)?(?:t5-(?:large|3b|11b|v1_1-\w+)|u?mt5-\w+|byt5-\w+|flan-t5-\w+|(?:flan-)?ul2)"
-    r"|bigscience/(?:T0(?:_3B|pp|p)?|mt0-[\w-]+)"
+    r"|bigscience/(?:T0(?:_3B|pp|p)?|mt0-[\w-]+)|google/gemma-3-[\w-]+"
 )
 #: The settings of TRL's trainers, which derive from transformers' `TrainingArguments`.
 TRL_CONFIGS = frozenset({"SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig"})

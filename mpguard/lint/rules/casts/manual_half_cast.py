@@ -58,12 +58,13 @@ class ManualHalfCast(Rule):
     checkpoint, for `.half().float()` rounding, for masks, for the targets of a loss, which have no gradient, and for
     the inputs of a DeepSpeed engine, also that of Lightning's `strategy`, whose parameters may be FP16; nor is a model
     that `deepspeed.initialize` takes, since its FP16 engine keeps FP32 masters of it. A dtype that follows
-    `accelerator.mixed_precision` follows the policy. An optimizer alone, or a `backward`, does not count as training if
-    the file takes no step. Where something may keep FP32 masters (`FP16_Optimizer`, `optimizer.backward(loss)`, a
-    framework's own FP16 module, an optimizer of the tree whose code has FP32 copies), no cast of the file is reported:
-    such code has FP16 parameters by design. So has a function that casts the norms of its model back to FP32. Nothing
-    is trained in a file that only measures the speed of steps on one synthetic batch, or that stops in a debugger at
-    each step. A library's module that is trained elsewhere is not checked.
+    `accelerator.mixed_precision` follows the policy, except for weights that an optimizer takes. An optimizer alone, or
+    a `backward`, does not count as training if the file takes no step. Where something may keep FP32 masters
+    (`FP16_Optimizer`, `optimizer.backward(loss)`, a framework's own FP16 module, an optimizer of the tree whose code
+    has FP32 copies), no cast of the file is reported: such code has FP16 parameters by design. So has a function that
+    casts the norms of its model back to FP32. Nothing is trained in a file that only measures the speed of steps on one
+    synthetic batch, or that stops in a debugger at each step. A library's module that is trained elsewhere is not
+    checked.
     """
 
     code, name = "MPG101", "manual-half-cast"
@@ -1852,6 +1853,40 @@ if __name__ == "__main__":
             torch.save(vae.module.encode(image.to(torch.float16)), f"{i}.pt")
 """
         ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+def train(unet, vae, loader):
+    accelerator = Accelerator()
+    weight_dtype = torch.float16 if accelerator.mixed_precision == "fp16" else torch.float32
+    vae.requires_grad_(False)
+    vae.to(accelerator.device, dtype=weight_dtype)
+    unet.to(accelerator.device, dtype=weight_dtype)  # !
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-5)
+    unet, optimizer = accelerator.prepare(unet, optimizer)
+    for x in loader:
+        accelerator.backward(unet(vae.encode(x.to(weight_dtype))).mean())
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+
+def train(unet, vae, loader):
+    accelerator = Accelerator()
+    weight_dtype = torch.float16 if accelerator.mixed_precision == "fp16" else torch.float32
+    vae.requires_grad_(False)
+    vae.to(accelerator.device, dtype=weight_dtype)
+    unet.to(accelerator.device)
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-5)
+    unet, optimizer = accelerator.prepare(unet, optimizer)
+    for x in loader:
+        accelerator.backward(unet(vae.encode(x.to(weight_dtype))).mean())
+        optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -1859,8 +1894,15 @@ if __name__ == "__main__":
             return
         found = []
         norms = list(_norms_in_float32(facts))
+        optimized = {
+            each.event
+            for each in facts.training_use.weights(Dtype.FP16)
+            if facts.training_use.plain_optimizers(each.training) and not facts.training_use.keeps_masters(each)
+        }
         for cast in (*facts.events("cast"), *facts.events("construct")):
-            guards = [guard for guard in cast.may_be(Dtype.FP16) if not accelerate_precision.follows_policy(guard)]
+            guards = cast.may_be(Dtype.FP16)
+            if cast not in optimized:
+                guards = [guard for guard in guards if not accelerate_precision.follows_policy(guard)]
             if any(
                 cast.scope in call.scope.within() and compatible(facts.guard_of(call), cast.guard) for call in norms
             ):
@@ -1873,8 +1915,8 @@ if __name__ == "__main__":
             ):
                 fix = None if cast.kind == "construct" else python_edits.without_cast(facts, cast)
                 found.append((cast, training, fix))
-        weights = [cast for cast, _, _ in found if facts.training_use.is_module(cast)]
-        follow = {cast for cast, _, _ in found if _follows(cast, weights, facts)}
+        modules = [cast for cast, _, _ in found if facts.training_use.is_module(cast)]
+        follow = {cast for cast, _, _ in found if _follows(cast, modules, facts)}
         # A model and its inputs change together.
         all_fixable = not follow and all(fix is not None for _, _, fix in found)
         policy = any(map(facts.events, _POLICIES)) or bool(facts.project.configs_for(facts.path))

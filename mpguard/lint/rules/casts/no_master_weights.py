@@ -30,6 +30,32 @@ def unwrap(model):
 """,
 }
 
+#: A program of diffusers, before and after the casts to the dtype that the launcher's precision gives.
+_LOADS = """\
+import torch
+from accelerate import Accelerator
+from diffusers import AutoencoderKL, UNet2DConditionModel
+
+def train(name, loader):
+    accelerator = Accelerator()
+    vae = AutoencoderKL.from_pretrained(name)
+    unet = UNet2DConditionModel.from_pretrained(name)
+    vae.requires_grad_(False)
+    weight_dtype = torch.float32
+    if accelerator.mixed_precision == "fp16":
+        weight_dtype = torch.float16
+    elif accelerator.mixed_precision == "bf16":
+        weight_dtype = torch.bfloat16
+"""
+_TRAINS = """\
+    optimizer = torch.optim.AdamW([p for p in unet.parameters() if p.requires_grad], lr=1e-5)
+    unet, optimizer, loader = accelerator.prepare(unet, optimizer, loader)
+    for x in loader:
+        loss = unet(vae.encode(x.to(weight_dtype))).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+"""
+
 
 class NoMasterWeights(Rule):
     """All parameters are BF16 and a plain optimizer updates them.
@@ -54,7 +80,7 @@ class NoMasterWeights(Rule):
 
     code, name = "MPG107", "no-master-weights"
     severity = "warning"
-    message = "`{expr}` makes the weights BF16, and a plain optimizer updates them"
+    message = "`{expr}` makes the weights {dtypes}, and a plain optimizer updates them"
     help = "keep the weights in FP32 and compute in BF16 by autocast, or use an optimizer with stochastic rounding"
     triggers = (
         any_of(b"bfloat16", b"bf16"),
@@ -513,6 +539,25 @@ def train(path):
         optimizer.step()
 """,
         ),
+        *(
+            example(f"{_LOADS}{casts}{_TRAINS}")
+            for example, casts in (
+                (Bad, "    unet.to(accelerator.device, dtype=weight_dtype)  # !\n"),
+                (Bad, "    for each in (vae, unet):\n        each.to(dtype=weight_dtype)  # !\n"),
+                (Bad, "    unet = UNet2DConditionModel.from_pretrained(name, torch_dtype=weight_dtype)  # !\n"),
+                (Good, "    vae.to(accelerator.device, dtype=weight_dtype)\n"),
+                (
+                    Good,
+                    "    unet.requires_grad_(False)\n    unet.to(dtype=weight_dtype)\n    unet.add_adapter(config())\n",
+                ),
+                (Good, "    unet.to(dtype=weight_dtype)\n    cast_training_params([unet], dtype=torch.float32)\n"),
+                (
+                    Good,
+                    "    unet.to(dtype=weight_dtype)\n    for p in unet.parameters():\n"
+                    "        if p.requires_grad:\n            p.data = p.to(torch.float32)\n",
+                ),
+            )
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -528,6 +573,7 @@ def train(path):
                 yield self.at(
                     weights.event,
                     expr=expr,
+                    dtypes="BF16 or FP16" if weights.event.may_be(Dtype.FP16) else "BF16",
                     notes=(Note("trained with here", optimizers[0].span, facts.elsewhere(optimizers[0])),),
                 )
 

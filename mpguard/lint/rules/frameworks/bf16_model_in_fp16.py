@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import libcst as cst
+
 from mpguard.lint import (
     Bad,
     Call,
@@ -22,35 +24,45 @@ from mpguard.lint import (
 )
 
 #: Classes whose `from_pretrained` gives a model with a loss: encoders alone are mostly frozen.
-_WITH_LOSS = ("ForConditionalGeneration", "ForSeq2SeqLM", "Seq2SeqLM", "ForSequenceClassification", "LMHead")
+_WITH_LOSS = (
+    "ForCausalLM",
+    "ForConditionalGeneration",
+    "ForSeq2SeqLM",
+    "Seq2SeqLM",
+    "ForSequenceClassification",
+    "LMHead",
+)
 #: `precision=` of Lightning that is FP16.
 _FP16 = frozenset({16, "16", "16-mixed", "16-true"})
+#: The flag of `if __name__ == "__main__":`, which is no choice of the user.
+_SCRIPT = {"__name__"}
 
 
 class Bf16ModelInFp16(Rule):
     """A checkpoint whose activations overflow in FP16 is trained in FP16.
 
     ## What it does
-    Reports `from_pretrained` of T5 v1.1, mT5, ByT5, Flan-T5, UL2, T0, and of T5 from `t5-large` on, in a file that
-    trains in FP16: `TrainingArguments(fp16=True)`, Lightning's `precision="16-mixed"`, `Accelerator(mixed_precision=
-    "fp16")`, FP16 autocast. The name may be the default of an option.
+    Reports `from_pretrained` of T5 v1.1, mT5, ByT5, Flan-T5, UL2, T0, of T5 from `t5-large` on, and of Gemma 3, in a
+    program that trains in FP16: `TrainingArguments(fp16=True)`, Lightning's `precision="16-mixed"`,
+    `Accelerator(mixed_precision="fp16")`, FP16 autocast. The name may be the default of an option or of a parameter.
 
     ## Why is this bad
     They were pretrained in BF16, which has the range of FP32. Activations of the feed-forward layers exceed 65504, the
     largest FP16 number: the loss is NaN or 0, or the GradScaler skips all steps (transformers issues 9295, 10830,
-    11461, 23918). transformers clamps them only if the hidden states are FP16, which they are not under autocast over
-    FP32 weights (modeling_t5.py, transformers 5.23).
+    11461, 23918; for Gemma 3 36822 and 39972). transformers clamps them only in T5, and there only if the hidden states
+    are FP16, which they are not under autocast over FP32 weights (modeling_t5.py, transformers 5.23).
 
     ## Known limits
-    The FP16 must be unconditional, and visible in the same file. Names from a command line are checked by MPG869.
+    The FP16 must be unconditional, and visible in the same file or in those that use the class or function with the
+    load. Names from a command line are checked by MPG869.
     """
 
     code, name = "MPG519", "bf16-model-in-fp16"
     severity = "warning"
-    message = "the activations of `{name}` overflow in FP16, in which this file trains it"
+    message = "the activations of `{name}` overflow in FP16, in which this program trains it"
     help = 'train it in BF16 (`bf16=True`, `precision="bf16-mixed"`), or in FP32 on a GPU without BF16'
-    triggers = (any_of(b"t5-", b"T0", b"mt0-", b"ul2"), any_of(b"16"), any_of(b"from_pretrained("))
-    triggers_nearby = (any_of(b"Trainer(", b".backward("),)
+    triggers = (any_of(b"t5-", b"T0", b"mt0-", b"ul2", b"gemma-3"), any_of(b"from_pretrained("))
+    triggers_nearby = (any_of(b"16"), any_of(b"Trainer(", b".backward("))
     examples = (
         Bad(
             """\
@@ -125,6 +137,47 @@ args = Seq2SeqTrainingArguments("out", fp16=True)
 Seq2SeqTrainer(small, args, train_dataset=data(tokenizer, encoder)).train()
 """
         ),
+        *(
+            example(
+                "import lightning as L\nfrom transformers import T5ForConditionalGeneration\n\n"
+                f"class Net(L.LightningModule):\n    def __init__(self, name='google/{name}'):\n"
+                "        super().__init__()\n"
+                f"        self.model = T5ForConditionalGeneration.from_pretrained(name){marker}\n\n"
+                "    def training_step(self, batch, index):\n        return self.model(**batch).loss\n",
+                files={
+                    "pyproject.toml": "",
+                    "train.py": "import lightning as L\n\nfrom net import Net\n\n"
+                    "if __name__ == '__main__':\n"
+                    f"    L.Trainer(devices=4, precision={precision}).fit(Net(), data())\n",
+                },
+                name="net.py",
+            )
+            for example, name, precision, marker in (
+                (Bad, "flan-t5-xl", "'16'", "  # !"),
+                (Good, "flan-t5-xl", "'bf16-mixed'", ""),
+                (Good, "t5-small", "'16'", ""),
+            )
+        ),
+        Bad(
+            """\
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
+
+model = AutoModelForCausalLM.from_pretrained("google/gemma-3-1b-it")  # !
+SFTTrainer(model=model, args=SFTConfig("out", fp16=True), train_dataset=data, peft_config=LoraConfig()).train()
+"""
+        ),
+        Good(
+            """\
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
+
+def tuned(data, peft_config):
+    model = AutoModelForCausalLM.from_pretrained("google/gemma-2b-it")
+    SFTTrainer(model=model, args=SFTConfig("out", fp16=True), train_dataset=data, peft_config=peft_config).train()
+"""
+        ),
         Good(
             """\
 import torch
@@ -145,10 +198,11 @@ for batch in loader:
         if facts.declared == "inference":
             return
         loads = [(call, name) for call in facts.calls.get("from_pretrained", ()) if (name := self._name(call, facts))]
-        half = self._fp16(facts) if loads else None
         for call, name in loads:
-            if half is not None and not facts.is_inference(call):
-                yield self.at(call, name=name, notes=(Note("FP16 here", half.span),))
+            half = None if facts.is_inference(call) else self._trained_with(call, facts)
+            if half is not None:
+                notes = (Note("FP16 here", half.span, facts.elsewhere(half)),)
+                yield self.at(call, name=name, notes=notes)
 
     def _name(self, call: Call, facts: Facts) -> str | None:
         """Return the name of the checkpoint that a call loads, if it is one of those in every case."""
@@ -157,9 +211,29 @@ for batch in loader:
             return None
         values = [each.atom.value if isinstance(each.atom, Constant) else None for each in facts.evaluate(given, call)]
         if not all(isinstance(each, str) for each in values) and (option := dotted(given).rpartition(".")[2]):
-            values = [each for each in self._defaults(option, facts) if isinstance(each, str)]
+            defaults = (self._parameter(given, call), *self._defaults(option, facts))
+            values = [each for each in defaults if isinstance(each, str)]
         names = [each for each in values if isinstance(each, str) and library_names.OVERFLOWS_FP16.fullmatch(each)]
         return names[0] if names and len(names) == len(values) else None
+
+    def _parameter(self, given: cst.BaseExpression, call: Call) -> object:
+        """Return the default of the parameter that an argument is, None if it is none."""
+        if not isinstance(given, cst.Name):
+            return None
+        found = [param.default for param in call.scope.params if param.name == given.value]
+        default = constant(found[0]) if found else None
+        return default[0] if default is not None else None
+
+    def _trained_with(self, call: Call, facts: Facts) -> Record | None:
+        """Return what makes the training FP16: in the file, or else in those that use what loads the model."""
+        here = self._precisions(facts)
+        if here:
+            return self._only_fp16(here)
+        outer = [scope for scope in call.scope.within() if scope.kind != "module"]
+        users = facts.users(outer[-1].name) if outer else None
+        for user in users or ():
+            user.need_all()
+        return self._only_fp16([each for user in users or () for each in self._precisions(user)])
 
     def _defaults(self, option: str, facts: Facts) -> Iterator[object]:
         """Yield the defaults of the command-line options of a name."""
@@ -169,16 +243,21 @@ for batch in loader:
                 default = constant(call.keywords.get("default"))
                 yield default[0] if default is not None else None
 
-    def _fp16(self, facts: Facts) -> Record | None:
-        """Return what makes the training FP16, if nothing in the file is of another precision."""
+    def _precisions(self, facts: Facts) -> list[tuple[Call, bool]]:
+        """Return what sets a precision in a file, with True where it is FP16."""
         found = [
             *((event.call, self._is_true(event, "fp16", facts)) for event in facts.events("arguments")),
             *((event.call, self._mode(event.call, "precision")) for event in facts.events("trainer")),
             *((event.call, self._mode(event.call, "mixed_precision")) for event in facts.events("accelerator")),
             *((event.call, self._autocast(event)) for event in facts.events("autocast")),
         ]
-        known = [(call, half) for call, half in found if half is not None]
-        return known[0][0] if known and all(half for _, half in known) and not known[0][0].guard.flags() else None
+        return [(call, half) for call, half in found if half is not None]
+
+    def _only_fp16(self, known: list[tuple[Call, bool]]) -> Record | None:
+        """Return the first of the precisions, if all are FP16."""
+        return (
+            known[0][0] if known and all(half for _, half in known) and known[0][0].guard.flags() <= _SCRIPT else None
+        )
 
     def _is_true(self, arguments: Event, option: str, facts: Facts) -> bool:
         given = arguments.call.keywords.get(option)

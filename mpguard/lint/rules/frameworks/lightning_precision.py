@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import libcst as cst
+
 from mpguard.lint import (
     Bad,
     Call,
@@ -13,6 +15,7 @@ from mpguard.lint import (
     Object,
     Rule,
     any_of,
+    constant,
     library_names,
     lightning,
 )
@@ -26,8 +29,17 @@ _UNCLEAR = lightning.MIXED | {""}
 _LOW = {"16-true": Dtype.FP16, "bf16-true": Dtype.BF16}
 #: FP16 rounds numbers up to this one to 0.
 _ZERO_IN_FP16 = 2.0**-25
-#: The distributions of Lightning: the new spellings came with 2.0.
-_PACKAGES = ("lightning", "pytorch-lightning", "lightning-fabric")
+#: The packages of Lightning -> the distributions.
+_DISTRIBUTIONS = {
+    "lightning": "lightning",
+    "pytorch_lightning": "pytorch-lightning",
+    "lightning_fabric": "lightning-fabric",
+}
+#: The spellings that came with 2.0 -> what Lightning 1 has.
+_IN_1 = {
+    "16-mixed": "16", "bf16-mixed": '"bf16"', "32-true": "32", "64-true": "64",
+    "16-true": "16 (mixed)", "bf16-true": '"bf16" (mixed)',
+}  # fmt: skip
 #: Arguments of a Trainer that Lightning 2.0 removed: a call with one of them is for an older version.
 _BEFORE_2 = frozenset({
     "gpus", "tpu_cores", "ipus", "num_processes", "distributed_backend", "amp_backend", "amp_level", "weights_summary",
@@ -37,12 +49,14 @@ _BEFORE_2 = frozenset({
 
 
 class LightningPrecision(Rule):
-    """A `precision=` of Lightning that is an old spelling, or that trains without FP32 master weights.
+    """A `precision=` of Lightning that is of another version, or that trains without FP32 master weights.
 
     ## What it does
     Reports, for Lightning's own `Trainer` and `Fabric`:
 
     - `precision=16`, `"16"` and `"bf16"`;
+    - `"16-mixed"`, `"bf16-true"` and the like, in the code or in a config of the project from which `precision=` comes,
+      where the project requires Lightning 1;
     - `"16-true"` and `"bf16-true"` if `fit` of that Trainer, or `backward` of that Fabric, is called;
     - an autocast region in `training_step` if the Trainer in the same file has a mixed precision.
 
@@ -52,6 +66,7 @@ class LightningPrecision(Rule):
     precision: an update below 2^-8 (BF16) or 2^-11 (FP16) of a weight is lost, and FP16 gradients are not scaled. The
     default eps of Adam, 1e-8, is 0 in FP16: where the second moment underflows, the update is NaN. An
     autocast region inside the one that the Trainer enters overrides it: changing `precision=` has no effect there.
+    Lightning 1 stops at the new spellings: "Precision '16-mixed' is invalid" (1.9.5).
 
     ## Known limits
     A precision from an option is its default; one that only the command line gives is unknown. Files that mention LoRA
@@ -172,6 +187,28 @@ trainer = pl.Trainer(devices=2, precision=16)
 """,
             files={"setup.py": "install_requires=['pytorch_lightning~=1.4.5', 'torch']"},
         ),
+        *(
+            example(
+                "import pytorch_lightning as pl\nimport yaml\n\nconfig = yaml.safe_load(open('config.yaml'))\n"
+                f"pl.Trainer(devices=2, precision={given}).fit(model()){marker}\n",
+                files={
+                    "pyproject.toml": "",
+                    "requirements.txt": f"torch\npytorch-lightning{required}\n",
+                    "config.yaml": f"train:\n  precision: {value}\n",
+                },
+            )
+            for example, given, required, value, marker in (
+                (Bad, "'bf16-mixed'", "==1.9.5", 32, "  # !"),
+                (Bad, "config['train']['precision']", "<2", "16-mixed", "  # !"),
+                (Bad, "config.train.precision", "~=1.8", "bf16-mixed", "  # !"),
+                (Good, "config['train']['precision']", "<2", "bf16", ""),
+                (Good, "config['train']['precision']", ">=2", "16-mixed", ""),
+                (Good, "config['train']['precision']", "", "16-mixed", ""),
+                (Good, "config['valid']['dtype']", "<2", "16-mixed", ""),
+                (Good, "config.train.precision.replace('-mixed', '')", "<2", "16-mixed", ""),
+                (Good, "'16-mixed' if pl.__version__ >= '2' else 16", "<2", "16-mixed", ""),
+            )
+        ),
         Good(
             """\
 import lightning as L
@@ -195,6 +232,10 @@ def main(model, loader):
             if given is None:
                 continue
             place = facts.span(given, call)
+            if (new := self._of_2(given, values, call, facts)) is not None:
+                what = f"`{new}` is a value of Lightning 2, and the project requires Lightning 1, which stops at it"
+                yield self.at(place, what=what, severity="error", help=f"require Lightning 2, or write {_IN_1[new]}")
+                continue
             if old := sorted(values & set(_OLD)):
                 if self._before_2(call, facts):
                     continue
@@ -211,10 +252,23 @@ def main(model, loader):
         if mixed is not None:
             yield from self._regions(mixed, facts)
 
+    def _of_2(self, given: cst.BaseExpression, values: set[str], call: Call, facts: Facts) -> str | None:
+        """Return a spelling of Lightning 2 that the code, or a config, gives a Lightning 1."""
+        packages = {_DISTRIBUTIONS.get(path.split(".", 1)[0], "lightning") for _, path in facts.paths(call)}
+        if call.guard.flags() - {"__name__"} or not all(
+            facts.project.required(facts.path, each).before((2,)) for each in packages
+        ):
+            return None
+        if values and values <= set(_IN_1):
+            return min(values)
+        option = _option(given)
+        unhandled = (value for value in _IN_1 if facts.project.gives_unhandled(facts.path, option, value))
+        return next(unhandled, None) if values == {""} and option else None
+
     def _before_2(self, call: Call, facts: Facts) -> bool:
         """True if the code is for Lightning 1."""
         return bool(_BEFORE_2 & set(call.keywords)) or any(
-            facts.required(package).before((2,)) for package in _PACKAGES
+            facts.required(package).before((2,)) for package in _DISTRIBUTIONS.values()
         )
 
     def _trains(self, made: Call, facts: Facts) -> bool:
@@ -242,6 +296,14 @@ def main(model, loader):
                 notes = (Note("Lightning's mixed precision is set here", mixed.span),)
                 what = f"`{facts.short(region.call.node)}` overrides the autocast that Lightning runs this step in"
                 yield self.at(region, what=what, help="remove it; `precision=` sets the precision", notes=notes)
+
+
+def _option(node: cst.BaseExpression) -> str:
+    """Return the name of an option that is read from a config: of `config.train["precision"]`, `precision`."""
+    if isinstance(node, cst.Subscript) and isinstance(node.slice[0].slice, cst.Index):
+        key = constant(node.slice[0].slice.value)
+        return str(key[0]) if key is not None else ""
+    return node.attr.value if isinstance(node, cst.Attribute) else ""
 
 
 def _adams(facts: Facts) -> list[Call]:

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint import Bad, Call, Diagnostic, Dtype, Facts, Good, Note, Object, Record, Rule, any_of, constant, dotted
+
+#: Methods whose result is a part of the same model, in its dtype.
+_SAME_WEIGHTS = frozenset({
+    "parameters", "get_input_embeddings", "get_output_embeddings", "requires_grad_", "train", "cuda",
+})  # fmt: skip
+#: Functions that collect parameters.
+_COLLECTS = frozenset({"list", "tuple", "chain", "iter"})
+
+_TRAINED = """\
+import torch
+from diffusers import DiffusionPipeline
+
+pipe = DiffusionPipeline.from_pretrained("sdxl", torch_dtype={dtype}){load}{marker}
+{before}
+optimizer = torch.optim.AdamW({params}, lr=1e-3)
+for x in loader:
+    loss = pipe.unet(x, pipe.encode_prompt(x)).sample.mean()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def _program(
+    params: str, before: str = "pipe.vae.eval()", dtype: str = "torch.float16", load: str = "", marker: str = "  # !"
+) -> str:
+    return _TRAINED.format(params=params, before=before, dtype=dtype, load=load, marker=marker)
+
+
+class HalfPipelineTrained(Rule):
+    """A part of a diffusers pipeline that is loaded in FP16 is trained.
+
+    ## What it does
+    Reports `DiffusionPipeline.from_pretrained(..., torch_dtype=torch.float16)` if an optimizer of torch that is stepped
+    takes weights of one of its models: `pipe.unet.parameters()`, `pipe.text_encoder.get_input_embeddings().weight`.
+
+    ## Why is this bad
+    FP16 weights have no FP32 copy: an update below 2^-12 of a weight is lost. Adam's `eps` of 1e-8 is 0 in FP16, and so
+    is the second moment of a gradient of 1e-3: the first step produces infinities (torch 2.13). A GradScaler raises
+    "Attempting to unscale FP16 gradients".
+
+    ## Known limits
+    Not reported: files that cast something to FP32, and parameters that are copies.
+    """
+
+    code, name = "MPG116", "half-pipeline-trained"
+    severity = "error"
+    message = "the optimizer trains weights of this pipeline, which are FP16"
+    help = "load the model that is trained in FP32, or cast its trained parameters to FP32 before the optimizer is made"
+    triggers = (any_of(b"Pipeline"), any_of(b"float16", b"half", b"fp16"), any_of(b"optim"), any_of(b".step("))
+    examples = (
+        Bad(_program("pipe.unet.parameters()")),
+        Bad(
+            _program(
+                "[first, second]",
+                "first = pipe.text_encoder.get_input_embeddings().weight\n"
+                "second = pipe.text_encoder_2.get_input_embeddings().weight",
+                load=".to('cuda')",
+            )
+        ),
+        Bad(_program("[p for p in pipe.unet.parameters() if p.requires_grad]", "pipe.unet.train()")),
+        Bad(_program("[{'params': pipe.unet.parameters()}]")),
+        Good(_program("pipe.unet.parameters()", "pipe.unet.float()", marker="")),
+        Good(_program("pipe.unet.parameters()", "pipe.unet.to(torch.float32)", marker="")),
+        Good(_program("pipe.unet.parameters()", "cast_training_params(pipe.unet)", marker="")),
+        Good(_program("pipe.unet.parameters()", dtype="torch.float32", marker="")),
+        Good(_program("[latents]", "latents = torch.zeros(4, requires_grad=True)", marker="")),
+        Good(_program("head.parameters()", "head = torch.nn.Linear(pipe.unet.config.width, 8)", marker="")),
+        Good(_program("[token]", "token = torch.nn.Parameter(embedding(pipe.text_encoder))", marker="")),
+        Good(_program("pipe.unet.parameters()", "pipe.unet = UNet.from_pretrained('sdxl')", marker="")),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        loads = [
+            event.call
+            for event in facts.events("load")
+            if event.may_be(Dtype.FP16) and "pipeline" in facts.kinds(event.call.node, event.call)
+        ]
+        if not loads or facts.declared == "inference" or self._upcasts(facts):
+            return
+        reported: set[Call] = set()
+        for step in facts.events("step"):
+            for each in facts.evaluate(step.subject, step.call):
+                made = each.atom.call if isinstance(each.atom, Object) and each.atom.kind == "optimizer" else None
+                if made is None or not facts.called_path(made).startswith("torch.optim."):
+                    continue
+                for load in self._trained(made.argument(0, "params"), made, facts):
+                    if load in loads and load not in reported:
+                        reported.add(load)
+                        yield self.at(load, notes=(Note("trained with here", made.span, facts.elsewhere(made)),))
+
+    def _upcasts(self, facts: Facts) -> bool:
+        return (
+            bool(facts.calls.get("cast_training_params"))
+            or any(call.receiver is not None for call in facts.calls.get("float", ()))
+            or any(event.may_be(Dtype.FP32) for event in facts.events("cast"))
+        )
+
+    def _trained(self, node: cst.CSTNode | None, at: Record, facts: Facts, depth: int = 6) -> Iterator[Call]:
+        """Yield the calls that load what a parameter, or a collection of them, is a part of."""
+        if node is None or depth == 0:
+            return
+        parts: list[cst.CSTNode] = []
+        if isinstance(node, (cst.List, cst.Tuple)):
+            parts = [each.value for each in node.elements]
+        elif isinstance(node, (cst.ListComp, cst.GeneratorExp)):
+            parts = [node.for_in.iter]
+        elif isinstance(node, cst.Dict):
+            given = (each for each in node.elements if isinstance(each, cst.DictElement))
+            parts = [each.value for each in given if constant(each.key) == ("params",)]
+        elif isinstance(node, cst.Call) and dotted(node.func).rpartition(".")[2] in _COLLECTS:
+            parts = [each.value for each in node.args]
+        elif isinstance(node, cst.Name):
+            found = facts.bindings(node.value, at)
+            parts = [found[0].value] if len(found) == 1 and found[0].kind == "assign" and found[0].value else []
+        elif (path := _path(node)).count("."):
+            yield from self._loads(path, at, facts)
+        for part in parts:
+            yield from self._trained(part, at, facts, depth - 1)
+
+    def _loads(self, path: str, at: Record, facts: Facts) -> Iterator[Call]:
+        """Yield the call that gives a pipeline of which a path is a part; none if the part is replaced."""
+        names = path.split(".")
+        owner = ".".join(names[: 2 if names[0] == "self" else 1])
+        part = ".".join(names[: 3 if names[0] == "self" else 2])
+        if part == owner or facts.bindings(part, at):
+            return
+        for binding in facts.bindings(owner, at):
+            node: cst.CSTNode | None = binding.value if binding.kind == "assign" else None
+            while isinstance(node, cst.Call):
+                call = facts.call_of(node)
+                if call is not None:
+                    yield call
+                node = node.func.value if isinstance(node.func, cst.Attribute) else None
+
+
+def _path(node: cst.CSTNode) -> str:
+    """Return `pipe.unet` of `pipe.unet.parameters()`; "" for what may have another dtype, or be another object."""
+    while not (path := dotted(node)):
+        if (
+            isinstance(node, cst.Call)
+            and isinstance(node.func, cst.Attribute)
+            and node.func.attr.value in _SAME_WEIGHTS
+        ):
+            node = node.func.value
+        elif isinstance(node, cst.Attribute):
+            node = node.value
+        else:
+            return ""
+    return path

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint import (
+    HALF_DTYPES,
+    Bad,
+    Call,
+    Diagnostic,
+    Dtype,
+    Event,
+    Facts,
+    Good,
+    Note,
+    Object,
+    Record,
+    Rule,
+    any_of,
+    dotted,
+)
+
+_ENGINE = """\
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM
+
+class Engine:
+    def __init__(self, config):
+        self.config, self.dtype = config, getattr(torch, config["dtype"])
+        self.model = AutoModelForCausalLM.from_pretrained(config["path"], dtype={weights}){marker}
+
+    def shard(self):
+        policy = MixedPrecisionPolicy(param_dtype={policy}, reduce_dtype=torch.float32)
+        fully_shard(self.model, mp_policy=policy)
+        self.optimizer = {optimizer}
+
+    def step(self, batch):
+        self.model(**batch).loss.backward()
+        self.optimizer.step()
+"""
+
+
+def _engine(
+    weights: str = "self.dtype",
+    policy: str = "self.dtype",
+    optimizer: str = "torch.optim.AdamW(self.model.parameters(), lr=1e-5)",
+    marker: str = "",
+) -> str:
+    return _ENGINE.format(weights=weights, policy=policy, optimizer=optimizer, marker=marker)
+
+
+class PolicyRepeatsWeightDtype(Rule):
+    """FSDP2's mixed precision policy has the dtype that the weights have already.
+
+    ## What it does
+    Reports `from_pretrained(dtype=X)` of a model that `fully_shard` takes with `MixedPrecisionPolicy(param_dtype=X)`,
+    and whose parameters an optimizer of torch updates. `X` is BF16, FP16, or the same variable in both places.
+
+    ## Why is this bad
+    `param_dtype` is what FSDP casts its shards to for compute, so that the shards can be FP32 (torch 2.13). Where they
+    have that dtype, nothing is mixed: the optimizer updates BF16 weights, with BF16 states, and an update below 2^-9 of
+    a weight is lost.
+
+    ## Known limits
+    Not reported: frozen models and adapters, optimizers that are not torch's, and a policy in another file.
+    """
+
+    code, name = "MPG118", "policy-repeats-weight-dtype"
+    severity = "warning"
+    message = (
+        "`{expr}` loads the weights in `{dtype}`, to which the policy casts them: FSDP trains without FP32 weights"
+    )
+    help = "load the weights in FP32: `MixedPrecisionPolicy(param_dtype=...)` casts them for compute"
+    triggers = (
+        any_of(b"MixedPrecisionPolicy"),
+        any_of(b"from_pretrained(", b"from_config("),
+        any_of(b"optim."),
+        any_of(b".step("),
+    )
+    yields_to = ("MPG103", "MPG107", "MPG511")
+    examples = (
+        Bad(_engine(marker="  # !")),
+        Bad(_engine("torch.bfloat16", "torch.bfloat16", marker="  # !")),
+        Good(_engine("torch.float32")),
+        Good(_engine("torch.float32", "torch.float32")),
+        Good(_engine("self.config['dtype']")),
+        Good(_engine(optimizer="Float32MasterAdam(self.model.parameters(), lr=1e-5)")),
+        Good(_engine().replace("\n\n    def shard", "\n        self.model.float()\n\n    def shard")),
+        Good(
+            _engine().replace(
+                "\n\n    def shard", "\n        self.model = get_peft_model(self.model, config)\n\n    def shard"
+            )
+        ),
+        Good(_engine().replace("\n\n    def shard", "\n        self.model.requires_grad_(False)\n\n    def shard")),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        policies = [event for event in facts.events("policy") if facts.called_path(event.call).endswith("Policy")]
+        if not policies or facts.declared == "inference" or self._upcasts(facts):
+            return
+        optimized = self._optimized(facts)
+        for shard in facts.events("shard"):
+            model = shard.call.argument(0, "module")
+            policy = self._policy(shard, policies, facts)
+            if model is None or policy is None or dotted(model) not in optimized:
+                continue
+            records = set(facts.flow.backward(model, shard.call))
+            for load in facts.events("load"):
+                if load.call not in records or not self._same(load.call, policy, facts):
+                    continue
+                if facts.frozen_params.is_frozen_name(dotted(model)) or self._adapts(model, load, facts):
+                    continue
+                given = load.call.argument(None, "dtype", "torch_dtype")
+                notes = (Note("the policy", policy.span), Note("trained with here", optimized[dotted(model)].span))
+                yield self.at(load, expr=facts.short(load.call.func), dtype=facts.short(given), notes=notes)
+
+    def _upcasts(self, facts: Facts) -> bool:
+        casts = (event for event in facts.events("cast") if event.may_be(Dtype.FP32))
+        return bool(facts.calls.get("float")) or any(facts.training_use.is_module(event) for event in casts)
+
+    def _adapts(self, model: cst.BaseExpression, load: Event, facts: Facts) -> bool:
+        return facts.training_use.has_adapters(dotted(model), load.call)
+
+    def _optimized(self, facts: Facts) -> dict[str, Call]:
+        """Return the models whose parameters optimizers of torch take, each with the optimizer."""
+        found: dict[str, Call] = {}
+        for step in facts.events("step"):
+            for each in facts.evaluate(step.subject, step.call):
+                made = each.atom.call if isinstance(each.atom, Object) and each.atom.kind == "optimizer" else None
+                given = made.argument(0, "params") if made is not None else None
+                if made is None or not facts.called_path(made).startswith("torch.optim."):
+                    continue
+                takes = given.func if isinstance(given, cst.Call) else None
+                if isinstance(takes, cst.Attribute) and takes.attr.value == "parameters":
+                    found[dotted(takes.value)] = made
+        return found
+
+    def _policy(self, shard: Event, policies: list[Event], facts: Facts) -> Call | None:
+        """Return the policy that `fully_shard` takes, directly or in `**kwargs`."""
+        given = shard.call.keywords.get("mp_policy")
+        if given is not None:
+            records: set[Record] = set(facts.flow.backward(given, shard.call))
+            return next((event.call for event in policies if event.call in records), None)
+        inside = [event.call for event in policies if event.call.scope is shard.call.scope]
+        return inside[0] if shard.call.starred and len(inside) == 1 else None
+
+    def _same(self, load: Call, policy: Call, facts: Facts) -> bool:
+        """True if both have the same low dtype, or the same variable."""
+        weights, compute = load.argument(None, "dtype", "torch_dtype"), policy.argument(0, "param_dtype")
+        if weights is None or compute is None:
+            return False
+        first, second = (
+            {dtype for _, dtype in facts.dtypes(each, at)} for each, at in ((weights, load), (compute, policy))
+        )
+        if first == second and len(first) == 1 and first <= set(HALF_DTYPES):
+            return True
+        name = dotted(weights)
+        known = first == {Dtype.FP32} or not name or name != dotted(compute)
+        same_place = load.scope is policy.scope or (name.startswith("self.") and load.scope.owner is policy.scope.owner)
+        return not known and same_place and not name.startswith("torch.")

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint import Bad, Call, Constant, Diagnostic, Facts, Good, Note, Record, Rule, any_of, constant, dotted
+
+_BF16 = re.compile(r"(?i)bf16|bfloat16|dtype|precision")
+
+_OPTIONS = """\
+import argparse
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--cpu", action="store_true")
+{option}
+args = parser.parse_args()
+"""
+_TRAINS = """\
+import shared
+from transformers import Trainer, TrainingArguments
+
+def train(model, data):
+    options = shared.args
+    Trainer(
+        model,
+        args=TrainingArguments(
+            "out",
+            num_train_epochs={epochs},
+            {precision}
+        ),
+        train_dataset=data,
+    ).train()
+"""
+_OPTION = 'parser.add_argument("--bf16", action="store_true", help="Load the model in bfloat16.")'
+
+
+def _program(
+    precision: str, option: str = _OPTION, epochs: str = "options.epochs", example: type[Bad | Good] = Good
+) -> Bad | Good:
+    code = _TRAINS.format(precision=precision, epochs=epochs)
+    return example(code, files={"pyproject.toml": "", "shared.py": _OPTIONS.format(option=option)}, name="train.py")
+
+
+class Fp16IgnoresBf16Option(Rule):
+    """The program has an option `--bf16`, and its Trainer computes in FP16 with and without it.
+
+    ## What it does
+    Reports `fp16=True` of `TrainingArguments` without `bf16=`, if other arguments of the call are options of a parser
+    that has a flag `--bf16` too, and the value of `fp16=` does not depend on it.
+
+    ## Why is this bad
+    With `--bf16` the run computes in FP16 all the same: activations above 65504 overflow, and a model that is loaded in
+    BF16 is cast to FP16 for each product.
+
+    ## Known limits
+    Options of `HfArgumentParser`, and values that are not constants, are not checked.
+    """
+
+    code, name = "MPG873", "fp16-ignores-bf16-option"
+    severity = "error"
+    message = "`fp16={value}` does not depend on the option `--bf16`: the Trainer computes in FP16 with it too"
+    help = "pass `bf16=` from the option, and `fp16=` only without it"
+    triggers = (any_of(b"fp16"), any_of(b"TrainingArguments(", b"Config("))
+    triggers_nearby = (any_of(b"bf16"), any_of(b"add_argument("))
+    examples = (
+        _program("fp16=False if options.cpu else True,  # !", example=Bad),
+        _program("fp16=True,  # !", example=Bad),
+        _program("fp16=not options.bf16,"),
+        _program("fp16=not options.cpu, bf16=options.bf16,"),
+        _program("fp16=True,", option='parser.add_argument("--fp16", action="store_true")'),
+        _program("fp16=True,", epochs="3"),
+        _program("fp16=options.cpu,"),
+        _program("fp16=False,"),
+        Good(
+            """\
+import argparse
+
+from transformers import TrainingArguments
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--bf16", action="store_true")
+args = parser.parse_args()
+if args.bf16:
+    settings = TrainingArguments("out", num_train_epochs=args.epochs, bf16=True)
+else:
+    settings = TrainingArguments("out", num_train_epochs=args.epochs, fp16=True)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for event in facts.events("arguments"):
+            call, given = event.call, event.call.keywords.get("fp16")
+            if given is None or "bf16" in call.keywords or call.starred or self._chosen(event.guard.flags()):
+                continue
+            option = self._option(call, facts) if self._is_on(given, call, facts) else None
+            if option is not None:
+                notes = (Note("the option", option.span, facts.elsewhere(option)),)
+                yield self.at(facts.span(given, call), value=facts.short(given), notes=notes)
+
+    def _chosen(self, flags: set[str]) -> bool:
+        return any(map(_BF16.search, flags))
+
+    def _is_on(self, given: cst.BaseExpression, call: Call, facts: Facts) -> bool:
+        """True if a value is True under conditions that are not about the precision, and no value is unknown."""
+        found = facts.evaluate(given, call)
+        if any(self._chosen(each.guard.flags()) for each in found):
+            return False
+        values = [each.atom.value if isinstance(each.atom, Constant) else None for each in found]
+        return True in values and None not in values
+
+    def _option(self, call: Call, facts: Facts) -> Record | None:
+        """Return the flag `--bf16` of the parser whose options are arguments of a call."""
+        read = {dotted(each).rpartition(".")[2] for each in call.keywords.values() if "." in dotted(each)}
+        for there in (facts, *facts.imported_modules()):
+            there.need("add_argument")
+            options: dict[str, Call] = {}
+            for added in there.calls.get("add_argument", ()):
+                for each in added.positional:
+                    if (text := constant(each)) is not None:
+                        options[str(text[0]).lstrip("-").replace("-", "_")] = added
+            flag = options.get("bf16")
+            if flag is not None and constant(flag.keywords.get("action")) == ("store_true",) and read & options.keys():
+                return flag
+        return None
