@@ -5,6 +5,7 @@ Without a launch line, these may be all files in its folder and in the one above
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import re
 from collections.abc import Iterable, Iterator
@@ -72,6 +73,33 @@ def _launch_configs(folder: Path) -> tuple[Path, ...]:
     return tuple(
         path for path, data in files(folder, (".yaml", ".yml"), LARGEST_CONFIG) if b"deepspeed_config_file" in data
     )
+
+
+@cached_per_run
+def settings_in(folder: Path) -> tuple[tuple[frozenset[str], dict[str, object]], ...]:
+    """Return the names that each Python file of the config folders in a folder sets, and the literals among them.
+
+    Only of a file that does nothing else.
+    """
+    found: list[tuple[frozenset[str], dict[str, object]]] = []
+    for name in tracked_fs.list_names(folder, ("config", "configs")):
+        for _, data in files(folder / name, (".py",), LARGEST_CONFIG):
+            with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+                if (values := _settings(ast.parse(data))) is not None:
+                    found.append(values)
+    return tuple(found)
+
+
+def _settings(module: ast.Module) -> tuple[frozenset[str], dict[str, object]] | None:
+    values: dict[str, ast.expr] = {}
+    for each in module.body:
+        if isinstance(each, ast.Assign) and len(each.targets) == 1 and isinstance(each.targets[0], ast.Name):
+            values[each.targets[0].id] = each.value
+        elif not isinstance(each, ast.Import) and not (
+            isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)
+        ):
+            return None
+    return frozenset(values), {name: each.value for name, each in values.items() if isinstance(each, ast.Constant)}
 
 
 def files(folder: Path, endings: tuple[str, ...], largest: int) -> Iterator[tuple[Path, bytes]]:
