@@ -191,6 +191,11 @@ class Project:
                     continue
         return None
 
+    def deepspeed_half(self, path: str) -> str:
+        """Return "FP16" or "BF16" if the DeepSpeed JSONs in the folder of a file all cast the model to it, else ""."""
+        with tracked_fs.recording_for(path):
+            return siblings.deepspeed_half(Path(path).absolute().parent)
+
     def executed_settings(self, path: str, names: frozenset[str]) -> dict[str, list[object]]:
         """Return what Python files that only set some of these names, in the config folders of a script, set them to.
 

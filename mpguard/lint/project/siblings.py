@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -73,6 +74,23 @@ def _launch_configs(folder: Path) -> tuple[Path, ...]:
     return tuple(
         path for path, data in files(folder, (".yaml", ".yml"), LARGEST_CONFIG) if b"deepspeed_config_file" in data
     )
+
+
+@cached_per_run
+def deepspeed_half(folder: Path) -> str:
+    """Return "FP16" or "BF16" if the DeepSpeed JSONs in a folder all cast the model to it; else an empty string."""
+    found: set[str] = set()
+    for _, data in files(folder, (".json",), LARGEST_CONFIG):
+        if b'"zero_optimization"' not in data and b'"train_micro_batch_size_per_gpu"' not in data:
+            continue
+        try:
+            config = json.loads(data)
+        except ValueError:
+            return ""
+        sections = {name: config.get(name) if isinstance(config, dict) else None for name in ("fp16", "bf16")}
+        on = [name for name, each in sections.items() if isinstance(each, dict) and each.get("enabled") is True]
+        found.add(on[0].upper() if len(on) == 1 and "keep_in_fp32_modules" not in config else "")
+    return found.pop() if len(found) == 1 else ""
 
 
 @cached_per_run

@@ -49,9 +49,10 @@ class RotaryFrequenciesCast(Rule):
     the tables of the default length were computed ahead of the cast.
 
     ## Known limits
-    Nothing is reported in a file that mentions `inv_freq`, nor in one that only converts and saves: the frequencies
-    are not saved. Nor for models of other classes, and `AutoModel` classes
-    whose checkpoint is no literal.
+    A DeepSpeed that casts parameters only (0.19 does) leaves the buffer of an own embedding in FP32. Of models of
+    transformers nothing is reported in a file that mentions `inv_freq`, nor in one that only converts and saves: the
+    frequencies are not saved. Nor for models of other classes, and `AutoModel` classes whose checkpoint is no
+    literal.
     """
 
     code, name = "MPG616", "rotary-frequencies-cast"
