@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mpguard.core import settings, tracked_fs
 from mpguard.core.errors import ConfigError
-from mpguard.lint.project import launch_configs, launch_lines, named_gpu, references, summaries, tree
+from mpguard.lint.project import launch_configs, launch_lines, named_gpu, references, siblings, summaries, tree
 from mpguard.lint.project.launch_configs import LaunchConfig
 from mpguard.lint.project.launch_lines import Launch
 from mpguard.lint.project.requirements import Required, required
@@ -190,6 +190,23 @@ class Project:
                 except (OSError, ValueError, ConfigError):
                     continue
         return None
+
+    def deepspeed_half(self, path: str) -> str:
+        """Return "FP16" or "BF16" if the DeepSpeed JSONs in the folder of a file all cast the model to it, else ""."""
+        with tracked_fs.recording_for(path):
+            return siblings.deepspeed_half(Path(path).absolute().parent)
+
+    def executed_settings(self, path: str, names: frozenset[str]) -> dict[str, list[object]]:
+        """Return what Python files that only set some of these names, in the config folders of a script, set them to.
+
+        A script that calls `exec` runs one of them in its own namespace.
+        """
+        found: dict[str, list[object]] = {}
+        with tracked_fs.recording_for(path):
+            for own, values in siblings.settings_in(Path(path).absolute().parent):
+                for name, value in values.items() if own <= names else ():
+                    found.setdefault(name, []).append(value)
+        return found
 
     def source_of(self, module: str, from_path: str) -> Facts | None:
         """Return the facts of an imported module (`pkg.losses`, `.losses`), if it is in the linted tree.

@@ -5,7 +5,9 @@ Without a launch line, these may be all files in its folder and in the one above
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -72,6 +74,50 @@ def _launch_configs(folder: Path) -> tuple[Path, ...]:
     return tuple(
         path for path, data in files(folder, (".yaml", ".yml"), LARGEST_CONFIG) if b"deepspeed_config_file" in data
     )
+
+
+@cached_per_run
+def deepspeed_half(folder: Path) -> str:
+    """Return "FP16" or "BF16" if the DeepSpeed JSONs in a folder all cast the model to it; else an empty string."""
+    found: set[str] = set()
+    for _, data in files(folder, (".json",), LARGEST_CONFIG):
+        if b'"zero_optimization"' not in data and b'"train_micro_batch_size_per_gpu"' not in data:
+            continue
+        try:
+            config = json.loads(data)
+        except ValueError:
+            return ""
+        sections = {name: config.get(name) if isinstance(config, dict) else None for name in ("fp16", "bf16")}
+        on = [name for name, each in sections.items() if isinstance(each, dict) and each.get("enabled") is True]
+        found.add(on[0].upper() if len(on) == 1 and "keep_in_fp32_modules" not in config else "")
+    return found.pop() if len(found) == 1 else ""
+
+
+@cached_per_run
+def settings_in(folder: Path) -> tuple[tuple[frozenset[str], dict[str, object]], ...]:
+    """Return the names that each Python file of the config folders in a folder sets, and the literals among them.
+
+    Only of a file that does nothing else.
+    """
+    found: list[tuple[frozenset[str], dict[str, object]]] = []
+    for name in tracked_fs.list_names(folder, ("config", "configs")):
+        for _, data in files(folder / name, (".py",), LARGEST_CONFIG):
+            with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+                if (values := _settings(ast.parse(data))) is not None:
+                    found.append(values)
+    return tuple(found)
+
+
+def _settings(module: ast.Module) -> tuple[frozenset[str], dict[str, object]] | None:
+    values: dict[str, ast.expr] = {}
+    for each in module.body:
+        if isinstance(each, ast.Assign) and len(each.targets) == 1 and isinstance(each.targets[0], ast.Name):
+            values[each.targets[0].id] = each.value
+        elif not isinstance(each, ast.Import) and not (
+            isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)
+        ):
+            return None
+    return frozenset(values), {name: each.value for name, each in values.items() if isinstance(each, ast.Constant)}
 
 
 def files(folder: Path, endings: tuple[str, ...], largest: int) -> Iterator[tuple[Path, bytes]]:

@@ -31,6 +31,7 @@ SIZES = {
 }
 _CONTAINERS = frozenset({"Sequential", "ModuleList"})
 _MAX_DEPTH = 6
+_MAX_CALLERS = 12
 
 
 def is_never_switched_on(record: Record, facts: Facts) -> bool:
@@ -59,9 +60,8 @@ class Layer:
 
 def number(facts: Facts, node: cst.CSTNode, at: Record) -> int | None:
     """Return the integer that an expression definitely is, or None."""
-    atoms = [each.atom for each in facts.evaluate(node, at)]
-    value = atoms[0].value if len(atoms) == 1 and isinstance(atoms[0], Constant) else None
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    found = facts.scalars.number(node, at)
+    return int(found.value) if found is not None and found.value.is_integer() else None
 
 
 def is_true(facts: Facts, node: cst.CSTNode | None, at: Record) -> bool:
@@ -103,30 +103,27 @@ def entered(facts: Facts) -> Iterator[tuple[With, Region]]:
                     yield item, region
 
 
+def fp8_around(facts: Facts, record: Record, depth: int = _MAX_DEPTH) -> Region | None:
+    """Return the FP8 region around a record: that of its function, otherwise that of one of its callers."""
+    own = fp8_region(facts, record)
+    if own is not None or depth <= 0 or any(each.kind in ("fp8_autocast", "") for each in facts.regions(record)):
+        return own
+    callers = facts.callers(record.scope)[:_MAX_CALLERS]
+    regions = (fp8_around(facts.of(call), call, depth - 1) for call in callers if compatible(call.guard, record.guard))
+    return next((region for region in regions if region is not None), None)
+
+
 def layers_in_fp8(facts: Facts) -> list[Layer]:
-    """Return the layers of Transformer Engine that run in an FP8 region, directly or in functions called there."""
-    pending = [
-        (call, region)
-        for scope in facts.index.scopes
-        for call in scope.calls
-        if call.withs and (region := fp8_region(facts, call)) is not None
-    ]
+    """Return the layers of Transformer Engine that the file calls in an FP8 region, which a caller may have entered."""
     found: list[Layer] = []
-    seen: set[Scope] = set()
-    while pending:
-        call, region = pending.pop()
-        found += [
-            dataclasses.replace(layer, call=call, region=region)
-            for layer in made_layers(facts, call.func, call, TE)
-            if compatible(layer.made.guard, call.guard)
-        ]
-        for function in facts.functions(call):
-            if function.facts is not facts or function.scope in seen:
-                continue
-            seen.add(function.scope)
-            for inner in function.scope.calls:
-                if not any(own.kind in ("fp8_autocast", "") for own in facts.regions(inner)):
-                    pending.append((inner, region))
+    for scope in facts.index.scopes:
+        for call in scope.calls:
+            layers = [
+                each for each in made_layers(facts, call.func, call, TE) if compatible(each.made.guard, call.guard)
+            ]
+            region = fp8_around(facts, call) if layers else None
+            if region is not None:
+                found += [dataclasses.replace(layer, call=call, region=region) for layer in layers]
     unique = {(layer.made, layer.path): layer for layer in reversed(found)}
     return sorted(unique.values(), key=lambda layer: layer.made.order)
 

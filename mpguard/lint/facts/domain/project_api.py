@@ -37,6 +37,15 @@ class ProjectApi(Protocol):
     def config_named(self, path: str, name: str) -> Document | None:
         """Return the config that a file names, in its folder or in the working directory; None if there is none."""
 
+    def deepspeed_half(self, path: str) -> str:
+        """Return "FP16" or "BF16" if the DeepSpeed JSONs in the folder of a file all cast the model to it, else ""."""
+
+    def executed_settings(self, path: str, names: frozenset[str]) -> dict[str, list[object]]:
+        """Return what Python files that only set some of these names, in the config folders of a script, set them to.
+
+        A script that calls `exec` runs one of them in its own namespace.
+        """
+
     def source_of(self, module: str, from_path: str) -> Facts | None:
         """Return the facts of an imported module of the linted tree, or None.
 
@@ -130,6 +139,12 @@ class NoProject:
 
     def config_named(self, path: str, name: str) -> Document | None:  # noqa: ARG002
         return None
+
+    def deepspeed_half(self, path: str) -> str:  # noqa: ARG002
+        return ""
+
+    def executed_settings(self, path: str, names: frozenset[str]) -> dict[str, list[object]]:  # noqa: ARG002
+        return {}
 
     def source_of(self, module: str, from_path: str) -> Facts | None:  # noqa: ARG002
         return None

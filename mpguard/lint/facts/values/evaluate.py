@@ -284,6 +284,8 @@ class Values:
                         break
                 if len(bindings) > _MAX_ALTERNATIVES:
                     found += NOTHING_KNOWN
+                if length == 1 and bindings[0].scope.kind == "module":
+                    found += self._executed(bindings[0])
             is_param = length == 1 < len(parts) and all(binding.kind == "param" for binding in bindings)
             for name in parts[length:]:
                 found = self._attribute(found, name)
@@ -291,6 +293,16 @@ class Values:
                 return self._set_elsewhere(path) or found
             return found
         return None
+
+    def _executed(self, binding: Binding) -> Alternatives:
+        """Return what a config of the project may set a setting of a script to, which runs one with `exec`."""
+        literal = constant(binding.value) if binding.kind == "assign" else None
+        runs = [call for call in self.facts.calls.get("exec", ()) if call.scope is binding.scope]
+        if literal is None or not any(call.path == "exec" and call.order > binding.order for call in runs):
+            return ()
+        given = self.facts.project.executed_settings(self.facts.path, frozenset(binding.scope.bindings))
+        values = dict.fromkeys(given.get(binding.key, ()))
+        return tuple(Alternative(ALWAYS, Constant(value)) for value in values if value != literal[0])
 
     def _set_elsewhere(self, path: str) -> Alternatives:
         """Return the scaler or autocast that other functions of the file set an attribute of a parameter to.

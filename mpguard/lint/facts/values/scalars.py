@@ -7,6 +7,7 @@ a literal, arithmetic of numbers, a name or a default that stands for one, `torc
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -16,7 +17,7 @@ import libcst as cst
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.records import Call, Record
 from mpguard.lint.facts.values.dtypes import only_dtype
-from mpguard.lint.facts.values.lattice import Function, Ref
+from mpguard.lint.facts.values.lattice import Constant, Function, Object, Ref, TupleValue
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class Scalars:
         """Return the number that an expression evaluates to in every visible call; None if it is unknown."""
         if node is None or depth < 0:
             return None
+        if (facts := self.facts.of(at)) is not self.facts:
+            return facts.scalars.number(node, at, depth)
         if node not in self._known:
             self._known[node] = None  # a name that is defined by itself has no value
             self._known[node] = self._number(node, at, depth)
@@ -111,9 +114,15 @@ class Scalars:
                 return limit
         path = dotted(node)
         bindings = self.facts.values.reaching(path, at.scope, at.order, at.guard) if path else []
+        if not bindings and isinstance(node, cst.Attribute):
+            return self._attribute(node, at, depth)
         if len(bindings) != 1:
             return None
         binding = bindings[0]
+        if binding.kind == "from":
+            atoms = [each.atom for each in self.facts.evaluate(node, at)]
+            value = atoms[0].value if len(atoms) == 1 and isinstance(atoms[0], Constant) else None
+            return Number(float(value)) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
         if binding.kind not in ("assign", "param"):
             return None
         if binding.kind == "assign":
@@ -128,6 +137,20 @@ class Scalars:
         found -= {default} if binding.value is None else set()
         return found.pop() if len(found) == 1 else None
 
+    def _attribute(self, node: cst.Attribute, at: Record, depth: int) -> Number | None:
+        """Return the number that a class of the tree gives to an attribute of its instances, and sets nowhere else."""
+        found: set[Number | None] = set()
+        for each in self.facts.evaluate(node.value, at):
+            atom = each.atom
+            if not isinstance(atom, Object) or atom.cls is None or atom.facts is None:
+                return None
+            bindings = atom.facts.attributes(atom.cls).get(node.attr.value, [])
+            given = atom.call is None or atom.call.node.args  # what a dataclass is created with replaces its defaults
+            if len(bindings) != 1 or bindings[0].kind != "assign" or (bindings[0].scope is atom.cls and given):
+                return None
+            found.add(atom.facts.scalars.number(bindings[0].value, bindings[0], depth - 1))
+        return found.pop() if len(found) == 1 else None
+
     def _arithmetic(self, node: cst.BinaryOperation, at: Record, depth: int) -> Number | None:
         left, right = self.number(node.left, at, depth - 1), self.number(node.right, at, depth - 1)
         if left is None or right is None:
@@ -137,6 +160,8 @@ class Scalars:
                 found = left.value * right.value
             elif isinstance(node.operator, cst.Divide):
                 found = left.value / right.value
+            elif isinstance(node.operator, cst.FloorDivide):
+                found = left.value // right.value
             elif isinstance(node.operator, cst.Power):
                 found = left.value**right.value
             elif isinstance(node.operator, (cst.Add, cst.Subtract)):
@@ -149,15 +174,23 @@ class Scalars:
 
     def _called(self, node: cst.Call, at: Record, depth: int) -> Number | None:
         call = self.facts.index.call_of.get(node)
-        if call is None or call.path != "float" or len(call.positional) != 1:
+        if call is None or call.path not in ("float", "int", "len") or len(call.positional) != 1:
             return None
+        if call.path == "len":
+            atoms = [each.atom for each in self.facts.evaluate(call.positional[0], call)]
+            lengths = {len(atom.parts) if isinstance(atom, TupleValue) else None for atom in atoms}
+            length = lengths.pop() if len(lengths) == 1 else None
+            return Number(float(length)) if length is not None else None
         text = constant(call.positional[0])
         if text is not None and isinstance(text[0], str):
             try:
                 return Number(float(text[0]))
             except ValueError:
                 return None
-        return self.number(call.positional[0], at, depth - 1)
+        found = self.number(call.positional[0], at, depth - 1)
+        if found is not None and call.path == "int":
+            return Number(float(math.trunc(found.value)), found.limit_of) if math.isfinite(found.value) else None
+        return found
 
     def _limit(self, node: cst.Attribute) -> Number | None:
         """Return the value of an attribute of `torch.finfo(...)`, such as `torch.finfo(torch.float32).min`."""

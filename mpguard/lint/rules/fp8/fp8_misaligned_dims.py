@@ -30,9 +30,10 @@ class Fp8MisalignedDims(Rule):
     """A literal size that FP8 matrix products refuse.
 
     ## What it does
-    Reports literal sizes that are not a multiple of 16 (of 32 with MXFP8): of Transformer Engine's layers that are
-    called in an FP8 region, and of `nn.Linear` layers of a model that torchao converts without a filter. Also reports
-    the literal number of rows of a tensor that such a layer is called with.
+    Reports sizes that are not a multiple of 16 (of 32 with MXFP8), if they are literals or follow from literals and
+    defaults of the program: of Transformer Engine's layers that are called in an FP8 region, and of `nn.Linear`
+    layers of a model that torchao converts without a filter. Also reports the literal number of rows of a tensor that
+    such a layer is called with.
 
     ## Why is this bad
     The product raises: "FP8 execution requires the product of all dimensions except the last to be divisible by 8 and
@@ -54,9 +55,9 @@ class Fp8MisalignedDims(Rule):
     help = "choose or pad to a multiple of {multiple}"
     triggers = (
         any_of(b"transformer_engine", b"convert_to_float8_training"),
-        any_of(b"autocast", b"convert_to_float8_training"),
         any_of(b"Linear(", b"LayerNormMLP(", b"TransformerLayer(", b"MultiheadAttention("),
     )
+    triggers_nearby = (any_of(b"autocast", b"convert_to_float8_training"),)
     examples = (
         Bad(
             """\
@@ -110,6 +111,44 @@ model = torch.nn.Sequential(
 )
 convert_to_float8_training(model)
 """
+        ),
+        *(
+            example(
+                f"""\
+import torch
+import transformer_engine.pytorch as te
+
+class Embedder(torch.nn.Module):
+    def __init__(self, vocab, dim=178, widths=(2, 3, 4, 5)):
+        super().__init__()
+        self.table = torch.nn.Embedding(vocab, dim)
+        self.size = dim * len(widths)
+
+    def forward(self, x):
+        return self.table(x).flatten(1)
+
+class Net(torch.nn.Module):
+    def __init__(self, vocab):
+        super().__init__()
+        self.embed = Embedder(vocab{given})
+        self.head = te.Linear(self.embed.size, 64){marker}
+
+    def forward(self, x):
+        return self.head(self.embed(x))
+""",
+                files={
+                    "train.py": "import transformer_engine.pytorch as te\nfrom torch.nn.parallel import "
+                    "DistributedDataParallel\n\nfrom net import Net\n\nmodel = DistributedDataParallel(Net(100))\n"
+                    f"for x in loader:\n    with te.autocast({enabled}):\n        model(x).sum().backward()\n"
+                },
+                name="net.py",
+            )
+            for example, given, enabled, marker in (
+                (Bad, "", "", "  # !"),
+                (Good, ", dim=192", "", ""),
+                (Good, ", *sizes", "", ""),
+                (Good, "", "enabled=False", ""),
+            )
         ),
         Good(
             """\

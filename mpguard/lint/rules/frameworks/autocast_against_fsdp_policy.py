@@ -10,6 +10,7 @@ from mpguard.lint import (
     Dtype,
     Event,
     Facts,
+    Flag,
     Good,
     Note,
     PathCondition,
@@ -35,7 +36,8 @@ class AutocastAgainstFsdpPolicy(Rule):
     either.
 
     ## Known limits
-    Both dtypes must be literal. Evaluation is not checked. A region around FP32 parameters (`param_dtype` not given) is
+    Both dtypes must be literal, or that of the policy one of a table, by the value of a setting, around a region
+    without a condition. Evaluation is not checked. A region around FP32 parameters (`param_dtype` not given) is
     correct.
     """
 
@@ -87,6 +89,65 @@ def local(net, loader):
     for x in loader:
         with torch.autocast("cuda", dtype=torch.bfloat16):  # !
             net(x).sum().backward()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+class Engine:
+    def __init__(self, net, config):
+        self.config = config
+        dtype = PRECISIONS[config.get("param_dtype", "bf16")]
+        self.net = FSDP(net, mixed_precision=MixedPrecision(param_dtype=dtype))
+
+    def train(self, loader):
+        for x in loader:
+            with torch.autocast("cuda", dtype=torch.bfloat16):  # !
+                loss = self.net(x).sum()
+            loss.backward()
+"""
+        ),
+        Good(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+class Engine:
+    def __init__(self, net, config):
+        self.config = config
+        dtype = PRECISIONS[config.get("param_dtype", "bf16")]
+        self.net = FSDP(net, mixed_precision=MixedPrecision(param_dtype=dtype))
+        self.dtype = dtype
+
+    def train(self, loader):
+        for x in loader:
+            with torch.autocast("cuda", dtype=self.dtype):
+                loss = self.net(x).sum()
+            loss.backward()
+
+class Tested(Engine):
+    def train(self, loader):
+        for x in loader:
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.config.get("param_dtype", "bf16") == "bf16"):
+                loss = self.net(x).sum()
+            loss.backward()
+
+class Full:
+    def __init__(self, net, full):
+        dtype = torch.float32 if full else torch.bfloat16
+        self.net = FSDP(net, mixed_precision=MixedPrecision(param_dtype=dtype))
+
+    def train(self, loader):
+        for x in loader:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = self.net(x).sum()
+            loss.backward()
 """
         ),
         Good(
@@ -165,4 +226,21 @@ def main(args, net, loader, dtype, frozen):
             for inside, outside in pairs
             if isinstance(inside, Dtype) and isinstance(outside, Dtype) and {inside, outside} == set(HALF_DTYPES)
         ]
-        return low[0] if low and len(low) == len(pairs) else None
+        if low and len(low) == len(pairs):
+            return low[0]
+        return self._chosen(region, policy) if low else None
+
+    def _chosen(self, region: Region, policy: Event) -> tuple[str, str] | None:
+        """Return the same if the value of a setting gives the policy its dtype, and the region has a fixed one."""
+        literals = [dtype for guard, dtype in region.dtypes if not guard and not region.guard]
+        inside = literals[0] if len(literals) == len(region.dtypes) == 1 else None
+        given: dict[str, dict[object, str]] = {}
+        for guard, dtype in policy.dtypes:
+            for each in guard:
+                if isinstance(each, Flag) and isinstance(each.equals, str):
+                    given.setdefault(each.name, {})[dtype] = each.equals
+        for values in given.values():
+            other = next((dtype for dtype in HALF_DTYPES if dtype is not inside and dtype in values), None)
+            if isinstance(inside, Dtype) and inside in values and other is not None:
+                return inside.label, f"{other.label} for the setting {values[other]!r}"
+        return None

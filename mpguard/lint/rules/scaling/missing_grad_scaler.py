@@ -95,6 +95,45 @@ class MissingGradScaler(Rule):
     triggers_nearby = (any_of(b"autocast", b"half", b"float16", b"fp16"), any_of(b".step("))
     yields_to = ("MPG202", "MPG211", "MPG212", "MPG213")
     examples = (
+        *(
+            example(
+                f"""\
+import torch
+
+learning_rate = 6e-4
+dtype = "bfloat16"
+exec(open("configurator.py").read())
+
+precision = {{"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}}[dtype]
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+scaler = torch.amp.GradScaler("cuda", enabled=dtype == "float16")
+for x in loader:
+    with torch.autocast("cuda", dtype=precision):
+        loss = model(x).sum()
+    {backward}
+""",
+                files={
+                    "configurator.py": "import sys\n\nexec(open(sys.argv[1]).read())\n",
+                    "config/old_gpu.py": config,
+                },
+            )
+            for example, config, backward in (
+                (
+                    Bad,
+                    "import time\n\n# an old GPU\nlearning_rate = time.time()\ndtype = 'float16'\n",
+                    "loss.backward()  # !\n    optimizer.step()",
+                ),
+                (Good, "dtype = 'bfloat16'\n", "loss.backward()\n    optimizer.step()"),
+                (Good, "dtype = 'float16'\nheads = 4\n", "loss.backward()\n    optimizer.step()"),
+                (Good, "dtype = 'float16'\nprint(dtype)\n", "loss.backward()\n    optimizer.step()"),
+                (
+                    Good,
+                    "dtype = 'float16'\n",
+                    "scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()",
+                ),
+            )
+        ),
         Bad(
             """\
 import torch

@@ -121,6 +121,21 @@ def two_checks(model, loader, optimizer, scaler):
             scaler.update()  # !
         optimizer.zero_grad()
 
+def flag_of_both_checks(model, loader, optimizer, scaler):
+    for x in loader:
+        loss = model(x)
+        skip = bool(loss.isnan())
+        scaler.scale(loss).backward()
+        if not skip:
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if norm > 5:
+                skip = True
+            if not skip:
+                scaler.step(optimizer)
+                scaler.update()  # !
+        optimizer.zero_grad()
+
 def unscaled_for_clipping_only(args, model, loader, optimizer, scaler):
     for x in loader:
         scaler.scale(model(x)).backward()
@@ -171,6 +186,35 @@ def update_always(model, loader, optimizer, scaler):
         if torch.isfinite(norm):
             scaler.step(optimizer)
         scaler.update()
+
+def flag_of_both_checks(model, loader, optimizer, scaler):
+    for x in loader:
+        loss = model(x)
+        skip = bool(loss.isnan())
+        scaler.scale(loss).backward()
+        if not skip:
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            skip = norm > 5
+            if not skip:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                scaler.update()
+        optimizer.zero_grad()
+
+def flag_of_the_log(model, loader, optimizer, scaler):
+    for x in loader:
+        loss = model(x)
+        skip = bool(loss.isnan())
+        if not skip:
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            skip = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 5
+            scaler.step(optimizer)
+            scaler.update()
+        if skip:
+            print(loss)
 
 def before_unscale(model, loader, optimizer, scaler):
     for x in loader:
@@ -343,7 +387,7 @@ def skipped(model, x, optimizer, scaler):
         """Return the update that is under a check of the gradients, if there is no other."""
         unscale, update = trace[place], trace[updates[0]]
         more = PathCondition(update.guard - unscale.guard)
-        if not more or not all(_checks_gradients(PathCondition([condition]), unscale) for condition in more):
+        if not more or not all(_checks_gradients(PathCondition([condition]), unscale, update) for condition in more):
             return None
         otherwise = unscale.guard.given(negated(All(tuple(more))))
         loop = unscale.loops[0] if unscale.loops else None
@@ -368,10 +412,10 @@ def skipped(model, x, optimizer, scaler):
         return Fix("Update the scaler where the step is skipped", "unsafe", (edit,))
 
 
-def _checks_gradients(condition: PathCondition, unscale: TraceStep) -> bool:
-    """True if a condition tests for invalid values, or something that the loop computes after the unscale."""
+def _checks_gradients(condition: PathCondition, unscale: TraceStep, update: TraceStep) -> bool:
+    """True if a condition tests for invalid values, or something that the loop sets between unscale and update."""
     if trace_facts.exceptional(condition):
         return True
     bindings = trace_facts.set_in_loop(condition, unscale)
     related = not trace_facts.unrelated(condition, PathCondition()) or trace_facts.rhythm(condition)
-    return bool(bindings) and not related and all(each.order > unscale.record.order for each in bindings)
+    return not related and any(unscale.record.order < each.order < update.record.order for each in bindings)
