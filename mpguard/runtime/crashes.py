@@ -185,12 +185,26 @@ def _different_dtypes(frames: _Frames) -> Cause:
     where += f"inputs {_listed(inputs)}" if inputs else "inputs are not in the traceback"
     guard = guards.current()
     masters = guard.plan.policy.master_dtype.short if guard is not None else "fp32"
+    if low and masters not in low and _runs_in_deepspeed(frames):
+        auto_cast = ", or set `fp16.auto_cast` in its config" if "fp16" in low else ""
+        return Cause(
+            f"{where}{_line(frames)}. DeepSpeed's engine keeps the parameters in {low[0]} ({masters} ones are in its "
+            "optimizer) and casts no inputs; `autocast(enabled=False)` does not change that. Cast the inputs to "
+            f"{low[0]}{auto_cast}",
+            "MPG307",
+        )
     if low and masters not in low:
         return Cause(
             f"{where}{_line(frames)}. The parameters were cast to {low[0]} by hand, and the policy keeps them in "
             f"{masters}: remove the cast (`.half()`, `.bfloat16()`, `dtype=` of from_pretrained), and run the forward "
             "pass under autocast",
             "MPG101" if "fp16" in low else "MPG102",
+        )
+    if not within and len(set(map(_short, inputs.values()))) > 1:
+        return Cause(
+            f"{where}{_line(frames)}. They differ in dtype: cast those that are not in the dtype of the policy there, "
+            "or compute the product under autocast",
+            "MPG307",
         )
     cast = next((call for (call, _), modules in guard.recorder.casts.items() if modules), "") if guard else ""
     if cast:
@@ -203,6 +217,18 @@ def _different_dtypes(frames: _Frames) -> Cause:
         f"{where}{_line(frames)}. The product is outside of autocast (or in a region that disables it), and its inputs "
         "are not in the dtype of the weights: cast the inputs there, or name the module in `fp32_modules`",
         "MPG307",
+    )
+
+
+def _flash_attention(frames: _Frames) -> Cause:
+    tensors: dict[str, torch.Tensor] = next(filter(None, map(_tensors, filter(_is_of_script, frames))), {})
+    wide = {name: tensor for name, tensor in tensors.items() if _short(tensor) not in ("fp16", "bf16")}
+    verb = "is" if len(wide) == 1 else "are"
+    return Cause(
+        f"flash attention takes FP16 and BF16 only; {_listed(wide) or 'its inputs'} {verb} wider{_line(frames)}. "
+        "Autocast does not cast them: normalizations, rotary embeddings and 4-bit layers return FP32 under it. Cast "
+        "the queries, keys and values to one 16-bit dtype before the attention",
+        "attention",
     )
 
 
@@ -251,6 +277,7 @@ CRASHES: tuple[tuple[str, Callable[[_Frames], Cause]], ...] = (
     ("No inf checks were recorded prior to update", _nothing_to_update),
     ("Must flatten tensors with uniform dtype|FSDP expects uniform original parameter dtype", _mixed_flat_parameters),
     ("Current loss scale already at minimum", _scale_at_minimum),
+    (r"(?i)flash ?attention (only supports?|supports? only) fp16 and bf16", _flash_attention),
     (
         r"must have the same dtype|to have the same dtype|expected scalar type \S+ but found|mixed dtype \(CPU\)"
         r"|Input type \(.*\) and (weight|bias) type \(.*\) should be the same",
@@ -283,8 +310,10 @@ def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _listed(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return `weight bf16, input fp32`."""
-    return ", ".join(f"{name} {_short(tensor)}" for name, tensor in list(tensors.items())[:4])
+    """Return `weight bf16, input fp32`: four of them, each dtype among these."""
+    first = {_short(tensor): name for name, tensor in reversed(list(tensors.items()))}
+    chosen = [*first.values(), *(name for name in tensors if name not in first.values())][:4]
+    return ", ".join(f"{name} {_short(tensor)}" for name, tensor in tensors.items() if name in chosen)
 
 
 def _named(tensors: list[torch.Tensor], model: nn.Module | None = None) -> str:
@@ -311,6 +340,11 @@ def _name_of(module: nn.Module) -> str:
             if each is module and name:
                 return f"`{plain_name(name)}`"
     return "the model"
+
+
+def _runs_in_deepspeed(frames: _Frames) -> bool:
+    """True if an engine of DeepSpeed has called."""
+    return any(type(frame.f_locals.get("self")).__name__ == "DeepSpeedEngine" for frame in frames)
 
 
 def _innermost_module(frames: _Frames) -> tuple[FrameType, nn.Module] | None:
