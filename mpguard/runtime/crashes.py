@@ -30,6 +30,9 @@ log = logging.getLogger("mpguard")
 #: The function of torch that runs a backward pass.
 BACKWARD = "_engine_run_backward"
 
+#: The function that `torch.amp.custom_fwd` makes of a forward of a Function.
+CUSTOM_FWD = "decorate_fwd"
+
 #: The frames of an exception, innermost first.
 _Frames = list[FrameType]
 
@@ -159,6 +162,11 @@ def _different_dtypes(frames: _Frames) -> Cause:
     inner = frames[:backward]  # what a backward pass calls: hooks, functions, recomputation
     tensors: dict[str, torch.Tensor] = next(filter(None, map(_tensors, filter(_is_of_script, inner))), {})
     place = _innermost_module(inner)
+    script = next(filter(_is_of_script, inner), None)
+    if script is not None and place is not None and inner.index(script) < inner.index(place[0]):
+        operands_of_script = _tensors(script)
+        if len(set(map(_short, operands_of_script.values()))) > 1:  # of a function that the module calls
+            tensors, place = operands_of_script, None
     if place is None and backward is not None and not tensors:
         return Cause(
             f"an operator of the backward pass{_line(frames)} has operands of different dtypes: a gradient and a "
@@ -170,6 +178,12 @@ def _different_dtypes(frames: _Frames) -> Cause:
         operands = _listed(tensors)
         if len(set(map(_short, tensors.values()))) < 2:
             operands = f"operands{f' (one of them is {operands})' if operands else ''}"
+        if any(frame.f_code.co_name == CUSTOM_FWD for frame in inner):
+            return Cause(
+                f"{operands} differ in dtype{_line(frames)}. `custom_fwd` without `cast_inputs` casts no input of this "
+                "Function: give it `cast_inputs=torch.float32`, or cast them there",
+                "MPG307",
+            )
         return Cause(
             f"{operands} differ in dtype{_line(frames)}. One of them was cast by hand, or the product is outside of "
             "autocast: remove the cast, or compute it under autocast",
@@ -344,7 +358,8 @@ def _name_of(module: nn.Module) -> str:
 
 def _runs_in_deepspeed(frames: _Frames) -> bool:
     """True if an engine of DeepSpeed has called."""
-    return any(type(frame.f_locals.get("self")).__name__ == "DeepSpeedEngine" for frame in frames)
+    kinds = {kind.__name__ for frame in frames for kind in type(frame.f_locals.get("self")).__mro__}
+    return "DeepSpeedEngine" in kinds
 
 
 def _innermost_module(frames: _Frames) -> tuple[FrameType, nn.Module] | None:

@@ -104,6 +104,18 @@ CRASHES = {
         "mpguard: the model (Attention): no parameters; inputs q bf16, k bf16, v bf16, w fp32, at t.py:14. They differ",
         "`mpguard rule MPG307`",
     ),
+    "class Times(torch.autograd.Function):\n"
+    "    @staticmethod\n"
+    "    @torch.amp.custom_fwd(device_type='cpu')\n"
+    "    def forward(ctx, a, b):\n"
+    "        with torch.autocast('cpu', enabled=False): return a @ b\n"
+    "class Outer(nn.Module):\n"
+    "    def forward(self, x, y): return Times.apply(net(x), y)\n"
+    "with amp: Outer()(x, torch.ones(4, 4))": (
+        "to have the same dtype",
+        "mpguard: a bf16, b fp32 differ in dtype, at t.py:15. `custom_fwd` without `cast_inputs` casts no input",
+        "`mpguard rule MPG307`",
+    ),
     # The check of flash-attn, which needs a GPU.
     "def flash_attn_func(q, k, v):\n"
     "    if q.dtype not in (torch.float16, torch.bfloat16):\n"
