@@ -30,6 +30,9 @@ log = logging.getLogger("mpguard")
 #: The function of torch that runs a backward pass.
 BACKWARD = "_engine_run_backward"
 
+#: The function that `torch.amp.custom_fwd` makes of a forward of a Function.
+CUSTOM_FWD = "decorate_fwd"
+
 #: The frames of an exception, innermost first.
 _Frames = list[FrameType]
 
@@ -159,6 +162,11 @@ def _different_dtypes(frames: _Frames) -> Cause:
     inner = frames[:backward]  # what a backward pass calls: hooks, functions, recomputation
     tensors: dict[str, torch.Tensor] = next(filter(None, map(_tensors, filter(_is_of_script, inner))), {})
     place = _innermost_module(inner)
+    script = next(filter(_is_of_script, inner), None)
+    if script is not None and place is not None and inner.index(script) < inner.index(place[0]):
+        operands_of_script = _tensors(script)
+        if len(set(map(_short, operands_of_script.values()))) > 1:  # of a function that the module calls
+            tensors, place = operands_of_script, None
     if place is None and backward is not None and not tensors:
         return Cause(
             f"an operator of the backward pass{_line(frames)} has operands of different dtypes: a gradient and a "
@@ -170,6 +178,12 @@ def _different_dtypes(frames: _Frames) -> Cause:
         operands = _listed(tensors)
         if len(set(map(_short, tensors.values()))) < 2:
             operands = f"operands{f' (one of them is {operands})' if operands else ''}"
+        if any(frame.f_code.co_name == CUSTOM_FWD for frame in inner):
+            return Cause(
+                f"{operands} differ in dtype{_line(frames)}. `custom_fwd` without `cast_inputs` casts no input of this "
+                "Function: give it `cast_inputs=torch.float32`, or cast them there",
+                "MPG307",
+            )
         return Cause(
             f"{operands} differ in dtype{_line(frames)}. One of them was cast by hand, or the product is outside of "
             "autocast: remove the cast, or compute it under autocast",
@@ -185,12 +199,26 @@ def _different_dtypes(frames: _Frames) -> Cause:
     where += f"inputs {_listed(inputs)}" if inputs else "inputs are not in the traceback"
     guard = guards.current()
     masters = guard.plan.policy.master_dtype.short if guard is not None else "fp32"
+    if low and masters not in low and _runs_in_deepspeed(frames):
+        auto_cast = ", or set `fp16.auto_cast` in its config" if "fp16" in low else ""
+        return Cause(
+            f"{where}{_line(frames)}. DeepSpeed's engine keeps the parameters in {low[0]} ({masters} ones are in its "
+            "optimizer) and casts no inputs; `autocast(enabled=False)` does not change that. Cast the inputs to "
+            f"{low[0]}{auto_cast}",
+            "MPG307",
+        )
     if low and masters not in low:
         return Cause(
             f"{where}{_line(frames)}. The parameters were cast to {low[0]} by hand, and the policy keeps them in "
             f"{masters}: remove the cast (`.half()`, `.bfloat16()`, `dtype=` of from_pretrained), and run the forward "
             "pass under autocast",
             "MPG101" if "fp16" in low else "MPG102",
+        )
+    if not within and len(set(map(_short, inputs.values()))) > 1:
+        return Cause(
+            f"{where}{_line(frames)}. They differ in dtype: cast those that are not in the dtype of the policy there, "
+            "or compute the product under autocast",
+            "MPG307",
         )
     cast = next((call for (call, _), modules in guard.recorder.casts.items() if modules), "") if guard else ""
     if cast:
@@ -203,6 +231,18 @@ def _different_dtypes(frames: _Frames) -> Cause:
         f"{where}{_line(frames)}. The product is outside of autocast (or in a region that disables it), and its inputs "
         "are not in the dtype of the weights: cast the inputs there, or name the module in `fp32_modules`",
         "MPG307",
+    )
+
+
+def _flash_attention(frames: _Frames) -> Cause:
+    tensors: dict[str, torch.Tensor] = next(filter(None, map(_tensors, filter(_is_of_script, frames))), {})
+    wide = {name: tensor for name, tensor in tensors.items() if _short(tensor) not in ("fp16", "bf16")}
+    verb = "is" if len(wide) == 1 else "are"
+    return Cause(
+        f"flash attention takes FP16 and BF16 only; {_listed(wide) or 'its inputs'} {verb} wider{_line(frames)}. "
+        "Autocast does not cast them: normalizations, rotary embeddings and 4-bit layers return FP32 under it. Cast "
+        "the queries, keys and values to one 16-bit dtype before the attention",
+        "attention",
     )
 
 
@@ -251,6 +291,7 @@ CRASHES: tuple[tuple[str, Callable[[_Frames], Cause]], ...] = (
     ("No inf checks were recorded prior to update", _nothing_to_update),
     ("Must flatten tensors with uniform dtype|FSDP expects uniform original parameter dtype", _mixed_flat_parameters),
     ("Current loss scale already at minimum", _scale_at_minimum),
+    (r"(?i)flash ?attention (only supports?|supports? only) fp16 and bf16", _flash_attention),
     (
         r"must have the same dtype|to have the same dtype|expected scalar type \S+ but found|mixed dtype \(CPU\)"
         r"|Input type \(.*\) and (weight|bias) type \(.*\) should be the same",
@@ -283,8 +324,10 @@ def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _listed(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return `weight bf16, input fp32`."""
-    return ", ".join(f"{name} {_short(tensor)}" for name, tensor in list(tensors.items())[:4])
+    """Return `weight bf16, input fp32`: four of them, each dtype among these."""
+    first = {_short(tensor): name for name, tensor in reversed(list(tensors.items()))}
+    chosen = [*first.values(), *(name for name in tensors if name not in first.values())][:4]
+    return ", ".join(f"{name} {_short(tensor)}" for name, tensor in tensors.items() if name in chosen)
 
 
 def _named(tensors: list[torch.Tensor], model: nn.Module | None = None) -> str:
@@ -311,6 +354,12 @@ def _name_of(module: nn.Module) -> str:
             if each is module and name:
                 return f"`{plain_name(name)}`"
     return "the model"
+
+
+def _runs_in_deepspeed(frames: _Frames) -> bool:
+    """True if an engine of DeepSpeed has called."""
+    kinds = {kind.__name__ for frame in frames for kind in type(frame.f_locals.get("self")).__mro__}
+    return "DeepSpeedEngine" in kinds
 
 
 def _innermost_module(frames: _Frames) -> tuple[FrameType, nn.Module] | None:

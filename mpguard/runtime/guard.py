@@ -888,7 +888,8 @@ class Guard:
         message = unproven_at_exit(
             enforced=enforced,
             trained=trained,
-            without_gradients=bool(self.step_calls) and not self.recorder.updated,
+            # A scaler calls a fused optimizer at the steps that it skips, too.
+            without_gradients=bool(self.step_calls) and not self.skipped and not self.recorder.updated,
             without_optimizer=bool(self._script.passes) and self._without_optimizer,
             skipped=self.skipped,
             status=status,

@@ -95,6 +95,36 @@ CRASHES = {
         "The product is outside of autocast",
         "`mpguard rule MPG307`",
     ),
+    "class Attention(nn.Module):\n"
+    "    def forward(self, q, k, v, u):\n"
+    "        w = k * torch.ones(1)\n"
+    "        return torch.einsum('ni,nj->ij', w, v)\n"
+    "Attention()(*[x.bfloat16()] * 4)": (
+        "RuntimeError: expected ",
+        "mpguard: the model (Attention): no parameters; inputs q bf16, k bf16, v bf16, w fp32, at t.py:14. They differ",
+        "`mpguard rule MPG307`",
+    ),
+    "class Times(torch.autograd.Function):\n"
+    "    @staticmethod\n"
+    "    @torch.amp.custom_fwd(device_type='cpu')\n"
+    "    def forward(ctx, a, b):\n"
+    "        with torch.autocast('cpu', enabled=False): return a @ b\n"
+    "class Outer(nn.Module):\n"
+    "    def forward(self, x, y): return Times.apply(net(x), y)\n"
+    "with amp: Outer()(x, torch.ones(4, 4))": (
+        "to have the same dtype",
+        "mpguard: a bf16, b fp32 differ in dtype, at t.py:15. `custom_fwd` without `cast_inputs` casts no input",
+        "`mpguard rule MPG307`",
+    ),
+    # The check of flash-attn, which needs a GPU.
+    "def flash_attn_func(q, k, v):\n"
+    "    if q.dtype not in (torch.float16, torch.bfloat16):\n"
+    "        raise RuntimeError('FlashAttention only support fp16 and bf16 data type')\n"
+    "with amp: flash_attn_func(net.first(x).float(), net.first(x), net.first(x))": (
+        "RuntimeError: FlashAttention only support fp16 and bf16 data type",
+        "mpguard: flash attention takes FP16 and BF16 only; q fp32 is wider, at t.py:13. Autocast does not cast",
+        "/attention",
+    ),
     "import os, torch.distributed as dist\n"
     "dist.init_process_group('gloo', init_method='file://' + os.path.abspath('store'), rank=0, world_size=1)\n"
     "from torch.distributed.fsdp import FullyShardedDataParallel\n"
@@ -140,6 +170,28 @@ def test_a_loss_scale_at_its_minimum(tmp_path: Path) -> None:
     assert "Exception: Current loss scale already at minimum" in ended.stderr, transcript(ended)
     assert "mpguard: FP16 gradients overflowed down to the smallest loss scale, 1 (" in ended.stderr, transcript(ended)
     assert "all parameters are finite" in ended.stderr and ended.returncode == 1
+
+
+FP32_INPUTS = """
+import deepspeed
+deepspeed.init_distributed("gloo")
+engine = deepspeed.initialize(model=net, config={
+    "train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 1}, "bf16": {"enabled": True},
+    "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+})[0]
+engine(x)
+"""
+
+
+def test_deepspeed_casts_the_parameters_and_not_the_inputs(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(HEAD + FP32_INPUTS)
+    keys = {"deepspeed_config": "{zero_stage: 1}", "mixed_precision": "bf16"}
+    config = mp_yaml(tmp_path, distributed_type="DEEPSPEED", fp8_config="{mpguard_recipe: bf16_mixed}", **keys)
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    ended = in_fork(["--config", config, "t.py"], cwd=tmp_path, MASTER_PORT=str(free_port()), **ranks)
+    assert "mpguard: `first` (Linear): weight bf16, bias bf16; inputs input fp32, at" in ended.stderr, transcript(ended)
+    assert "DeepSpeed's engine keeps the parameters in bf16 (fp32 ones are in its optimizer)" in ended.stderr
+    assert "Cast the inputs to bf16. See" in ended.stderr and ended.returncode == 1
 
 
 def test_a_crash_under_activate_keeps_its_traceback_and_its_status(tmp_path: Path) -> None:

@@ -174,6 +174,8 @@ def _deepspeed_file(launch: PlannedLaunch) -> Iterator[str]:
             entry = document.entry(change.key)
             line = f":{document.position(entry.key_span[0])[0]}" if entry else ""
             meaning = ", which here means false" if change.old == "auto" else ""
+            if str(change.old).lower() in ("true", "false") and isinstance(change.old, str):
+                meaning = " in quotes, a string, which the Trainer and DeepSpeed do not take for a boolean"
             yield (
                 f"{document.path}{line}: `{change.key}` is {show(change.old)}{meaning}; the policy `{policy.name}` "
                 f"needs {show(change.new)}. Run `mpguard apply {policy.name} {launch.document.path} {document.path}`"

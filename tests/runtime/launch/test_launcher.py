@@ -330,15 +330,23 @@ def test_a_run_that_would_silently_degrade_is_refused(
     assert proof(tmp_path / "proof.json")["verdict"] == "not in force"
 
 
-@pytest.mark.parametrize("enabled", ['"auto"', "false"])
+@pytest.mark.parametrize(
+    ("enabled", "says"),
+    [
+        ('"auto"', "auto, which here means false; the policy"),
+        ("false", "false; the policy"),
+        ('"true"', "true in quotes, a string, which the Trainer and DeepSpeed do not take for a boolean; the policy"),
+    ],
+)
 def test_a_deepspeed_file_that_means_fp32_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], enabled: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], enabled: str, says: str
 ) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED)[:-1] + f',\n "bf16": {{"enabled": {enabled}}}}}\n')
     section = "{deepspeed_config_file: " + str(tmp_path / "ds.json") + "}"
     config = mp_yaml(tmp_path, distributed_type="DEEPSPEED", mixed_precision=None, deepspeed_config=section)
     status, message = refused(tmp_path, "--config", config, capsys=capsys)
-    assert status == 1 and "ds.json:2: `bf16.enabled` is" in message and "mpguard apply bf16_mixed" in message, message
+    assert status == 1 and f"ds.json:2: `bf16.enabled` is {says}" in message, message
+    assert "mpguard apply bf16_mixed" in message, message
 
 
 def overriding(fields: str) -> dict[str, object]:

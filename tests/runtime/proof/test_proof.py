@@ -277,6 +277,18 @@ def test_steps_that_are_always_skipped_end_the_run(tmp_path: Path) -> None:
     assert run.returncode == 1 and "skipped" in run.stderr and "finished" not in run.stdout, transcript(run)
 
 
+def test_a_fused_optimizer_whose_steps_were_all_skipped_had_gradients(tmp_path: Path) -> None:
+    """A scaler calls `step` of a fused optimizer at the steps that it skips, too."""
+    script = (
+        "m = net(); o = torch.optim.AdamW(m.parameters(), fused=True); scaler = torch.amp.GradScaler('cpu')\n"
+        "for _ in range(3):\n"
+        "    with amp(torch.float16): loss = m(x).float().sum() * float('inf')\n"
+        "    scaler.scale(loss).backward(); scaler.step(o); scaler.update(); o.zero_grad()\n"
+    )
+    run = short_programs.run(tmp_path, script, recipe="fp16_mixed")
+    assert run.returncode == 1 and "ended before an optimizer step was applied (3 steps" in run.stderr, transcript(run)
+
+
 def test_gradient_accumulation_only_delays_the_proof(tmp_path: Path) -> None:
     run = trained(tmp_path, "--accumulate", 8)
     assert run.returncode == 0 and "step 1 proven in force" in run.stderr, transcript(run)

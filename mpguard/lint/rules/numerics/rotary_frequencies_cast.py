@@ -57,6 +57,7 @@ class RotaryFrequenciesCast(Rule):
 
     code, name = "MPG616", "rotary-frequencies-cast"
     severity = "warning"
+    preview = True
     message = "`{expr}` also rounds `inv_freq` of the rotary embeddings to {dtype}: positions get wrong angles"
     _late = "the angles are cast to FP32 after the product, which a 16-bit model computes with 16-bit positions"
     _late_help = "cast the positions and `inv_freq` to float32 before they are multiplied"
