@@ -67,22 +67,6 @@ class ParsedModule:
                 found.add(node.value)
         return frozenset(found)
 
-    @functools.cached_property
-    def is_program(self) -> bool:
-        """True for a notebook, and for a file with a main part or an import of a module of the project.
-
-        Another one may be a snippet, whose `model` and `loader` are bound by its reader.
-        """
-        if self.path.endswith(NOTEBOOK) or _MAIN.search(self.text):
-            return True
-        return any(
-            find("." * each.level + (each.module or ""), self.path) is not None
-            if isinstance(each, ast.ImportFrom)
-            else any(find(alias.name, self.path) is not None for alias in each.names)
-            for each in ast.walk(self.tree)
-            if isinstance(each, (ast.Import, ast.ImportFrom))
-        )
-
 
 def bound_in(scope: ast.AST) -> dict[str, list[ast.AST]]:
     """Return the names that a module, class or function binds, each with the nodes that bind it.
@@ -134,7 +118,24 @@ def bound_in(scope: ast.AST) -> dict[str, list[ast.AST]]:
     return found
 
 
-@functools.lru_cache(maxsize=64)
+@tracked_fs.cached_per_run
+def is_program(module: ParsedModule) -> bool:
+    """True for a notebook, and for a file with a main part or an import of a module of the project.
+
+    Another one may be a snippet, whose `model` and `loader` are bound by its reader.
+    """
+    if module.path.endswith(NOTEBOOK) or _MAIN.search(module.text):
+        return True
+    return any(
+        find("." * each.level + (each.module or ""), module.path) is not None
+        if isinstance(each, ast.ImportFrom)
+        else any(find(alias.name, module.path) is not None for alias in each.names)
+        for each in ast.walk(module.tree)
+        if isinstance(each, (ast.Import, ast.ImportFrom))
+    )
+
+
+@tracked_fs.cached_per_run
 def parsed(path: str, text: str) -> ParsedModule | None:
     """Return a file as a tree; None if Python does not parse it."""
     try:

@@ -380,18 +380,18 @@ def _is_plain_dict(node: cst.Attribute, at: Record, facts: Facts) -> bool:
 # -- names --------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=1024)
+@tracked_fs.cached_per_run
 def _bound_in(scope: ast.AST) -> dict[str, list[ast.AST]]:
     return modules.bound_in(scope)
 
 
 def _is_unbound(name: str, context: _Context) -> bool:
     module = context.module
-    if name in _ALWAYS_BOUND or name in module.bound or not module.is_whole or not module.is_program:
+    if name in _ALWAYS_BOUND or name in module.bound or not module.is_whole:
         return False
     if module.path.endswith(NOTEBOOK) and name in sys.stdlib_module_names:  # imported by hand, in another cell
         return False
-    return not any(name in _bound_in(each) for each in context.around)
+    return not any(name in _bound_in(each) for each in context.around) and modules.is_program(module)
 
 
 def _lacks(module: ParsedModule, name: str) -> bool:
