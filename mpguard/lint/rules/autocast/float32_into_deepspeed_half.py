@@ -29,6 +29,7 @@ class Float32IntoDeepspeedHalf(Rule):
 
     code, name = "MPG316", "float32-into-deepspeed-half"
     severity = "error"
+    preview = True
     message = "`{expr}` gets FP32, but the DeepSpeed config casts its weights to {dtype}: this raises"
     help = "cast the layer to float32 as well, or give it the dtype of its weights"
     triggers = (any_of(b"autocast("), any_of(b"enabled=False", b"autocast(False"), any_of(b".float()", b"float32"))
