@@ -97,9 +97,11 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.values.lattice import Ref as Ref
     from mpguard.lint.facts.values.options import Option as Option
     from mpguard.lint.facts.values.options import can_be_chosen as can_be_chosen
+    from mpguard.lint.facts.values.options import destination as destination
     from mpguard.lint.facts.values.options import dtype_options as dtype_options
     from mpguard.lint.facts.values.options import literal_choices as literal_choices
     from mpguard.lint.facts.values.options import option_defaults as option_defaults
+    from mpguard.lint.facts.values.options import option_names as option_names
     from mpguard.lint.facts.values.precision import NUMBER as NUMBER
     from mpguard.lint.facts.values.precision import TensorDtype as TensorDtype
     from mpguard.lint.facts.values.scalars import ScalarUse as ScalarUse
@@ -179,7 +181,9 @@ _NAMES = {
         "can_be_chosen",
         "dtype_options",
         "literal_choices",
+        "destination",
         "option_defaults",
+        "option_names",
     ),
     "mpguard.lint.facts.values.precision": ("NUMBER", "TensorDtype"),
     "mpguard.lint.facts.values.scalars": ("ScalarUse",),

@@ -7,6 +7,7 @@ So are parameters that are replaced: the optimizer then trains tensors that the 
 
 from __future__ import annotations
 
+import functools
 import sys
 import sysconfig
 from pathlib import Path
@@ -85,14 +86,18 @@ def caller() -> tuple[str, str]:
     return method, f"{_relative(place.f_code.co_filename)}:{place.f_lineno}" if place else "an unknown place"
 
 
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return paths["stdlib"], paths["purelib"], paths["platlib"], "<"
+
+
 def is_installed(path: str) -> bool:
     """True if a file of code is not of the script: it is in the standard library or an installed package, or generated.
 
     Packages may be in another environment's folder: that of a virtual environment's base, a folder in PYTHONPATH.
     """
-    paths = sysconfig.get_paths()
-    installed = (paths["stdlib"], paths["purelib"], paths["platlib"], "<")
-    return path.startswith(installed) or not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
+    return path.startswith(_installed()) or not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
 
 
 def _relative(path: str) -> str:

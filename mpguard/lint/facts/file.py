@@ -273,6 +273,12 @@ class Facts(FormerNames, former=_FORMER):
         with Frames():
             return values.evaluate(node, at.scope, at.order)
 
+    def constants(self, node: cst.CSTNode | None, at: Record) -> list[object]:
+        """Return the constants that an expression may be; empty without one, and if it may be anything else."""
+        atoms = [each.atom for each in self.evaluate(node, at)] if node is not None else []
+        found = [atom.value for atom in atoms if isinstance(atom, Constant)]
+        return found if len(found) == len(atoms) else []
+
     def paths(self, call: Call) -> list[tuple[PathCondition, str]]:
         """Return the full dotted names of the library callables that a call may run, each with its path condition."""
         return [(each.guard, each.atom.path) for each in self.evaluate(call.func, call) if isinstance(each.atom, Ref)]

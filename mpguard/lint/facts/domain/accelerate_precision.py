@@ -10,7 +10,6 @@ from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding
 from mpguard.lint.facts.values import project_words
-from mpguard.lint.facts.values.lattice import Constant
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -119,8 +118,7 @@ def backward_is_plain(facts: Facts, guard: PathCondition, accumulates: bool = Fa
         given = call.keywords.get("mixed_precision")
         modes: set[object] = {config.mixed_precision for config in configs}
         if given is not None:
-            atoms = [each.atom for each in facts.evaluate(given, call)]
-            modes = {atom.value if isinstance(atom, Constant) else None for atom in atoms}
+            modes = set(facts.constants(given, call))
         if not modes or not modes <= {"no", "bf16"}:
             return False
     launched = {(config.distributed_type or "").upper() for config in configs}

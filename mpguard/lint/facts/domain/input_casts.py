@@ -26,7 +26,7 @@ _NEEDS_FLOAT32 = re.compile(
     r"(?i)target|label|box|gt(?:$|_)|loss|coord|pos(?:$|[e_i])|point|xyz|loc(?:$|[s_a])|depth|angle|time|sigma"
 )
 #: The frequencies of rotary embeddings, which checkpoints in FP16 were trained with: MPG108 is about them.
-_FREQUENCIES = re.compile(r"(?:^|[._])inv(?:erse)?_freqs?$")
+FREQUENCIES = re.compile(r"(?:^|[._])inv(?:erse)?_freqs?$")
 #: Functions whose values are at most 1; those that join tensors; methods that change only their shape or place.
 _WAVES = frozenset({"sin", "cos"})
 _JOINS = frozenset({"cat", "concat", "stack"})
@@ -50,7 +50,7 @@ def loses_nothing(cast: Event, dtype: Dtype, guards: list[PathCondition], traini
     """
     if cast.kind != "cast" or cast.facts.training_use.is_module(cast):
         return False
-    if _FREQUENCIES.search(cast.key) or _is_wave(cast.facts, cast.subject, cast.call):
+    if FREQUENCIES.search(cast.key) or _is_wave(cast.facts, cast.subject, cast.call):
         return True
     return all(_enters_low_models(cast, dtype, guard) or _is_own_mode(cast, dtype, guard, training) for guard in guards)
 

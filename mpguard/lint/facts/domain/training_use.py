@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -686,6 +687,14 @@ class TrainingUse:
                 if together and (kind == "trainer" or self.facts.has_step(event.scope)):
                     return event.call
         return None
+
+    def torch_optimizers(self) -> Iterator[Call]:
+        """Yield the calls that create the optimizers of torch which the file steps, once for each step."""
+        for step in self.facts.events("step"):
+            for each in self.facts.evaluate(step.subject, step.call):
+                made = each.atom.call if isinstance(each.atom, Object) and each.atom.kind == "optimizer" else None
+                if made is not None and self.facts.called_path(made).startswith("torch.optim."):
+                    yield made
 
     def only_evaluates(self, trainer: Call) -> bool:
         """True if a Trainer is created to evaluate: its name is used for that, never to train or in the tree's code."""

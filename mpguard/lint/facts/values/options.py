@@ -70,6 +70,18 @@ def forgotten_dtypes(facts: Facts) -> dict[Call, Option]:
     return dict.fromkeys(backwards, region) if region is not None else {}
 
 
+def option_names(call: Call) -> list[str]:
+    """Return the names of an option of argparse or click, as attributes: `--amp-dtype` is `amp_dtype`."""
+    flags = [flag[0] for each in call.positional if (flag := constant(each)) is not None]
+    return [flag.lstrip("-").replace("-", "_") for flag in flags if isinstance(flag, str)]
+
+
+def destination(call: Call) -> str:
+    """Return the name of an option in the namespace, of `dest` or its longest name; "" if it is unknown."""
+    named = constant(call.keywords.get("dest"))
+    return str(named[0]) if named is not None else max(option_names(call), key=len, default="")
+
+
 def option_defaults(name: str, facts: Facts) -> set[tuple[object, ...] | None]:
     """Return the defaults of an option, a field or a parameter of this name, in a file and in what it imports.
 
@@ -78,8 +90,7 @@ def option_defaults(name: str, facts: Facts) -> set[tuple[object, ...] | None]:
     found: set[tuple[object, ...] | None] = set()
     for each in (facts, *facts.imported_modules()):
         for call in each.calls.get("add_argument", ()):
-            flags = [constant(flag) for flag in call.positional]
-            if any(flag is not None and str(flag[0]).lstrip("-").replace("-", "_") == name for flag in flags):
+            if name in option_names(call):
                 found.add(constant(call.keywords.get("default")))
         for scope in each.scopes:
             fields = scope.bindings.get(name, ()) if scope.kind == "class" else ()
@@ -91,14 +102,11 @@ def option_defaults(name: str, facts: Facts) -> set[tuple[object, ...] | None]:
 def literal_choices(call: Call) -> tuple[str, list[str]] | None:
     """Return the name in the namespace and the literal `choices` of an `add_argument`; None if it has none."""
     given = call.keywords.get("choices")
-    flags = [str(c[0]) for each in call.positional if (c := constant(each)) and isinstance(c[0], str)]
-    if not isinstance(given, (cst.List, cst.Tuple)) or not flags:
+    if not isinstance(given, (cst.List, cst.Tuple)) or not option_names(call):
         return None
     values = [constant(element.value) for element in given.elements]
-    named = constant(call.keywords.get("dest"))
-    name = str(named[0]) if named is not None else max(flags, key=len).lstrip("-").replace("-", "_")
     texts = [value[0] for value in values if value is not None and isinstance(value[0], str)]
-    return (name, texts) if texts and len(texts) == len(values) else None
+    return (destination(call), texts) if texts and len(texts) == len(values) else None
 
 
 def can_be_chosen(guard: PathCondition, program: Iterable[Scope]) -> bool:
@@ -153,10 +161,9 @@ def _default_fp16(event: Event, facts: Facts) -> bool:
 def _options(facts: Facts) -> Iterator[Option]:
     for name in _ADD_OPTION:
         for call in facts.calls.get(name, ()):
-            flags = [str(c[0]) for each in call.positional if (c := constant(each)) and isinstance(c[0], str)]
-            flags = [flag.lstrip("-").replace("-", "_") for flag in flags]
-            if flags and (default := call.keywords.get("default")) is not None:
-                yield Option(max(flags, key=len), call, _dtype(default, call, facts), False, call.span)
+            names = option_names(call)
+            if names and (default := call.keywords.get("default")) is not None:
+                yield Option(max(names, key=len), call, _dtype(default, call, facts), False, call.span)
     for scope in facts.index.scopes:
         for key, bindings in scope.bindings.items():
             binding = bindings[0]

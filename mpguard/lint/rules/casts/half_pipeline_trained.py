@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import Bad, Call, Diagnostic, Dtype, Facts, Good, Note, Object, Record, Rule, any_of, constant, dotted
+from mpguard.lint import Bad, Call, Diagnostic, Dtype, Facts, Good, Note, Record, Rule, any_of, constant, dotted
 
 #: Methods whose result is a part of the same model, in its dtype.
 _SAME_WEIGHTS = frozenset({
@@ -85,15 +85,11 @@ class HalfPipelineTrained(Rule):
         if not loads or facts.declared == "inference" or self._upcasts(facts):
             return
         reported: set[Call] = set()
-        for step in facts.events("step"):
-            for each in facts.evaluate(step.subject, step.call):
-                made = each.atom.call if isinstance(each.atom, Object) and each.atom.kind == "optimizer" else None
-                if made is None or not facts.called_path(made).startswith("torch.optim."):
-                    continue
-                for load in self._trained(made.argument(0, "params"), made, facts):
-                    if load in loads and load not in reported:
-                        reported.add(load)
-                        yield self.at(load, notes=(Note("trained with here", made.span, facts.elsewhere(made)),))
+        for made in facts.training_use.torch_optimizers():
+            for load in self._trained(made.argument(0, "params"), made, facts):
+                if load in loads and load not in reported:
+                    reported.add(load)
+                    yield self.at(load, notes=(Note("trained with here", made.span, facts.elsewhere(made)),))
 
     def _upcasts(self, facts: Facts) -> bool:
         return (

@@ -25,6 +25,7 @@ from mpguard.lint import (
     any_of,
     constant,
     dotted,
+    input_casts,
     python_edits,
 )
 
@@ -37,8 +38,7 @@ _SMALL = re.compile(
 #: A literal range of more values is not looked at one by one.
 _MANY = 10_000
 _EVERY_DTYPE = {Dtype.FP32, *HALF_DTYPES}
-#: Names of the inverse frequencies of rotary embeddings, and of positions, which they may share a dtype with.
-_FREQUENCIES = re.compile(r"(?:^|[._])inv(?:erse)?_freqs?$")
+#: Names of positions, which the frequencies of rotary embeddings may share a dtype with.
 _POSITIONS = re.compile(r"(?i)^t$|pos|seq|idx|ids|steps?$|freq")
 #: Functions of each element, and those that only change the shape.
 _ELEMENTWISE = frozenset({
@@ -427,7 +427,7 @@ def kernel(x):
                 above = facts.parent(call.node)
                 rounds = isinstance(above, cst.Attribute) and above.attr.value in _UPCASTS
                 stored = isinstance(call.statement, cst.Assign) and not dotted(call.statement.targets[0].target)
-                if not _FREQUENCIES.search(key) or rounds or stored or _is_published(facts):
+                if not input_casts.FREQUENCIES.search(key) or rounds or stored or _is_published(facts):
                     continue
                 if key.startswith("self.") and self._rounded_before(call, facts):
                     continue
@@ -445,7 +445,7 @@ def kernel(x):
             or (each.name == "to" and any("dtype" in dotted(given) for given in _arguments(each)))
             or any(dtype in HALF_DTYPES for given in _arguments(each) for _, dtype in facts.dtypes(given, each))
             for each in init.calls
-            if each.name in _CASTS and _FREQUENCIES.search(dotted(each.receiver))
+            if each.name in _CASTS and input_casts.FREQUENCIES.search(dotted(each.receiver))
         )
 
     def _frequency_dtype(self, call: Call, facts: Facts) -> str:

@@ -14,7 +14,6 @@ from mpguard.lint import (
     Facts,
     Good,
     Note,
-    Object,
     Record,
     Rule,
     any_of,
@@ -126,15 +125,11 @@ class PolicyRepeatsWeightDtype(Rule):
     def _optimized(self, facts: Facts) -> dict[str, Call]:
         """Return the models whose parameters optimizers of torch take, each with the optimizer."""
         found: dict[str, Call] = {}
-        for step in facts.events("step"):
-            for each in facts.evaluate(step.subject, step.call):
-                made = each.atom.call if isinstance(each.atom, Object) and each.atom.kind == "optimizer" else None
-                given = made.argument(0, "params") if made is not None else None
-                if made is None or not facts.called_path(made).startswith("torch.optim."):
-                    continue
-                takes = given.func if isinstance(given, cst.Call) else None
-                if isinstance(takes, cst.Attribute) and takes.attr.value == "parameters":
-                    found[dotted(takes.value)] = made
+        for made in facts.training_use.torch_optimizers():
+            given = made.argument(0, "params")
+            takes = given.func if isinstance(given, cst.Call) else None
+            if isinstance(takes, cst.Attribute) and takes.attr.value == "parameters":
+                found[dotted(takes.value)] = made
         return found
 
     def _policy(self, shard: Event, policies: list[Event], facts: Facts) -> Call | None:

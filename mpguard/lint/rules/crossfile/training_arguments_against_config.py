@@ -228,6 +228,5 @@ args = TrainingArguments("out", bf16=True)
         return launch_expectations.deepspeed_dict(arguments.call, facts)
 
     def _is_true(self, arguments: Event, option: str, facts: Facts) -> bool:
-        given = arguments.call.keywords.get(option)
-        values = facts.evaluate(given, arguments.call) if given is not None else ()
-        return bool(values) and all(isinstance(each.atom, Constant) and each.atom.value is True for each in values)
+        values = facts.constants(arguments.call.keywords.get(option), arguments.call)
+        return bool(values) and all(value is True for value in values)

@@ -21,6 +21,7 @@ from mpguard.lint import (
     dotted,
     launch_expectations,
     library_names,
+    option_names,
 )
 
 #: Classes whose `from_pretrained` gives a model with a loss: encoders alone are mostly frozen.
@@ -238,8 +239,7 @@ for batch in loader:
     def _defaults(self, option: str, facts: Facts) -> Iterator[object]:
         """Yield the defaults of the command-line options of a name."""
         for call in facts.calls.get("add_argument", ()):
-            flags = [str(c[0]) for each in call.positional if (c := constant(each))]
-            if any(flag.lstrip("-").replace("-", "_") == option for flag in flags):
+            if option in option_names(call):
                 default = constant(call.keywords.get("default"))
                 yield default[0] if default is not None else None
 
@@ -260,9 +260,8 @@ for batch in loader:
         )
 
     def _is_true(self, arguments: Event, option: str, facts: Facts) -> bool:
-        given = arguments.call.keywords.get(option)
-        values = facts.evaluate(given, arguments.call) if given is not None else ()
-        return bool(values) and all(isinstance(each.atom, Constant) and each.atom.value is True for each in values)
+        values = facts.constants(arguments.call.keywords.get(option), arguments.call)
+        return bool(values) and all(value is True for value in values)
 
     def _mode(self, call: Call, keyword: str) -> bool | None:
         """Return True if an argument is FP16, None without the argument, False for any other value."""

@@ -6,7 +6,6 @@ from mpguard.lint import (
     NEEDS,
     Bad,
     Call,
-    Constant,
     Diagnostic,
     Facts,
     Good,
@@ -114,6 +113,5 @@ Trainer(model, args, train_dataset=data).train()
 
     def _is(self, call: Call, keyword: str, wanted: frozenset[str] | set[bool], facts: Facts) -> bool:
         """True if an argument has one of some values in every case."""
-        given = call.keywords.get(keyword)
-        values = [each.atom for each in facts.evaluate(given, call)] if given is not None else []
-        return bool(values) and all(isinstance(each, Constant) and each.value in wanted for each in values)
+        values = facts.constants(call.keywords.get(keyword), call)
+        return bool(values) and all(value in wanted for value in values)

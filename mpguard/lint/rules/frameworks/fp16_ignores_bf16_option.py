@@ -5,7 +5,21 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import Bad, Call, Constant, Diagnostic, Facts, Good, Note, Record, Rule, any_of, constant, dotted
+from mpguard.lint import (
+    Bad,
+    Call,
+    Constant,
+    Diagnostic,
+    Facts,
+    Good,
+    Note,
+    Record,
+    Rule,
+    any_of,
+    constant,
+    dotted,
+    option_names,
+)
 
 _BF16 = re.compile(r"(?i)bf16|bfloat16|dtype|precision")
 
@@ -118,11 +132,7 @@ else:
         read = {dotted(each).rpartition(".")[2] for each in call.keywords.values() if "." in dotted(each)}
         for there in (facts, *facts.imported_modules()):
             there.need("add_argument")
-            options: dict[str, Call] = {}
-            for added in there.calls.get("add_argument", ()):
-                for each in added.positional:
-                    if (text := constant(each)) is not None:
-                        options[str(text[0]).lstrip("-").replace("-", "_")] = added
+            options = {name: added for added in there.calls.get("add_argument", ()) for name in option_names(added)}
             flag = options.get("bf16")
             if flag is not None and constant(flag.keywords.get("action")) == ("store_true",) and read & options.keys():
                 return flag

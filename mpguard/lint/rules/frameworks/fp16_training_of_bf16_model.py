@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Call, Constant, Diagnostic, Dtype, Event, Facts, Good, Note, Rule, any_of, compatible
+from mpguard.lint import Bad, Call, Diagnostic, Dtype, Event, Facts, Good, Note, Rule, any_of, compatible
 
 
 class Fp16TrainingOfBf16Model(Rule):
@@ -114,9 +114,8 @@ def upcast(data):
                     yield self.at(load, expr=facts.short(load.call.func), notes=notes)
 
     def _is_fp16(self, made: Call, facts: Facts) -> bool:
-        given = made.keywords.get("fp16")
-        values = [each.atom for each in facts.evaluate(given, made)] if given is not None else []
-        return bool(values) and all(isinstance(each, Constant) and each.value is True for each in values)
+        values = facts.constants(made.keywords.get("fp16"), made)
+        return bool(values) and all(value is True for value in values)
 
     def _is_bf16(self, load: Event, made: Call, facts: Facts) -> bool:
         """True if a load is BF16 in every case, nothing casts next to it, and the program makes the arguments too."""

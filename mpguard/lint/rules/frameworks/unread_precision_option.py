@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Rule, any_of, constant
+from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Rule, any_of, constant, destination
 
 #: Names of options that select the precision of a run.
 _PRECISION = re.compile(
@@ -135,8 +135,7 @@ train(options["lr"], options.get("half"))
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for call in facts.calls.get("add_argument", ()):
             flags = [str(c[0]) for each in call.positional if (c := constant(each)) and isinstance(c[0], str)]
-            named = constant(call.keywords.get("dest"))
-            name = str(named[0]) if named is not None else max(flags, key=len, default="").lstrip("-").replace("-", "_")
+            name = destination(call)
             option = next((flag for flag in flags if flag.startswith("--")), "")
             if not option or not _PRECISION.fullmatch(name) or not self._is_asked_for(option, call, facts):
                 continue
