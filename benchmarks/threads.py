@@ -1,4 +1,4 @@
-"""Count how many troubles that users reported in public threads the linter, or a launch, tells them of.
+"""Count how many precision problems from public threads the linter reports, or a launch catches.
 
     python benchmarks/threads.py lint           # the findings in each case, as JSON lines
     python benchmarks/threads.py lint NAME      # those of one case
@@ -9,8 +9,8 @@ A case is a folder of tests/lint/threads: the program and the configs of one thr
 matters, and case.json:
 
 - url, title, reported (what the user saw), mistake, where (its lines), fix, command, versions;
-- first: the codes of the default rules whose message told the mistake before any rule was changed because of it;
-- codes: those that tell it today (tests/lint/test_threads.py checks them);
+- first: the codes of the default rules whose message named the mistake before any rule was changed because of it;
+- codes: those that report it today (tests/lint/test_threads.py checks them);
 - launch: what `mpguard launch` said when it refused the program or reported its mistake, or null;
 - scope: why no tool that reads files or watches dtypes can know it, or null.
 
@@ -54,7 +54,7 @@ from mpguard.lint.source.files import collect
 CASES = Path(__file__).resolve().parent.parent / "tests" / "lint" / "threads"
 PROGRAMS = Path(__file__).resolve().parent / "thread_programs"
 RESULTS = Path(__file__).resolve().parent / "results" / "threads_launch.json"
-#: The outcomes that tell the user of the mistake, or take its effect away.
+#: The outcomes that report the mistake, or take its effect away.
 CAUGHT = ("refused", "reported", "enforced")
 #: Stands for a free port in a command.
 PORT = "PORT"
@@ -166,7 +166,7 @@ def section() -> list[str]:
         either = sum(bool(scope[name]["first"]) or ran.get(name, {}).get("first") in CAUGHT for name in names)
         lint = sum(bool(scope[name]["codes"]) for name in names)
         today = sum(bool(scope[name]["codes"] or scope[name]["launch"]) for name in names)
-        return f"the default rules told {first}, they or `mpguard launch` {either}; today {lint} and {today}"
+        return f"the default rules reported {first}, they or `mpguard launch` {either}; today {lint} and {today}"
 
     later = [name for name in scope if name.startswith("c")]
     earlier = [name for name in scope if name not in later]
@@ -180,9 +180,9 @@ def section() -> list[str]:
         for case in scope.values()
     ]
     return [
-        "## Troubles that users reported",
+        "## Precision problems that users reported",
         "",
-        f"{len(everything)} troubles with precision from public threads were written anew as small programs and configs"
+        f"{len(everything)} precision problems from public threads were rewritten as small programs and configs"
         " ([tests/lint/threads](../tests/lint/threads)), by writers who did not know the rules; "
         f"{len(scope)} of them can be known from the files or from the dtypes of a run. `python benchmarks/threads.py"
         " lint` repeats it.",
@@ -191,7 +191,7 @@ def section() -> list[str]:
         f" **Of {len(later)} others, collected before that and not read, at first {counts(later)}**, since the rules"
         " were changed because of them as well.",
         "",
-        f"{len(ran)} of those that the default rules did not tell run as tiny programs on a CPU"
+        f"{len(ran)} of those that the default rules did not report run as tiny programs on a CPU"
         " ([benchmarks/thread_programs](../benchmarks/thread_programs)), with an mp.yaml that has the precision that"
         f" the user meant. **At first `mpguard launch` caught {caught['first']} of {len(ran)}**: it refused the run,"
         " named the mistake, or put the precision in force and proved it. mpguard was changed because of them; today it"

@@ -1,4 +1,4 @@
-"""The troubles of public threads that a rule tells are told (benchmarks/threads.py describes the cases)."""
+"""Precision problems from public threads that a rule reports stay reported (benchmarks/threads.py has the cases)."""
 
 from __future__ import annotations
 
