@@ -47,23 +47,36 @@ def relevant(data: bytes, rules: Iterable[R], nearby: Callable[[], Iterable[byte
 
     nearby: returns the other modules of its program, for `triggers_nearby`.
     """
+    rules = tuple(rules)
     found = _by_own_text(data, rules)
     if not any(rule.triggers_nearby for rule in found):
         return found
     code = _code(data)
 
     def is_met(tokens: tuple[bytes, ...]) -> bool:
-        return any(token in text for text in itertools.chain((code,), _lazily(nearby)) for token in tokens)
+        return any(
+            not _found_nearby(text, rules).isdisjoint(tokens) for text in itertools.chain((code,), _lazily(nearby))
+        )
 
     return [rule for rule in found if all(map(is_met, rule.triggers_nearby))]
+
+
+@functools.lru_cache(maxsize=128)
+def _found_nearby(text: bytes, rules: tuple[BaseRule | type[BaseRule], ...]) -> set[bytes]:
+    """Return which tokens of the rules' `triggers_nearby` a module contains; many files share their modules."""
+    return _nearby_search(rules).found_in(text)
+
+
+@functools.lru_cache(maxsize=64)
+def _nearby_search(rules: tuple[BaseRule | type[BaseRule], ...]) -> TokenSearch:
+    return TokenSearch({token for rule in rules for tokens in rule.triggers_nearby for token in tokens})
 
 
 def _lazily(texts: Callable[[], Iterable[bytes]]) -> Iterator[bytes]:
     yield from texts()
 
 
-def _by_own_text(data: bytes, rules: Iterable[R]) -> list[R]:
-    rules = tuple(rules)
+def _by_own_text(data: bytes, rules: tuple[R, ...]) -> list[R]:
     plan = _plan(rules)
     left = plan.met(data, (1 << len(rules)) - 1)
     if not left:

@@ -35,13 +35,6 @@ def may_keep_masters(facts: Facts) -> bool:
     parameters to another.
     """
     facts.need_all()
-    for call in facts.calls.get("backward", ()):
-        if call.receiver is not None and call.positional and is_optimizer(facts, call.receiver, call):
-            return True
-    if any(_has_masters(facts, each) for kind in _STEPS for each in facts.events(kind)):
-        return True
-    if any(_is_wrapped_with_masters(facts, call) for name in facts.calls for call in facts.calls[name] if _OPTIM(name)):
-        return True
     for scope in facts.index.scopes:
         if any(map(_names_masters, scope.base_names)):
             return True
@@ -58,7 +51,15 @@ def may_keep_masters(facts: Facts) -> bool:
         grads = [use for uses in scope.uses.values() for use in uses if ".grad" in use.path and _GRAD.search(use.path)]
         if any(_goes_to_grad(facts, use) for use in grads):
             return True
-    return False
+    # What needs the values of variables, and so perhaps other files, comes last.
+    for call in facts.calls.get("backward", ()):
+        if call.receiver is not None and call.positional and is_optimizer(facts, call.receiver, call):
+            return True
+    if any(_has_masters(facts, each) for kind in _STEPS for each in facts.events(kind)):
+        return True
+    return any(
+        _is_wrapped_with_masters(facts, call) for name in facts.calls for call in facts.calls[name] if _OPTIM(name)
+    )
 
 
 @functools.lru_cache(maxsize=1 << 14)

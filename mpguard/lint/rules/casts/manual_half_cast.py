@@ -1890,7 +1890,12 @@ def train(unet, vae, loader):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.declared == "inference" or facts.may_keep_masters:
+        casts = [
+            (cast, low)
+            for cast in (*facts.events("cast"), *facts.events("construct"))
+            if (low := cast.may_be(Dtype.FP16))
+        ]
+        if not casts or facts.declared == "inference" or facts.may_keep_masters:
             return
         found = []
         norms = list(_norms_in_float32(facts))
@@ -1899,10 +1904,9 @@ def train(unet, vae, loader):
             for each in facts.training_use.weights(Dtype.FP16)
             if facts.training_use.plain_optimizers(each.training) and not facts.training_use.keeps_masters(each)
         }
-        for cast in (*facts.events("cast"), *facts.events("construct")):
-            guards = cast.may_be(Dtype.FP16)
-            if cast not in optimized:
-                guards = [guard for guard in guards if not accelerate_precision.follows_policy(guard)]
+        for cast, low in casts:
+            may_follow = cast not in optimized
+            guards = [guard for guard in low if not (may_follow and accelerate_precision.follows_policy(guard))]
             if any(
                 cast.scope in call.scope.within() and compatible(facts.guard_of(call), cast.guard) for call in norms
             ):

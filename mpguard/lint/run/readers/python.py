@@ -103,8 +103,8 @@ class _Unused:
 
 
 def _rules_about_dicts(data: bytes, context: Context) -> list[type[ConfigRule]]:
-    """Return the config rules that may report a DeepSpeed config in Python code."""
-    if not prefilter.may_hold_deepspeed_config(data):
+    """Return the config rules that may report a DeepSpeed config in Python code; none in a test, which may be wrong."""
+    if is_test(context.path) or not prefilter.may_hold_deepspeed_config(data):
         return []
     return prefilter.relevant(data, [rule for rule in context.selected(ConfigRule) if "deepspeed" in rule.kinds])
 
@@ -129,11 +129,11 @@ def _check_dicts(
 
 
 def _config_dicts(facts: Facts) -> list[Document]:
-    """Return the DeepSpeed configs that are dicts in a file; none of a test, which may be wrong on purpose."""
+    """Return the DeepSpeed configs that are dicts in a file."""
     # This imports PyYAML, which most runs over Python do not need.
     from mpguard.lint.facts.domain.config_dicts import configs
 
-    return [] if facts.is_test else configs(facts)
+    return configs(facts)
 
 
 def _unparsable(data: bytes, context: Context, error: Exception) -> FileCheck:
