@@ -64,6 +64,8 @@ HEADINGS = {
     "wide14": "The other 120 of that list",
     "wide15": "123 more, closed before the rules were changed because of all lots before",
     "wide16": "The other 123 of that list",
+    "wide17": "115 more, closed before the rules were changed because of all lots before",
+    "wide18": "The other 116 of that list",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")
