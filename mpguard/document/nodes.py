@@ -22,10 +22,14 @@ MAX_LENGTH = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A reason why a file is not a config: what is wrong, what to do, and where."""
+    """A reason why a file is not a config, or not the one that people read: what is wrong, what to do, and where.
+
+    repeats: the name of the key, if the problem is that it is there twice.
+    """
 
     message: str
     span: Span
+    repeats: str = ""
 
 
 class Unreadable(Exception):

@@ -149,10 +149,8 @@ class _Composer:
                 self._problem("a mapping or list is used as a key. Use a plain name", *key.span)
             else:
                 if pair.key in node.members:
-                    self._problem(
-                        f"`{pair.name}` is a duplicate key; accelerate silently takes the last. Remove one",
-                        *pair.key_span,
-                    )
+                    message = f"`{pair.name}` is a duplicate key; YAML readers silently take the last. Remove one"
+                    self.problems.append(Problem(message, pair.key_span, pair.name))
                 node.members[pair.key] = pair
         self._close(node, self._loader.get_event())
         node.members = {**merged, **node.members}

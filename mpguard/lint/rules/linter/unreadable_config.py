@@ -7,14 +7,15 @@ class UnreadableConfig(EngineRule):
     """A YAML or JSON config does not parse, or its meaning differs from what is written.
 
     ## Why is this bad
-    A config that does not parse stops the launch; that is the harmless case. A duplicate key does not: accelerate and
-    DeepSpeed silently take the last one, while people read the first one. accelerate refuses tags (`!!python/...`);
+    A config that does not parse stops the launch; that is the harmless case. A duplicate key does not: YAML
+    readers silently take the last one, while people read the first one. accelerate refuses tags (`!!python/...`);
     mpguard never executes them.
 
     ## Known limits
     A YAML or JSON file that is found in a folder is a config if it has the keys of one (of accelerate, DeepSpeed or
     axolotl), or, if it does not parse, lines that resemble them. Other files are ignored unless they are named on the
-    command line.
+    command line. In YAML of another program than accelerate, a key that is there twice is reported only if its name has
+    to do with precision.
     """
 
     code, name = "MPG003", "unreadable-config"
@@ -40,6 +41,24 @@ mixed_precision: fp16  # !
 }
 """,
             name="ds_config.json",
+        ),
+        Bad(
+            """\
+base_model: meta-llama/Llama-3.2-1B
+bf16: true
+micro_batch_size: 2
+bf16: false  # !
+""",
+            name="finetune.yaml",
+        ),
+        Good(
+            """\
+base_model: meta-llama/Llama-3.2-1B
+micro_batch_size: 2
+bf16: true
+micro_batch_size: 4
+""",
+            name="finetune.yaml",
         ),
         Good(
             """\

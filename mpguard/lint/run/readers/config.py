@@ -14,6 +14,7 @@ from mpguard.lint.run.readers.context import Context, RuleOutput, not_checked
 
 if TYPE_CHECKING:
     from mpguard.document import Document
+    from mpguard.document.nodes import Problem
 
 #: A YAML or JSON that is found and longer than this is data; configs are far smaller.
 LARGEST_FOUND = 256 << 10
@@ -32,7 +33,16 @@ _BROKEN_CONFIG = re.compile(
 )
 #: What a value in a template begins with: `{{ batch }}`, `${BATCH}`, `<batch>`, `%BATCH%`, `@BATCH@`, `BATCH`.
 _PLACEHOLDER = re.compile(r"\{[{%]|[$<%@]|(?!(?:TRUE|FALSE|NULL|NONE|NAN|INF|INFINITY)\b)[A-Z][A-Z0-9_]+\b")
+#: In the name of a key that sets a precision, or whether and how FP8 code is compiled.
+_PRECISION_KEY = re.compile("(?i)16|fp8|fp4|fp32|float|half|precision|dtype|scale|amp|compile")
 _SUPPRESSION = re.compile(rb"noqa|mpguard\s*:\s*i", re.I)
+
+
+def _matters(problem: Problem, read: Document) -> bool:
+    """True unless a key that does not concern precision is repeated in YAML of another program than accelerate."""
+    if not problem.repeats or read.format != "yaml" or read.kind in (None, "accelerate"):
+        return True
+    return _PRECISION_KEY.search(problem.repeats) is not None
 
 
 def _is_template(read: Document) -> bool:
@@ -67,8 +77,9 @@ def check(data: bytes, context: Context) -> FileCheck:
     # One whose first problem is a placeholder is a template, from which a program writes the config.
     broken = read.root is None and _BROKEN_CONFIG.search(data) is not None
     ours = named or ((kind is not None or broken) and not _is_template(read))
-    if read.problems and context.is_on(CONFIG) and ours:
-        diagnostics = [Diagnostic(CONFIG, each.span, each.message) for each in read.problems]
+    if context.is_on(CONFIG) and ours:
+        problems = [each for each in read.problems if _matters(each, read)]
+        diagnostics = [Diagnostic(CONFIG, each.span, each.message) for each in problems]
     if kind is not None and isinstance(read.data, dict):
         rules = [
             rule
