@@ -231,14 +231,26 @@ class Regions:
         given = enabled_argument(call, path)
         if given is None:
             return ALWAYS
-        known = {
-            each.atom.value if isinstance(each.atom, Constant) else None for each in self.facts.evaluate(given, call)
-        }
-        if known == {True}:
+        known = self._truth(given, call)
+        if known is True:
             return ALWAYS
-        if known == {False}:
+        if known is False:
             return ALWAYS.given(self.facts.condition(cst.Name("False"), call.scope))
         return ALWAYS.given(self.facts.condition(given, call.scope))
+
+    def _truth(self, node: cst.BaseExpression, call: Call) -> bool | None:
+        """Return what an expression of constants and their names is at a call: `not USE_BF16`; None if not known."""
+        if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Not):
+            inner = self._truth(node.expression, call)
+            return None if inner is None else not inner
+        if isinstance(node, cst.BooleanOperation):
+            decides = isinstance(node.operator, cst.Or)
+            sides = {self._truth(node.left, call), self._truth(node.right, call)}
+            return decides if decides in sides else None if None in sides else not decides
+        known = {
+            each.atom.value if isinstance(each.atom, Constant) else None for each in self.facts.evaluate(node, call)
+        }
+        return True if known == {True} else False if known == {False} else None
 
     def _dtypes_by_default(self, given: cst.BaseExpression, call: Call) -> PossibleDtypes:
         """Return FP16, if it is the default of the parameter that gives the dtype, and else an unknown one.

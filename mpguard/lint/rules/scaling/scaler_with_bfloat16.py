@@ -28,6 +28,7 @@ from mpguard.lint import (
 )
 
 _BF16 = re.compile(r"(?i)(?:use_|is_|with_|torch\.)?(?:bf16|bfloat16)(?:[-_]mixed|_enabled)?")
+_IS_FP16 = re.compile(r"(?i)(?:use_|is_|with_|torch\.)?(?:fp16|float16|half)(?:[-_]mixed|_enabled)?")
 #: Conditions on FP16: the scaler is meant for that branch.
 _FP16 = re.compile(r"(?i)fp16|float16|half|dtype|precision|\b16")
 
@@ -106,6 +107,89 @@ class ScalerWithBfloat16(Rule):
     triggers = (any_of(b"GradScaler"),)
     triggers_nearby = (any_of(b"bfloat16", b"bf16", b"BF16"),)
     examples = (
+        Good(
+            """\
+import torch
+from torch.cuda.amp import GradScaler, autocast
+
+
+def train(config, model, optimizer, loader):
+    dtype = None
+    if config.mixed_precision == "fp16":
+        dtype = torch.float16
+    elif config.mixed_precision == "bf16":
+        dtype = torch.bfloat16
+    use_amp = dtype is not None
+    scaler = GradScaler(enabled=use_amp)
+    for batch in loader:
+        with autocast(enabled=use_amp, dtype=dtype):
+            loss = model(batch).mean()
+        if dtype == torch.float16:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+from torch.cuda.amp import GradScaler, autocast
+
+USE_BF16 = True
+AMP_DTYPE = torch.bfloat16 if USE_BF16 else torch.float16
+
+
+def train(model, optimizer, loader):
+    scaler = GradScaler(enabled=not USE_BF16)
+    for batch in loader:
+        with autocast(dtype=AMP_DTYPE):
+            loss = model(batch).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torch.cuda.amp import GradScaler, autocast
+
+USE_BF16 = True
+USE_AMP = True
+AMP_DTYPE = torch.bfloat16 if USE_BF16 else torch.float16
+
+
+def train(model, optimizer, loader):
+    scaler = GradScaler(enabled=USE_AMP and USE_BF16)  # !
+    for batch in loader:
+        with autocast(dtype=AMP_DTYPE):
+            loss = model(batch).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            fixed="""\
+import torch
+from torch.cuda.amp import GradScaler, autocast
+
+USE_BF16 = True
+USE_AMP = True
+AMP_DTYPE = torch.bfloat16 if USE_BF16 else torch.float16
+
+
+def train(model, optimizer, loader):
+    scaler = GradScaler(enabled=False)
+    for batch in loader:
+        with autocast(dtype=AMP_DTYPE):
+            loss = model(batch).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
         Bad(
             """\
 import torch
@@ -464,6 +548,8 @@ class Trainer:
             bf16_flags = [
                 flag for condition in enabled for flag in _bf16_flags(condition) if enabled.given(flag).possible
             ]
+            if bf16_flags and _scales_float16_only(scaler, facts):
+                continue
             if bf16_flags:
                 alone = any(flag in enabled for flag in bf16_flags)
                 fix = self._off(given, scaler, facts) if alone else self._condition(given, scaler, facts)
@@ -497,6 +583,15 @@ class Trainer:
         if text is None or given is None:
             return None
         return Fix("Enable it for FP16 only", "unsafe", (python_edits.replaced(given, scaler.call, text),))
+
+
+def _scales_float16_only(scaler: Event, facts: Facts) -> bool:
+    """True if each use of a scaler is in a branch for FP16: that it is enabled for BF16 changes nothing."""
+    scales = facts.events_around("scale", scaler.scope)
+    return bool(scales) and all(
+        any(isinstance(each, Flag) and _IS_FP16.fullmatch(str(each.equals or each.name)) for each in scale.guard)
+        for scale in scales
+    )
 
 
 def _inactive(scaler: Event, region: Region) -> bool:
