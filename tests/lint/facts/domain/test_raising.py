@@ -110,6 +110,11 @@ RAISES = {
     "a function that a module lacks": {"a.py": program("m.fit()", top="import m\n")},
     "a name that a module lacks": {"a.py": program(top="from m import fit\n")},
     "a module that imports what is missing": {"b.py": "from m import fit\n", "a.py": program(top="import b\n")},
+    "a name that a module above lacks": {
+        "src/b.py": "",
+        "scripts/a.py": program(top="sys.path.append('..')\nfrom src.b import fit\n").replace("from m", "from src.m"),
+        "src/m.py": MODULES["m.py"],
+    },
     "the end of the program": {"a.py": program("sys.exit(1)")},
     "after the place, before training": {"a.py": program(after="x = undefined")},
     "in the caller, after the function": {
@@ -188,6 +193,9 @@ RUNS = {
     "a decorator that changes the signature": {"a.py": program("f()", top="@sys.d\ndef f(x):\n    pass\n")},
     "defined twice": {"a.py": program("f()", top="def f():\n    pass\ndef f(x=1):\n    pass\n")},
     "a generator": {"a.py": program("f()", top="def f():\n    raise ValueError\n    yield\n")},
+    "a module above that may not be imported": {
+        "src/b.py": "", "src/c.py": "", "scripts/a.py": program(top="from src.b import fit\n"),
+    },
     "a module with __getattr__": {
         "b.py": "def __getattr__(name):\n    return 1\n", "a.py": program(top="from b import fit\n"),
     },
