@@ -152,10 +152,12 @@ def in_project(path: str) -> bool:
 def find(module: str, from_path: str) -> ParsedModule | None:
     """Return the module of a project that an import finds, where no other one can be meant.
 
-    Relative imports are certain, those of the package that the file is in, and those of a script's own folder.
+    Relative imports are certain, those of the package that the file is in, those of a script's own folder, and, if the
+    script sets `sys.path`, those of a folder around it that is the only one with such a module.
     """
     file = os.path.abspath(from_path)
     folder = os.path.dirname(file)
+    top = str(tree.top_of(Path(folder)))
     dots = len(module) - len(module.lstrip("."))
     parts = [part for part in module[dots:].split(".") if part]
     if dots:
@@ -170,14 +172,26 @@ def find(module: str, from_path: str) -> ParsedModule | None:
             base = os.path.dirname(packages[-1])
         elif not _is_elsewhere(parts[0]) and (not packages or _is_script(file)):
             base = folder
-            if not any(tracked_fs.exists(os.path.join(base, each)) for each in (f"{parts[0]}.py", parts[0])):
-                return None
+            if not _has(base, parts[0]):
+                around = [each for each in _folders_around(folder, top) if _has(each, parts[0])]
+                if len(around) != 1 or "sys.path" not in text_of(file):
+                    return None
+                base = around[0]
         else:
             return None
-    top = str(tree.top_of(Path(folder)))
     if not f"{base}{os.sep}".startswith(f"{top}{os.sep}"):
         return None
     return _below(base, parts)
+
+
+def _has(folder: str, name: str) -> bool:
+    return any(tracked_fs.exists(os.path.join(folder, each)) for each in (f"{name}.py", name))
+
+
+def _folders_around(folder: str, top: str) -> Iterator[str]:
+    while folder != top and folder.startswith(f"{top}{os.sep}"):
+        folder = os.path.dirname(folder)
+        yield folder
 
 
 def _is_elsewhere(name: str) -> bool:

@@ -31,6 +31,8 @@ _PLAIN_ARGUMENTS = frozenset({
 })  # fmt: skip
 #: The arguments of `Accelerator` that are its precision; `fp16` is one of older versions.
 _PRECISIONS = frozenset({"mixed_precision", "fp16"})
+#: What a project has that gives an Accelerator a precision from outside of its code.
+_LAUNCHES = ("accelerate launch", "accelerate config", "accelerate.commands", "mixed_precision")
 #: Options of launch lines that are about accumulation, or an engine or sharding.
 _NOT_PLAIN = re.compile(r"gradient_accumulation_steps|deepspeed|fsdp|megatron|parallelism_config|\btpu\b")
 
@@ -95,8 +97,8 @@ def backward_is_plain(facts: Facts, guard: PathCondition, accumulates: bool = Fa
     """True if the Accelerators of a file add nothing to `loss.backward()` and torch's clipping at a place.
 
     Their precision is BF16 or none: by a constant in the code, which the launcher does not change, by all launch
-    configs of the file, or because another branch has the one with a precision. The file, its launch configs and its
-    launch lines use no engine and no sharding.
+    configs of the file, because another branch has the one with a precision, or because nothing in the project launches
+    with accelerate. The file, its launch configs and its launch lines use no engine and no sharding.
 
     guard: the path condition of the place. accumulates: they may accumulate gradients.
     """
@@ -119,6 +121,8 @@ def backward_is_plain(facts: Facts, guard: PathCondition, accumulates: bool = Fa
         modes: set[object] = {config.mixed_precision for config in configs}
         if given is not None:
             modes = set(facts.constants(given, call))
+        if given is None and not modes and not _may_be_launched(facts):
+            modes = {"no"}
         if not modes or not modes <= {"no", "bf16"}:
             return False
     launched = {(config.distributed_type or "").upper() for config in configs}
@@ -128,6 +132,11 @@ def backward_is_plain(facts: Facts, guard: PathCondition, accumulates: bool = Fa
         or any(_NOT_PLAIN.search(word.text or "") for word in launch.arguments)
         for launch in facts.project.launches_of(facts.path)
     )
+
+
+def _may_be_launched(facts: Facts) -> bool:
+    """True if something may give the Accelerators of a file a precision that is not in their arguments."""
+    return any(word in facts.file_text or facts.project.asks_for(facts.path, word) for word in _LAUNCHES)
 
 
 def is_derived(region: Region) -> bool:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Literal
 import libcst as cst
 
 from mpguard.lint.facts.events.event import Event, is_optimizer, is_scaler, last_name
-from mpguard.lint.facts.syntax.nodes import dotted
+from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.records import Call, Use
 from mpguard.lint.facts.values import project_words
 from mpguard.lint.facts.values.api_names import SAVES
 from mpguard.lint.facts.values.lattice import Constant, Object
+from mpguard.lint.source.strip_comments import stripped
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -86,8 +87,9 @@ class Checkpoints:
         if _WARM_START.search(self.facts.file_text):
             return False
         is_unused = self.facts.unused_definitions.contain
-        if any(not is_unused(event.span[0]) for event in self.of("restore", "optimizer")):
-            return True
+        used = [event for event in self.of("restore", "optimizer") if not is_unused(event.span[0])]
+        if used:
+            return not all(map(self._lacks_key, used))
         return any(
             is_optimizer(self.facts, arg.value, call)
             for name, calls in self.facts.calls.items()
@@ -95,6 +97,47 @@ class Checkpoints:
             for call in calls
             for arg in call.node.args
         )
+
+    def _lacks_key(self, restored: Event) -> bool:
+        """True if a state is restored after a key is read that no checkpoint of the file has: it raises a KeyError."""
+        given = restored.call.argument(0, "state_dict")
+        loaded = dotted(given.value) if isinstance(given, cst.Subscript) else ""
+        if not loaded or not all(map(self._is_in_plain_dict, self.saved("optimizer"))):
+            return False
+        return any(
+            use.path == loaded
+            and use.order <= restored.order
+            and not use.guard - restored.guard
+            and not set(use.loops) - set(restored.call.loops)
+            and self._is_unknown_key(use)
+            for use in restored.scope.uses.get(loaded.partition(".")[0], ())
+        )
+
+    def _is_in_plain_dict(self, saved: Event) -> bool:
+        """True if a state is an entry of a dict whose keys are all literals."""
+        element = self.facts.parent(saved.call.node)
+        holder = self.facts.parent(element) if isinstance(element, (cst.DictElement, cst.IfExp)) else None
+        if isinstance(holder, cst.DictElement):
+            holder = self.facts.parent(holder)
+        return isinstance(holder, cst.Dict) and all(
+            isinstance(each, cst.DictElement) and constant(each.key) is not None for each in holder.elements
+        )
+
+    def _is_unknown_key(self, use: Use) -> bool:
+        """True for `loaded["key"]` with a key that is only read in the file, outside of a `try`."""
+        node: cst.CSTNode | None = self.facts.parent(use.node)
+        index = node.slice[0].slice if isinstance(node, cst.Subscript) and node.value is use.node else None
+        key = constant(index.value) if isinstance(index, cst.Index) else None
+        if not key or not isinstance(key[0], str):
+            return False
+        name = re.escape(key[0])
+        if re.search(rf"([\"']){name}\1(?!\s*\](?!\s*=[^=]))|\b{name}\s*=[^=]", stripped(self.facts.file_text)):
+            return False
+        while node is not None and not isinstance(node, cst.FunctionDef):
+            node = self.facts.parent(node)
+            if isinstance(node, cst.Try) and node.handlers:
+                return False
+        return True
 
     def unclear(self, kind: Literal["state", "restore"]) -> bool:
         """True if states are saved from, or restored to, objects of unknown kind: loop variables, parameters."""

@@ -1,9 +1,10 @@
 """Code that is reached only through a statement which raises whenever it runs, or from which no training follows.
 
 Such a statement reads a name that nothing binds, imports what a module of the project does not have, calls a function
-of the project with arguments that it does not take, or reads an attribute of `self` that nothing sets, or of a dict as
-if it were an object (`cfg.norm` with `cfg = yaml.safe_load(file)`). Only what is certain counts: a name may come from
-`exec`, an attribute from `setattr`, and a decorator may change a signature.
+of the project with arguments that it does not take, or reads an attribute of `self` that nothing sets, of a dict as if
+it were an object (`cfg.norm` with `cfg = yaml.safe_load(file)`), or of parsed arguments whose parser does not define
+it. Only what is certain counts: a name may come from `exec`, an attribute from `setattr`, and a decorator may change a
+signature.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import libcst as cst
 
 from mpguard.core import tracked_fs
+from mpguard.lint.facts.domain import namespaces
 from mpguard.lint.facts.syntax import executed
 from mpguard.lint.facts.syntax.executed import DefinitionNode, FunctionNode
 from mpguard.lint.facts.values.lattice import Object
@@ -68,10 +70,15 @@ _MAY_TRAIN = re.compile(
 
 
 class _Context(NamedTuple):
-    """Where a statement is: its module, and the functions and classes around it, outermost first."""
+    """Where a statement is: its module, and the functions and classes around it, outermost first.
+
+    given: the parameters of the innermost function that the call which is followed gives parsed arguments, and their
+    options.
+    """
 
     module: ParsedModule
     around: tuple[DefinitionNode, ...] = ()
+    given: tuple[tuple[str, frozenset[str]], ...] = ()
 
     @property
     def method(self) -> tuple[ast.ClassDef, str] | None:
@@ -240,12 +247,17 @@ class CertainErrors:
         return self._failing[target.path]
 
     def _lacks_attribute(self, node: ast.Attribute, context: _Context) -> bool:
-        """True if nothing sets an attribute of `self`, or of a module of the project."""
+        """True if nothing sets an attribute of `self`, of a module of the project, or of parsed arguments."""
         if not isinstance(node.value, ast.Name):
             return False
         name, method = node.value.id, context.method
         if method is not None and name == method[1]:
             return self._is_never_set(node.attr, context.module, method[0])
+        options = _options(name, context)
+        if options is not None:
+            path = context.module.path
+            is_known = node.attr in options or node.attr in context.module.attributes or hasattr(object, node.attr)
+            return not is_known and not self._project.attribute_set_elsewhere(path, node.attr)
         module = _module_named(name, context)
         return module is not None and node.attr not in module.attributes and _lacks(module, node.attr)
 
@@ -275,6 +287,7 @@ class CertainErrors:
             if made is None:
                 return _is_unknown_field(node, function)
             return _misfits(node, made[1], True) or self._function_raises(*made, depth, quietly)
+        target = target._replace(given=_given(node, function, is_bound, context))
         return _misfits(node, function, is_bound) or self._function_raises(target, function, depth, quietly)
 
     def _function_raises(self, home: _Context, function: FunctionNode, depth: int, quietly: bool = False) -> bool:
@@ -458,6 +471,30 @@ def _module_named(name: str, context: _Context) -> ParsedModule | None:
     if home is not None and alias.name in home.bound:
         return None
     return modules.find(f"{package}{'' if package.endswith('.') else '.'}{alias.name}", module.path)
+
+
+def _options(name: str, context: _Context) -> frozenset[str] | None:
+    """Return the options that a name has, if it stands for parsed arguments."""
+    found = dict(context.given).get(name)
+    if found is None:
+        return namespaces.options(name, context.module, context.around)
+    return found if len(_bound_in(context.around[-1])[name]) == 1 else None
+
+
+def _given(
+    call: ast.Call, function: FunctionNode, is_bound: bool, context: _Context
+) -> tuple[tuple[str, frozenset[str]], ...]:
+    """Return the parameters of a function that get parsed arguments by a call, and their options."""
+    if any(isinstance(each, ast.Starred) for each in call.args):
+        return ()
+    parameters = [each.arg for each in (*function.args.posonlyargs, *function.args.args)][is_bound:]
+    pairs = [*zip(parameters, call.args, strict=False), *((each.arg, each.value) for each in call.keywords)]
+    return tuple(
+        (name, options)
+        for name, value in pairs
+        if name is not None and isinstance(value, ast.Name)
+        if (options := _options(value.id, context)) is not None
+    )
 
 
 def _path(node: ast.AST) -> str:

@@ -13,6 +13,7 @@ import libcst as cst
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import Condition, Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
+from mpguard.lint.facts.values.lattice import Object
 from mpguard.lint.source.strip_comments import stripped
 from mpguard.lint.source.text import Unparsable
 
@@ -95,12 +96,19 @@ class UntakenBranches:
         return found or None
 
     def _value(self, node: cst.BaseExpression | None, at: Record, depth: int) -> list[object] | None:
-        """Return the constants that an expression may be: a literal, or a parameter for which only such are passed."""
+        """Return the constants that an expression may be: a literal, or a parameter for which only such are passed.
+
+        A GradScaler is as good as True where it is tested.
+        """
         literal = constant(node)
         if literal is not None:
             return list(literal)
         path = dotted(node)
-        return self._values(path, at.scope, depth - 1) if path and at.scope.kind == "function" else None
+        if path and at.scope.kind == "function" and (found := self._values(path, at.scope, depth - 1)) is not None:
+            return found
+        made = self._facts.of(at).evaluate(node, at) if node is not None else ()
+        is_scaler = [isinstance(each.atom, Object) and each.atom.kind == "scaler" for each in made]
+        return [True] if is_scaler and all(is_scaler) else None
 
     def all_calls(self, scope: Scope) -> list[Call] | None:
         """Return all calls of a function, or of the class that it initializes; None if there may be others."""

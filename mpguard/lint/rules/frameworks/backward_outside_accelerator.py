@@ -478,6 +478,47 @@ def bfloat16(model, optimizer, loader):
                 ('mixed_precision="bf16"', "--gradient_accumulation_steps 4"),
             )
         ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+def main(model, optimizer, loader):
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+            name="train.py",
+            files={"pyproject.toml": "", "run.sh": "python train.py\n"},
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+def main(model, optimizer, loader):
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        model(x).sum().backward()  # !
+        optimizer.step()
+""",
+            name="train.py",
+            files={"pyproject.toml": "", "run.sh": "accelerate launch train.py\n"},
+            fixed="""\
+import torch
+from accelerate import Accelerator
+
+def main(model, optimizer, loader):
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

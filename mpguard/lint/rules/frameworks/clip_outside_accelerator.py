@@ -583,6 +583,50 @@ def train(unet, encoder, loader):
         optimizer.step()
 """,
         ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+def main(model, optimizer, loader):
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        accelerator.backward(model(x).sum())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+""",
+            name="train.py",
+            files={"pyproject.toml": "", "run.sh": "python train.py\n"},
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+def main(model, optimizer, loader):
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        accelerator.backward(model(x).sum())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # !
+        optimizer.step()
+""",
+            name="train.py",
+            files={"pyproject.toml": "", "run.sh": "accelerate launch train.py\n"},
+            fixed="""\
+import torch
+from accelerate import Accelerator
+
+def main(model, optimizer, loader):
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        accelerator.backward(model(x).sum())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

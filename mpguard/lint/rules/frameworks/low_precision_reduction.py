@@ -50,10 +50,10 @@ class LowPrecisionReduction(Rule):
     and need more memory while they are reduced.
 
     ## Known limits
-    If an option selects FP32 or a lower precision, the choice is assumed to be intended. Policies of models that are
-    frozen or only evaluated, under `torch.no_grad`, in tests, and policies that are only compared are not reported, nor
-    is one in a config that is only launched with `--eval-only`, or whose name nothing in its project mentions. If the
-    use of the policy is not visible otherwise, it is assumed to train.
+    If an option selects FP32 or a lower precision, also between two policies, the choice is assumed to be intended.
+    Policies of models that are frozen or only evaluated, under `torch.no_grad`, in tests, and policies that are only
+    compared are not reported, nor is one in a config that is only launched with `--eval-only`, or whose name nothing in
+    its project mentions. If the use of the policy is not visible otherwise, it is assumed to train.
     """
 
     code, name = "MPG509", "low-precision-reduction"
@@ -215,6 +215,43 @@ def from_config(config):
     return MixedPrecision(param_dtype=param, reduce_dtype=reduce)
 """
         ),
+        Good(
+            """\
+import torch
+from torch.distributed.fsdp import MixedPrecision
+
+def build(precision):
+    if precision == "float16":
+        return MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    elif precision == "pure_float16":
+        return MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
+    return None
+"""
+        ),
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import MixedPrecision
+
+def build(precision):
+    if precision == "float16":
+        return MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    elif precision == "bfloat16":
+        return MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)  # !
+    return None
+""",
+            fixed="""\
+import torch
+from torch.distributed.fsdp import MixedPrecision
+
+def build(precision):
+    if precision == "float16":
+        return MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    elif precision == "bfloat16":
+        return MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return None
+""",
+        ),
         Bad(
             """\
 import torch
@@ -310,7 +347,7 @@ fsdp = dict(
                 continue
             if isinstance(above, (cst.Comparison, cst.ComparisonTarget)) or self._only_frozen(policy, facts):
                 continue
-            if unused.is_unused_value(policy.call, facts):
+            if unused.is_unused_value(policy.call, facts) or self._is_chosen(policy, facts):
                 continue
             given = policy.call.argument(1, "reduce_dtype")
             if given is None or constant(given) == (None,):
@@ -345,6 +382,18 @@ fsdp = dict(
                         place, reason = facts.span(hook, call), f": `{name}` compresses them"
                         help = "without the hook DDP reduces in the dtype of the gradients"
                         yield self.at(place, by="DDP", dtype=dtype.label, reason=reason, help=help)
+
+    def _is_chosen(self, policy: Event, facts: Facts) -> bool:
+        """True if another branch of the function has a policy with the same `param_dtype` that reduces in FP32."""
+        low = {dtype for dtype in HALF_DTYPES if policy.may_be(dtype)}
+        return any(
+            other.scope is policy.scope
+            and not compatible(other.guard, policy.guard)
+            and low & {dtype for dtype in HALF_DTYPES if other.may_be(dtype)}
+            and (given := other.call.argument(1, "reduce_dtype")) is not None
+            and [dtype for _, dtype in facts.dtypes(given, other.call)] == [Dtype.FP32]
+            for other in facts.events("policy")
+        )
 
     def _only_frozen(self, policy: Event, facts: Facts) -> bool:
         """True if all known models with the policy are frozen or only evaluated."""

@@ -253,6 +253,46 @@ def outside(net, loader, scaler):
         Good(
             """\
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+def train(model, optimizer, loader, scaler, dtype):
+    for x in loader:
+        with torch.autocast("cuda", dtype=dtype):
+            loss = model(x).sum()
+        if scaler is not None:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+    return optimizer, scaler
+
+def resume(path, precision):
+    if precision == "float16":
+        scaler = ShardedGradScaler()
+    else:
+        scaler = None
+    return torch.load(path), scaler
+
+def main(args, model, loader):
+    if args.precision == "float16":
+        policy = MixedPrecision(param_dtype=torch.float16)
+        dtype = torch.float16
+    else:
+        policy = MixedPrecision(param_dtype=torch.bfloat16)
+        dtype = torch.bfloat16
+    model = FSDP(model, mixed_precision=policy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state, scaler = resume(args.path, args.precision)
+    for _ in range(args.epochs):
+        optimizer, scaler = train(model, optimizer, loader, scaler, dtype)
+"""
+        ),
+        Good(
+            """\
+import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
 def main(args, model):
@@ -395,6 +435,8 @@ def main(args, model, loader):
 
     def _missing(self, backward: Event, wrap: Wrap, guard: PathCondition, facts: Facts) -> Diagnostic | None:
         if facts.may_keep_masters or facts.base_unknown(backward.scope.owner):
+            return None
+        if unscaled_steps.arm_scales(backward, facts):
             return None
         program = facts.reachable(backward.scope)
         step = unscaled_steps.plain_step(backward, guard, program, facts)

@@ -35,7 +35,8 @@ class ScalerNotInCheckpoint(Rule):
 
     ## Known limits
     Checkpoints without an optimizer's state are for inference and not reported, nor are those of a file that never
-    loads one, or only in a function that nothing calls: whether a run resumes from them is unknown. A scaler under BF16
+    loads one, or only in a function that nothing calls, or after reading a key that they lack: whether a run resumes
+    from them is unknown. A scaler under BF16
     is reported by MPG207, one that is created in each epoch by MPG209: it has no state to restore. Silent if the scaler
     comes from outside the file, is passed to a function that may save it, or has a name that cannot be followed (a loop
     over objects), and if nothing calls `update()`: the scale then never changes. An unknown base class may save the
@@ -740,6 +741,60 @@ def main(args, model, loader):
             loss = model(x).sum()
         loss_scaler(loss, optimizer)
     save(args.path, model, optimizer, loss_scaler)
+""",
+        ),
+        Good(
+            """\
+import torch
+
+class Run:
+    def __init__(self, model, path):
+        self.model, self.scaler = model, torch.amp.GradScaler("cuda")
+        self.optimizer = torch.optim.Adam(model.parameters())
+        if path is not None:
+            self.last = torch.load(path)
+            self.epoch = self.last["epoch"]
+            self.model.load_state_dict(self.last["model_state_dict"])
+            self.optimizer.load_state_dict(self.last["optimizer"])
+
+    def train(self, loader, epoch):
+        for x in loader:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = self.model(x).sum()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        state = {"state_dict": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "epoch": epoch}
+        torch.save(state, "last.pt")
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+class Run:
+    def __init__(self, model, path):
+        self.model, self.scaler = model, torch.amp.GradScaler("cuda")
+        self.optimizer = torch.optim.Adam(model.parameters())
+        if path is not None:
+            self.last = torch.load(path)
+            try:
+                self.model.load_state_dict(self.last["model_state_dict"])
+            except KeyError:
+                self.model.load_state_dict(self.last["state_dict"])
+            self.epoch = self.last["epoch"]
+            self.optimizer.load_state_dict(self.last["optimizer"])
+
+    def train(self, loader, epoch):
+        for x in loader:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = self.model(x).sum()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        state = {"state_dict": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}  # !
+        state["epoch"] = epoch
+        torch.save(state, "last.pt")
 """,
         ),
     )

@@ -65,7 +65,35 @@ def method(body: str = "", init: str = "    def __init__(self):\n        self.ra
     return IMPORTS + code.replace("class Run:", f"class Run{base}:")
 
 
+PARSER = """def parse():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", "-b", type=int)
+    group = parser.add_argument_group("more")
+    group.add_argument("--rate", dest="lr")
+    args = parser.parse_args()
+    return args
+
+
+"""
+
+
+def with_options(before: str, top: str = "import argparse\n" + PARSER, after: str = "") -> str:
+    """Return a program whose `main` gets what its parser returns."""
+    code = program(before, after, top=top).replace("def main():", "def main(args):")
+    return code.replace("\nmain()", "\nif __name__ == '__main__':\n    args = parse()\n    main(args)")
+
+
 RAISES = {
+    "an option that the parser lacks": {"a.py": with_options("x = args.epochs")},
+    "an option that the parser of another file lacks": {
+        "options.py": "import argparse\n" + PARSER,
+        "a.py": with_options("x = args.epochs", "from options import parse\n")
+    },
+    "an option that a function reads": {
+        "data.py": "def load(size, opt):\n    if opt.kind == 'a':\n        return 1\n    return 2\n",
+        "a.py": with_options("load(args.batch_size, args)", "import argparse\nfrom data import load\n" + PARSER),
+    },
+    "an option that is read after the place": {"a.py": with_options("x = args.lr", after="x = args.epochs")},
     "a name that nothing binds": {"a.py": program("x = undefined")},
     "in a condition": {"a.py": program("if undefined:\n    pass")},
     "in a context manager": {"a.py": program("with torch.no_grad():\n    x = undefined")},
@@ -82,6 +110,11 @@ RAISES = {
     "a function that a module lacks": {"a.py": program("m.fit()", top="import m\n")},
     "a name that a module lacks": {"a.py": program(top="from m import fit\n")},
     "a module that imports what is missing": {"b.py": "from m import fit\n", "a.py": program(top="import b\n")},
+    "a name that a module above lacks": {
+        "src/b.py": "",
+        "scripts/a.py": program(top="sys.path.append('..')\nfrom src.b import fit\n").replace("from m", "from src.m"),
+        "src/m.py": MODULES["m.py"],
+    },
     "the end of the program": {"a.py": program("sys.exit(1)")},
     "after the place, before training": {"a.py": program(after="x = undefined")},
     "in the caller, after the function": {
@@ -108,6 +141,30 @@ RAISES = {
     },
 }  # fmt: skip
 RUNS = {
+    "options of the parser": {"a.py": with_options("x = args.lr, args.batch_size, args.__class__")},
+    "an option that is set": {"a.py": with_options("args.epochs = 1\nx = args.epochs")},
+    "an option that another file sets": {
+        "m.py": MODULES["m.py"] + "def more(args):\n    args.epochs = 1\n",
+        "a.py": with_options("m.more(args)\nx = args.epochs", "import argparse\nimport m\n" + PARSER),
+    },
+    "options that another file adds": {
+        "m.py": MODULES["m.py"] + "def more(args, d):\n    for k in d:\n        setattr(args, k, d[k])\n",
+        "a.py": with_options("x = args.epochs", "import argparse\nimport m\n" + PARSER),
+    },
+    "an option that is tested first": {"a.py": with_options("x = hasattr(args, 'epochs') and args.epochs")},
+    "options that are added in a loop": {
+        "a.py": with_options("x = args.epochs", "import argparse\n" + PARSER.replace(
+            "    group =", "    for name in sys.argv:\n        parser.add_argument(name)\n    group =")),
+    },
+    "options that another function adds": {
+        "a.py": with_options("x = args.epochs", "import argparse\n" + PARSER.replace(
+            "    group =", "    sys.add(parser)\n    group =")),
+    },
+    "options of another parser": {
+        "a.py": with_options("x = args.epochs", "import argparse\n" + PARSER.replace("er()", "er(parents=[sys.base])")),
+    },
+    "another object of the name": {"a.py": with_options("args = build()\nx = args.epochs")},
+    "a function that others call too": {"a.py": with_options("x = args.epochs") + "\nmain(build())\n"},
     "nothing": {"a.py": program()},
     "names of a snippet": {
         "a.py": IMPORTS + f"def policy():\n    return {POLICY}\n\n"
@@ -136,6 +193,9 @@ RUNS = {
     "a decorator that changes the signature": {"a.py": program("f()", top="@sys.d\ndef f(x):\n    pass\n")},
     "defined twice": {"a.py": program("f()", top="def f():\n    pass\ndef f(x=1):\n    pass\n")},
     "a generator": {"a.py": program("f()", top="def f():\n    raise ValueError\n    yield\n")},
+    "a module above that may not be imported": {
+        "src/b.py": "", "src/c.py": "", "scripts/a.py": program(top="from src.b import fit\n"),
+    },
     "a module with __getattr__": {
         "b.py": "def __getattr__(name):\n    return 1\n", "a.py": program(top="from b import fit\n"),
     },

@@ -51,7 +51,22 @@ def findings(files: dict[str, str], capsys: pytest.CaptureFixture[str], code: st
     return sum(f" {code} " in line for line in capsys.readouterr().out.splitlines())
 
 
+#: Without a scaler: `policy` is built in line 7.
+SCALED = f"""{IMPORTS}class Run:
+    def __init__(self, scaler=None):
+        self.scaler = scaler
+    def policy(self):
+        return None if self.scaler else {POLICY}
+
+def main():
+    scaler = {{scaler}}
+    return Run(scaler=scaler).policy()
+
+main()
+"""
+
 UNTAKEN = {
+    "a scaler is always passed": {"a.py": SCALED.replace("{scaler}", "torch.amp.GradScaler('cuda')")},
     "all calls pass other constants": {"a.py": WRAP + "wrap(m, 'bf16')\nwrap(m, mp='fp32')\n"},
     "no call passes it": {"a.py": WRAP + "wrap(m)\n"},
     "the caller passes its own parameter": {"a.py": WRAP + "def main_(mp):\n    wrap(m, mp=mp)\n\nmain_('bf16')\n"},
@@ -79,6 +94,9 @@ def test_a_branch_that_no_call_takes(files: dict[str, str], capsys: pytest.Captu
 
 
 TAKEN = {
+    "a scaler is passed with an option": {
+        "a.py": SCALED.replace("{scaler}", "torch.amp.GradScaler('cuda') if torch.x() else None")
+    },
     "a call passes it": {"a.py": WRAP + "wrap(m, 'bf16')\nwrap(m, mp='fp16')\n"},
     "a call passes an option": {"a.py": WRAP + "wrap(m)\nwrap(m, args.mp)\n"},
     "a call passes arguments that are not known": {"a.py": WRAP + "wrap(m)\nwrap(m, **options)\n"},
