@@ -1,10 +1,10 @@
 """Code that is reached only through a statement which raises whenever it runs, or from which no training follows.
 
 Such a statement reads a name that nothing binds, imports what a module of the project does not have, calls a function
-of the project with arguments that it does not take, or reads an attribute of `self` that nothing sets, of a dict as if
-it were an object (`cfg.norm` with `cfg = yaml.safe_load(file)`), or of parsed arguments whose parser does not define
-it. Only what is certain counts: a name may come from `exec`, an attribute from `setattr`, and a decorator may change a
-signature.
+of the project with arguments that it does not take, or reads an attribute of `self` or of a class that nothing sets, of
+a dict as if it were an object (`cfg.norm` with `cfg = yaml.safe_load(file)`), or of parsed arguments whose parser does
+not define it. Only what is certain counts: a name may come from `exec`, an attribute from `setattr`, and a decorator
+may change a signature.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class CertainErrors:
         return self._failing[target.path]
 
     def _lacks_attribute(self, node: ast.Attribute, context: _Context) -> bool:
-        """True if nothing sets an attribute of `self`, of a module of the project, or of parsed arguments."""
+        """True if nothing sets an attribute of `self`, of a module or class of the project, or of parsed arguments."""
         if not isinstance(node.value, ast.Name):
             return False
         name, method = node.value.id, context.method
@@ -259,7 +259,13 @@ class CertainErrors:
             is_known = node.attr in options or node.attr in context.module.attributes or hasattr(object, node.attr)
             return not is_known and not self._project.attribute_set_elsewhere(path, node.attr)
         module = _module_named(name, context)
-        return module is not None and node.attr not in module.attributes and _lacks(module, node.attr)
+        if module is not None:
+            return node.attr not in module.attributes and _lacks(module, node.attr)
+        found = _defined(name, context)
+        cls = found.around[-1] if found is not None else None
+        if found is None or not isinstance(cls, ast.ClassDef) or hasattr(type, node.attr):
+            return False
+        return self._is_never_set(node.attr, found.module, cls)
 
     def _is_never_set(self, name: str, module: ParsedModule, cls: ast.ClassDef) -> bool:
         """True if nothing in the project may set an attribute of the objects of a class."""

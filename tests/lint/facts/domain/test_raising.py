@@ -122,6 +122,11 @@ RAISES = {
                 "def main():\n    p = policy()\n    x = undefined\n\nif __name__ == '__main__':\n    main()\n",
     },
     "an attribute that nothing sets": {"a.py": method("self.scaler.step()")},
+    "an attribute that a class lacks": {"a.py": program("x = CFG.device", top="class CFG:\n    rate = 1\n")},
+    "an attribute that a class of another file lacks": {
+        "config.py": "class CFG:\n    rate = 1\n",
+        "a.py": program("x = CFG.device", top="from config import CFG\n"),
+    },
     "an attribute that a known base does not set": {
         "a.py": "class Base:\n    pass\n\n" + method("self.x()", base="(Base)")
     },
@@ -142,6 +147,22 @@ RAISES = {
 }  # fmt: skip
 RUNS = {
     "options of the parser": {"a.py": with_options("x = args.lr, args.batch_size, args.__class__")},
+    "an attribute that a class has": {
+        "a.py": program("x = CFG.rate, CFG.__name__, CFG.mro()", top="class CFG:\n    rate = 1\n")
+    },
+    "an attribute that another file sets on a class": {
+        "config.py": "class CFG:\n    rate = 1\n",
+        "device.py": "from config import CFG\nCFG.device = 0\n",
+        "a.py": program("x = CFG.device", top="import device\nfrom config import CFG\n"),
+    },
+    "an attribute of a class that a loop sets": {
+        "a.py": program(
+            "x = CFG.device", top="class CFG:\n    rate = 1\nfor key in ('device',):\n    setattr(CFG, key, 1)\n"
+        )
+    },
+    "an attribute of a class with an unknown base": {
+        "a.py": program("x = CFG.device", top="from enum import Enum\nclass CFG(Enum):\n    rate = 1\n")
+    },
     "an option that is set": {"a.py": with_options("args.epochs = 1\nx = args.epochs")},
     "an option that another file sets": {
         "m.py": MODULES["m.py"] + "def more(args):\n    args.epochs = 1\n",
