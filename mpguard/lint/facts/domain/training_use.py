@@ -80,6 +80,8 @@ _SPEED = re.compile(
     r"(?i)\b(?:gflops|tflops|flops|throughput|benchmark|latency|max_memory_allocated)\b|_per_sec|per second|/ ?sec\b"
     r"|\btime per (?:iter|step)|\b(?:iter|iteration|step)s?\.?[ _]time\b"
 )
+#: What keeps a result of a training: its weights, its quality.
+_KEEPS = re.compile(r"(?i)save|dump|state_dict|push|eval|valid|test|accura|predict|generate|metric|infer|score")
 _NOISE = frozenset({"rand", "randn", "randint"})
 _DATA = re.compile(r"(?i)loader|dataset|batch(?:es)?$|^(?:next|iter|open|loadtxt|read_\w+|imread|memmap|sample)$")
 
@@ -622,12 +624,21 @@ class TrainingUse:
 
         Each backward pass is in loops that only count, between two readings of a clock whose difference is taken. The
         batch is made once, or in each step at random, outside of functions of models, nothing gives other data, and the
-        file has a word for speed or memory.
+        file has a word for speed or memory. Or nothing but the time is kept of it.
         """
         calls = self.facts.calls.get("backward", ())
+        if calls and not any(map(_KEEPS.search, self.facts.calls)) and all(map(self._only_its_time_is_kept, calls)):
+            return True
         if not calls or not _SPEED.search(self.facts.source.text) or any(map(_DATA.search, self.facts.calls)):
             return False
         return all(self._is_timed(call) and self._on_synthetic_batch(call) for call in calls)
+
+    def _only_its_time_is_kept(self, call: Call) -> bool:
+        """True if a loss is read for its backward pass only, in a function that measures times."""
+        loss = dotted(call.receiver)
+        read = [use for use in call.scope.uses.get(loss, ()) if use.path != f"{loss}.backward"]
+        clocks = [each for each in call.scope.calls if _CLOCK.search(each.name)]
+        return bool(loss) and "." not in loss and not read and any(set(each.loops) & set(call.loops) for each in clocks)
 
     def _is_timed(self, call: Call) -> bool:
         """True if a clock is read before and after a call, in its function, and the difference is taken."""

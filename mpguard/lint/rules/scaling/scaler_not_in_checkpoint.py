@@ -825,8 +825,10 @@ class Run:
                 part = saved.scope.owner or saved.scope
                 if scaler is not None and part not in reported and not computes_without_float16(facts):
                     reported.add(part)  # one for a class: its other checkpoint files are the same mistake
-                    notes = (Note("the scaler is created here", scaler.span),)
-                    yield self.at(saved, expr=facts.short(saved.call.node), notes=notes)
+                    evidence = [Note("the scaler is created here", scaler.span)]
+                    if len(loads := checkpoints.of("restore", "optimizer")) == 1:
+                        evidence.append(Note("the optimizer's state is loaded here", loads[0].span))
+                    yield self.at(saved, expr=facts.short(saved.call.node), notes=tuple(evidence))
         restored = checkpoints.of("restore", "optimizer")
         lost = not checkpoints.of("restore", "scaler") and not checkpoints.unclear("restore")
         if states and restored and lost:
