@@ -31,7 +31,7 @@ from mpguard.lint.facts.domain.regions import Region, Regions
 from mpguard.lint.facts.domain.training_use import TrainingUse
 from mpguard.lint.facts.domain.unused import UnusedDefinitions
 from mpguard.lint.facts.domain.wrappers import WrapperFacts
-from mpguard.lint.facts.events import FINDERS, Event, EventKind, compiled
+from mpguard.lint.facts.events import FINDERS, Event, EventKind, compiled, compiled_by
 from mpguard.lint.facts.syntax import partial_parse
 from mpguard.lint.facts.syntax.constant_flags import apply_constant_flags
 from mpguard.lint.facts.syntax.index import Indexer
@@ -547,6 +547,10 @@ class Facts(FormerNames, former=_FORMER):
         model: the event whose subject it may be; what is definitely another object does not count.
         """
         return compiled(self, guard, model)
+
+    def compiled_by(self, scopes: Collection[Scope], model: Event) -> bool:
+        """True if one of these functions, in another file than the model's, may compile the subject of an event."""
+        return compiled_by(scopes, model)
 
     @cached_property
     def forgotten_dtypes(self) -> dict[Call, Option]:

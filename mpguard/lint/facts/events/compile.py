@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import libcst as cst
@@ -86,6 +86,23 @@ def compiled(facts: Facts, guard: PathCondition = ALWAYS, model: Event | None = 
     )
 
 
+def compiled_by(scopes: Collection[Scope], model: Event) -> bool:
+    """True if one of these functions, in another file than the model's, may compile the subject of an event."""
+    facts = model.facts
+    others = dict.fromkeys(facts.of(scope) for scope in scopes)
+    return any(
+        compiled.scope in scopes and not _differ(compiled, model, other)
+        for other in others
+        if other is not facts
+        for compiled in other.events("compile")
+    ) or any(
+        "compile" in each.name and each.name != "compile" and may_compile(each.name)
+        for scope in scopes
+        if facts.of(scope) is not facts
+        for each in scope.calls
+    )
+
+
 def may_compile(function: str) -> bool:
     """True if a function may compile, by its name."""
     return bool(_COMPILES.search(function)) and not _UNWRAPS.search(function)
@@ -141,8 +158,13 @@ def _differ(event: Event, model: Event | None, facts: Facts) -> bool:
     """True if an event compiles definitely another object than the subject of `model`."""
     if model is None or event.call.name != "compile":
         return False
+    owner = event.scope.owner
+    if owner is not None and facts.class_kind(owner) == "own_optimizer":
+        return True  # it compiles its own functions
     if facts.traces.differ(event.subject, event.call, model.subject, model.call):
         return True
+    if facts is not model.facts:
+        return False  # the model may have another name there
     atoms = [each.atom for each in facts.evaluate(event.subject, event.call)]
     name = model.key.rsplit(".", 1)[-1]
     return bool(atoms) and all(isinstance(atom, Function) and _without(name, atom.scope) for atom in atoms)

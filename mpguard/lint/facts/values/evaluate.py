@@ -532,6 +532,9 @@ class Values:
                 bindings = atom.facts.graph.attributes(scope).get(name)
                 if bindings:
                     return tuple(each for binding in bindings for each in atom.facts.values.bound(binding))
+                inherited = atom.facts.graph.inherited(scope, name)
+                if inherited is not None:
+                    return (Alternative(ALWAYS, inherited),)
             if isinstance(atom, Object):
                 return (Alternative(ALWAYS, Method(atom, name)),)
             if name in api_names.LOADERS:

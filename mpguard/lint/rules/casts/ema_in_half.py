@@ -390,6 +390,8 @@ class EMA:
             if low is None or facts.is_inference(cast.call):
                 continue
             ema, averaging = self._average(cast), self._averaging_call(cast, facts)
+            if averaging is not None and low is Dtype.FP16 and cast.kind == "cast" and _is_optimized(cast, facts):
+                continue  # MPG101 reports FP16 weights that an optimizer takes; their average is FP16 with them
             names = self._names(ema, cast) if ema else ()
             if (
                 averaging is not None
@@ -538,3 +540,9 @@ class EMA:
             if key and model and given == [f"{key}.parameters", f"{model}.parameters"] and isinstance(loop, cst.For):
                 return any(loop in call.loops for name in ("mul_", "lerp_") for call in facts.calls.get(name, ()))
         return False
+
+
+def _is_optimized(cast: Event, facts: Facts) -> bool:
+    """True if an optimizer takes the FP16 weights that a cast makes."""
+    weights = (each for each in facts.training_use.weights(Dtype.FP16) if each.event is cast)
+    return any(facts.training_use.plain_optimizers(each.training) for each in weights)

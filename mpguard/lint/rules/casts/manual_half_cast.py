@@ -118,6 +118,31 @@ for x, y in loader:
         ),
         Bad(
             """\
+import torch
+
+model = torch.nn.Linear(8, 8).cuda()
+model.half()  # !
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+average = torch.optim.swa_utils.AveragedModel(model)
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+    average.update_parameters(model)
+""",
+            fixed="""\
+import torch
+
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+average = torch.optim.swa_utils.AveragedModel(model)
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+    average.update_parameters(model)
+""",
+        ),
+        Bad(
+            """\
 import torch as th
 from torch import float16 as f16
 

@@ -51,6 +51,33 @@ _AUTOCASTING_NET = {
 }
 
 
+#: A network that inherits a method with an autocast from a class in another file.
+_INHERITED_RENDER = {
+    "pyproject.toml": "",
+    "nets.py": "from renderer import Renderer, Exact\n\nclass Net(Renderer):\n    def forward(self, x):\n"
+    "        return x * 2\n\nclass ExactNet(Exact):\n    def forward(self, x):\n        return x * 2\n",
+    "renderer.py": """\
+import torch
+
+class Renderer(torch.nn.Module):
+    def __init__(self, opt):
+        super().__init__()
+        self.opt = opt
+
+    def render(self, x):
+        return self.run(x)
+
+    def run(self, x):
+        with torch.autocast("cuda", dtype=torch.float16, enabled=self.opt.fp16):
+            return self(x)
+
+class Exact(Renderer):
+    def run(self, x):
+        return self(x)
+""",
+}
+
+
 class MissingGradScaler(Rule):
     """FP16 autocast, or FP16 weights, and the gradients are never scaled.
 
@@ -1759,6 +1786,101 @@ def train(path, model, loader):
             loss = model(x).sum()
         loss.backward()  # !
         optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+from nets import Net
+
+import torch
+
+def train(opt, loader):
+    print("FP16" if opt.fp16 else "FP32")
+    model = Net(opt)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        loss = model.render(x).mean()
+        loss.backward()  # !
+        optimizer.step()
+""",
+            files=_INHERITED_RENDER,
+        ),
+        Good(
+            """\
+from nets import ExactNet
+
+import torch
+
+def train(opt, loader):
+    print("FP16" if opt.fp16 else "FP32")
+    model = ExactNet(opt)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        loss = model.render(x).mean()
+        loss.backward()
+        optimizer.step()
+""",
+            files=_INHERITED_RENDER,
+        ),
+        Good(
+            """\
+from nets import Net
+
+import torch
+
+def train(opt, loader):
+    print("FP16" if opt.fp16 else "FP32")
+    model = Net(opt)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda", enabled=opt.fp16)
+    for x in loader:
+        loss = model.render(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            files=_INHERITED_RENDER,
+        ),
+        Bad(
+            """\
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.loaders import LoraLoaderMixin
+
+class Preview(DiffusionPipeline, LoraLoaderMixin):
+    def __init__(self, unet):
+        super().__init__()
+        self.unet = unet
+
+def train(unet, loader):
+    optimizer = torch.optim.AdamW(unet.parameters())
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = unet(x).mean()
+        loss.backward()  # !
+        optimizer.step()
+        Preview(unet).save_pretrained("last")
+""",
+            fixed="""\
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.loaders import LoraLoaderMixin
+
+class Preview(DiffusionPipeline, LoraLoaderMixin):
+    def __init__(self, unet):
+        super().__init__()
+        self.unet = unet
+
+def train(unet, loader):
+    optimizer = torch.optim.AdamW(unet.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = unet(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        Preview(unet).save_pretrained("last")
 """,
         ),
     )
