@@ -15,11 +15,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mpguard.core.console import print_line
-from mpguard.core.documentation import page_url
 from mpguard.core.errors import MpguardError
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.runtime import guard as guards
 from mpguard.runtime.casts import is_installed
+from mpguard.runtime.messages import with_page
 
 if TYPE_CHECKING:
     import torch
@@ -45,10 +45,7 @@ class Cause:
     page: str
 
     def __str__(self) -> str:
-        rule = self.page.startswith("MPG")
-        url = page_url(f"rules/{self.page}" if rule else self.page)
-        see = f"`mpguard rule {self.page}`" + (f", {url}" if url else "") if rule else url or f"docs/{self.page}.md"
-        return f"mpguard: {self.text}. See {see}"
+        return with_page(self.text, self.page)
 
 
 def print_cause(error: BaseException) -> None:
