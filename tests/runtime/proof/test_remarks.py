@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("torch", reason="the real library runs here")
 
-from processes import transcript
-from short_programs import run
+from processes import free_port, in_fork, mp_yaml, transcript
+from short_programs import HEAD, run
 
 #: The beginning of each line that is a remark about this.
 FREQUENCIES, OVERFLOW, ROWS = "the angle of position p is wrong", "`torch.where` writes", "rows (batch x sequence"
@@ -158,3 +158,30 @@ def test_a_correct_run_has_none(tmp_path: Path, recipe: str, script: str) -> Non
     ended = run(tmp_path, script, recipe=recipe)
     assert ended.returncode == 0, transcript(ended)
     assert not any(remark in ended.stderr for remark in EVERY), transcript(ended)
+
+
+ENGINE = """
+import contextlib, deepspeed
+deepspeed.init_distributed("gloo")
+m = deepspeed.initialize(model=net(), config={
+    "train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 1}, "bf16": {"enabled": True},
+    "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+})[0]
+x = x.bfloat16()
+for _ in range(2):
+    with REGION: loss = m(x).float().pow(2).mean()
+    m.backward(loss); m.step()
+m.eval()
+with torch.no_grad(), amp(): m(x)
+"""
+
+
+@pytest.mark.parametrize(("region", "remarks"), [("amp()", 1), ("contextlib.nullcontext()", 0)])
+def test_autocast_around_a_deepspeed_engine_has_a_line(tmp_path: Path, region: str, remarks: int) -> None:
+    pytest.importorskip("deepspeed", reason="the real library runs here")
+    (tmp_path / "t.py").write_text(HEAD + ENGINE.replace("REGION", region))
+    config = mp_yaml(tmp_path, distributed_type="DEEPSPEED", deepspeed_config="{zero_stage: 1}")
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    ended = in_fork(["--config", config, "t.py"], cwd=tmp_path, MASTER_PORT=str(free_port()), **ranks)
+    assert ended.returncode == 0, transcript(ended)
+    assert ended.stderr.count("is called inside of `torch.autocast` in bf16") == remarks, transcript(ended)
