@@ -15,11 +15,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mpguard.core.console import print_line
-from mpguard.core.documentation import page_url
 from mpguard.core.errors import MpguardError
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.runtime import guard as guards
 from mpguard.runtime.casts import is_installed
+from mpguard.runtime.messages import with_page
 
 if TYPE_CHECKING:
     import torch
@@ -45,10 +45,7 @@ class Cause:
     page: str
 
     def __str__(self) -> str:
-        rule = self.page.startswith("MPG")
-        url = page_url(f"rules/{self.page}" if rule else self.page)
-        see = f"`mpguard rule {self.page}`" + (f", {url}" if url else "") if rule else url or f"docs/{self.page}.md"
-        return f"mpguard: {self.text}. See {see}"
+        return with_page(self.text, self.page)
 
 
 def print_cause(error: BaseException) -> None:
@@ -234,6 +231,17 @@ def _different_dtypes(frames: _Frames) -> Cause:
     )
 
 
+def _beyond_range(frames: _Frames) -> Cause:
+    tensors: dict[str, torch.Tensor] = next(filter(None, map(_tensors, filter(_is_of_script, frames))), {})
+    half = {name: tensor for name, tensor in tensors.items() if _short(tensor) in ("fp16", "bf16")}
+    return Cause(
+        f"a number is written into a 16-bit tensor that cannot hold it{f' ({_listed(half)})' if half else ''}"
+        f"{_line(frames)}. Autocast computes products in 16 bits, and the mask constants of FP32 (-1e9, -1e20) are "
+        "beyond 65504: take `torch.finfo(tensor.dtype).min`, or compute it in FP32",
+        "MPG601",
+    )
+
+
 def _flash_attention(frames: _Frames) -> Cause:
     tensors: dict[str, torch.Tensor] = next(filter(None, map(_tensors, filter(_is_of_script, frames))), {})
     wide = {name: tensor for name, tensor in tensors.items() if _short(tensor) not in ("fp16", "bf16")}
@@ -291,6 +299,7 @@ CRASHES: tuple[tuple[str, Callable[[_Frames], Cause]], ...] = (
     ("No inf checks were recorded prior to update", _nothing_to_update),
     ("Must flatten tensors with uniform dtype|FSDP expects uniform original parameter dtype", _mixed_flat_parameters),
     ("Current loss scale already at minimum", _scale_at_minimum),
+    (r"cannot be converted to type (at|c10)::(Half|BFloat16) without overflow", _beyond_range),
     (r"(?i)flash ?attention (only supports?|supports? only) fp16 and bf16", _flash_attention),
     (
         r"must have the same dtype|to have the same dtype|expected scalar type \S+ but found|mixed dtype \(CPU\)"

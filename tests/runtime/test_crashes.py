@@ -62,6 +62,12 @@ CRASHES = {
         "The parameters were cast to bf16 by hand, and the policy keeps them in fp32",
         "`mpguard rule MPG102`",
     ),
+    "with torch.autocast('cpu', torch.float16): scores = net(x) @ net(x).T\n"
+    "scores.masked_fill(torch.eye(8) > 0, -1e9)": (
+        "without overflow",
+        "mpguard: a number is written into a 16-bit tensor that cannot hold it (scores fp16), at t.py:12. ",
+        "`mpguard rule MPG601`",
+    ),
     "net.first.bfloat16()\nnet(x.bfloat16())": (
         "RuntimeError: mat1 and mat2 must have the same dtype",
         "mpguard: `last` (Linear): weight fp32, bias fp32; inputs input bf16, at ",
