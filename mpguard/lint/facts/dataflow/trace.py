@@ -61,6 +61,8 @@ CHECKS = re.compile(r"(?i)finite|inf(?![a-z])|nan(?![a-z])|overflow|invalid")
 _DOES_NOT_STEP = re.compile(
     r"(?i)save|load|checkpoint|ckpt|restore|resume|print|log|info|state|isinstance|hasattr|getattr|bool"
 )
+#: Functions of other modules that may measure gradients: `grad_norm`, `log_gradients`; none that clips in place.
+_READS_GRADIENTS = re.compile(r"(?i)^(?!.*(?:clip|zero)).*grad.*[a-z]$")
 #: Methods that may use the scaler of their object; one that only sets the learning rate, as `update_lr`, does not.
 _MAY_USE_OWN_SCALER = re.compile(
     r"(?i)scal|clip|optim|backward|^(?!.*(?:(?:^|_)lrs?(?:_|$)|learning_?rate|sched)).*(?:step|update)"
@@ -294,6 +296,9 @@ class Traces:
                         found.setdefault(scope, []).append(TraceStep("read", use))
             for use in self._gradient_aliases(scope):
                 found.setdefault(scope, []).append(TraceStep("read", use))
+            for call in scope.calls:
+                if _READS_GRADIENTS.search(call.name) and any(f.facts is not facts for f in facts.functions(call)):
+                    found.setdefault(scope, []).append(TraceStep("read", call))
             for call in scope.calls:
                 if self._may_use_scaler(call):
                     found.setdefault(scope, []).append(TraceStep("passed", call))
