@@ -631,15 +631,15 @@ class Values:
             other = self.evaluate(default, call.scope, call.order) if default is not None else ()
             return (*self._attribute(owners, name[0]), *other)
         paths = {each.atom.path for each in owners if isinstance(each.atom, Ref)}
-        if paths == {"torch"}:
-            return self._dtype_by_name(call.argument(1), call)
+        if paths == {"torch"} and (given := call.argument(1)) is not None:
+            return self._dtype_by_name(given, call)
         return (Alternative(ALWAYS, Ref("torch.optim.Optimizer")),) if paths == {"torch.optim"} else NOTHING_KNOWN
 
-    def _dtype_by_name(self, name: cst.CSTNode | None, call: Call) -> Alternatives:
+    def _dtype_by_name(self, name: cst.BaseExpression, call: Call) -> Alternatives:
         """Return the dtypes of torch whose names an expression may be: a constant, or the values of an option."""
         named = self.evaluate(name, call.scope, call.order)
         if not any(isinstance(each.atom, Constant) for each in named):
-            for value in option_values(dotted(name).rsplit(".", 1)[-1], self.facts) if name is not None else ():
+            for value in option_values(dotted(name).rsplit(".", 1)[-1], self.facts):
                 condition = _condition_of(subject(name), Constant(value))
                 named += (Alternative(ALWAYS.given(condition) if condition else ALWAYS, Constant(value)),)
         found = [
