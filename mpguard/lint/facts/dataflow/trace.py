@@ -89,7 +89,8 @@ _MAX_DEPTH = 6
 class TraceStep:
     """One operation in a trace.
 
-    guard: its path condition, including those of the calls that lead to it; loops: those around it, outermost first.
+    guard: its path condition, including those of the calls that lead to it; loops: those around it that run more than
+    once, outermost first.
     via: the calls of helpers that lead to it. scale: for a backward pass, the event that scales its loss on every path;
     may_scale: on some.
     """
@@ -229,7 +230,7 @@ class Traces:
             if len(both) > MOST_CONDITIONS or not both.possible or self._leaves_between <= 0:
                 continue
             self._leaves_between -= 1
-            around = (*loops, *record.loops)
+            around = (*loops, *(loop for loop in record.loops if not self._runs_once(loop, record)))
             if isinstance(item, TraceStep):
                 yield dataclasses.replace(item, guard=both, loops=around, via=via)
                 continue
@@ -237,6 +238,14 @@ class Traces:
             for number, helper in enumerate(helpers if len(stack) < _MAX_DEPTH else ()):
                 arm = both.given(Flag(f"call#{item.order}", number + 1)) if len(helpers) > 1 else both
                 yield from self._expand(helper.scope, arm, around, (*via, item), (*stack, helper.scope))
+
+    def _runs_once(self, loop: cst.CSTNode, at: Record) -> bool:
+        """True for a loop of a single round: `for _ in range(1)`, or over a constant that is 1."""
+        call = self.facts.call_of(loop.iter) if isinstance(loop, cst.For) else None
+        if call is None or call.path != "range" or len(call.positional) != len(call.node.args):
+            return False
+        counts = [self.facts.constants(each, at) for each in call.positional]
+        return counts in ([[1]], [[0], [1]])
 
     # -- the steps of one function ----------------------------------------------------------------------
 
@@ -339,9 +348,9 @@ class Traces:
         return found
 
     def _helpers(self, call: Call) -> Sequence[Function]:
-        """Return the functions of the file that a call runs, including a closure passed to `step`."""
+        """Return the functions of the file that a call runs, including a closure passed to an optimizer's `step`."""
         facts = self.facts
-        if call.name == "step":
+        if call.name == "step" and call.path != "self.step":
             closure = call.argument(None, "closure") or next(iter(call.positional), None)
             atoms = [each.atom for each in facts.evaluate(closure, call)] if closure is not None else []
             return [atom for atom in atoms if isinstance(atom, Function) and atom.facts is facts]
