@@ -572,17 +572,19 @@ class TrainingUse:
         starts = dict.fromkeys((weights.event.scope, *takes))
         programs = (self.facts.programs_of(scope, _may_shard) for scope in starts)
         near = {each for program in programs for each in program if each.kind != "class"}
-        return any(map(self._mentions_sharding, near))
+        return any(self._mentions_sharding(each, weights.event.call) for each in near)
 
     @cached_property
     def _all_keep_masters(self) -> bool:
         launched = {config.distributed_type for config in self.facts.project.configs_for(self.facts.path)}
         return self.facts.may_keep_masters or bool(launched & {"DEEPSPEED", "FSDP", "MEGATRON_LM"})
 
-    def _mentions_sharding(self, scope: Scope) -> bool:
+    def _mentions_sharding(self, scope: Scope, model: Call | None = None) -> bool:
         if scope not in self._sharding:
             self._sharding[scope] = mentions(self.facts, scope, project_words.SHARDING.search)
-        return self._sharding[scope]
+        if not self._sharding[scope] or model is None:
+            return self._sharding[scope]
+        return mentions(self.facts, scope, project_words.SHARDING.search, {model})
 
     # -- what trains --------------------------------------------------------------------------------
 

@@ -198,6 +198,25 @@ def train(model, loader):
         optimizer.step()
 """
         ),
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from transformers import AutoModelForCausalLM
+
+def shard(model):
+    return FSDP(model)
+
+def distil(loader):
+    teacher = shard(AutoModelForCausalLM.from_pretrained("large"))
+    student = AutoModelForCausalLM.from_pretrained("small", dtype=torch.bfloat16)  # !
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5)
+    for x in loader:
+        loss = (student(x).logits - teacher(x).logits.detach()).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+"""
+        ),
         Good(
             """\
 import torch
