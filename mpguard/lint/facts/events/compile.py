@@ -141,11 +141,17 @@ def _differ(event: Event, model: Event | None, facts: Facts) -> bool:
     """True if an event compiles definitely another object than the subject of `model`."""
     if model is None or event.call.name != "compile":
         return False
-    if facts.traces.differ(event.subject, event.call, model.subject, model.call):
+    if facts.traces.differ(event.subject, event.call, model.subject, model.call) or _are_parts(event.key, model.key):
         return True
     atoms = [each.atom for each in facts.evaluate(event.subject, event.call)]
     name = model.key.rsplit(".", 1)[-1]
     return bool(atoms) and all(isinstance(atom, Function) and _without(name, atom.scope) for atom in atoms)
+
+
+def _are_parts(one: str, other: str) -> bool:
+    """True for different parts of one model: `model.head` and `model.backbone`. Attributes of `self` may be aliases."""
+    owner = one.rpartition(".")[0]
+    return owner not in ("", "self") and other.startswith(f"{owner}.") and not f"{other}.".startswith(f"{one}.")
 
 
 def _without(name: str, scope: Scope) -> bool:
