@@ -429,6 +429,73 @@ def convert(old_sd, loader):
         optimizer.step()
 """,
         ),
+        Bad(
+            """\
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.half()  # !
+
+    def forward(self, x):
+        return self.inner(x)
+""",
+            name="net.py",
+            files={
+                "train.py": """\
+import torch
+from net import Net
+
+model = Net().cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+"""
+            },
+            fixed="""\
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x)
+""",
+        ),
+        Good(
+            """\
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.half()
+
+    def forward(self, x):
+        return self.inner(x)
+""",
+            name="net.py",
+            files={
+                "train.py": """\
+import torch
+from net import Net
+
+model = Net().cuda().eval()
+optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+for x in loader:
+    with torch.no_grad():
+        features = model(x)
+    head(features).sum().backward()
+    optimizer.step()
+"""
+            },
+        ),
         Good(
             """\
 import torch
