@@ -24,6 +24,7 @@ from mpguard.lint import (
     text_of,
 )
 
+#: Names of classes that keep an average of a model.
 _CLASS = re.compile(r"EMA|Ema|MovingAverage")
 _EMA = re.compile(r"(?i)(?:^|_)(?:m?ema|averaged?|shadow)(?:_|$)|(?:model|params?|weights?|net|unet)ema$")
 #: Classes that keep an average of the model that is passed to them.

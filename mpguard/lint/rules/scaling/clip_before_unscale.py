@@ -17,10 +17,12 @@ from mpguard.lint import (
     Method,
     Note,
     Object,
+    Record,
     Ref,
     Rule,
     Trace,
     TraceStep,
+    Use,
     any_of,
     compatible,
     library_names,
@@ -70,7 +72,7 @@ class ClipBeforeUnscale(Rule):
     """Gradients are clipped while they are still multiplied by the loss scale.
 
     ## What it does
-    Reports `clip_grad_norm_` and `clip_grad_value_` on gradients of a scaled loss if there is no
+    Reports `clip_grad_norm_`, `clip_grad_value_` and `p.grad.clamp_` on gradients of a scaled loss if there is no
     `scaler.unscale_(optimizer)` between `backward` and the clip.
 
     ## Why is this bad
@@ -80,8 +82,9 @@ class ClipBeforeUnscale(Rule):
 
     ## Fix safety
     Safe: `scaler.unscale_(optimizer)` before the clip divides by the scale, and `scaler.step` does not divide again.
-    There is no fix if several optimizers step, if the clip runs for each micro-batch and the step once for several
-    (`unscale_` may be called once per step only), or if a later clip runs with or without the first one.
+    There is no fix for `p.grad.clamp_`, if several optimizers step, if the clip runs for each micro-batch and the
+    step once for several (`unscale_` may be called once per step only), or if a later clip runs with or without the
+    first one.
 
     ## Known limits
     Follows one function and the helpers of its file; a `backward` in another module is not found. Silent if something
@@ -93,7 +96,7 @@ class ClipBeforeUnscale(Rule):
     severity = "error"
     message = "`{expr}` clips gradients that are still scaled"
     help = "call `{scaler}.unscale_(optimizer)` before"
-    triggers = (any_of(b"clip_grad"), any_of(b".scale("), any_of(b"scaler", b"Scaler"))
+    triggers = (any_of(b"clip_grad", b".clamp_("), any_of(b".scale("), any_of(b"scaler", b"Scaler"))
     examples = (
         Bad(
             """\
@@ -290,6 +293,42 @@ for x in loader:
     scaler.step(optimizer)
     scaler.update()
 """,
+        ),
+        Bad(
+            """\
+import torch
+
+def train(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.data.clamp_(-1, 1)  # !
+        scaler.step(optimizer)
+        scaler.update()
+
+def alias(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        for p in model.parameters():
+            g = p.grad
+            g.clamp_(-1, 1)  # !
+        scaler.step(optimizer)
+        scaler.update()
+
+def unscaled(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.unscale_(optimizer)
+        for p in model.parameters():
+            p.grad.clamp_(-1, 1)
+            p.data.clamp_(-8, 8)
+        scaler.step(optimizer)
+        scaler.update()
+"""
         ),
         Good(
             """\
@@ -662,6 +701,14 @@ class Trainer:
         reported: set[object] = set()
         for trace in facts.traces.all:
             for place, clip in enumerate(trace):
+                if _clamps(clip.record) and clip.record not in reported:
+                    backward = self._scaled(trace, place, facts)
+                    if backward is not None:
+                        reported.add(clip.record)
+                        notes = (Note("the loss is scaled here", backward.span),)
+                        help = self.help.format(scaler=facts.short(backward.scaler))
+                        yield self.at(clip, expr=facts.short(clip.record.node), notes=notes, help=help)
+                    continue
                 if clip.kind != "clip" or clip.record in reported or not self._of_torch(clip, facts):
                     continue
                 if facts.training_use.has_layers_in(Dtype.BF16, clip.call.argument(0, "parameters"), clip.call):
@@ -737,3 +784,8 @@ class Trainer:
         optimizer = facts.text(step.optimizer, step.record)
         edit = python_edits.line_before(facts, clip.call.line, clip.call, f"{scaler}.unscale_({optimizer})")
         return Fix("Unscale the gradients first", "safe", (edit,))
+
+
+def _clamps(record: Record) -> bool:
+    """True for the use of a gradient, or of a name for it, that limits its elements: `p.grad.data.clamp_`."""
+    return isinstance(record, Use) and record.path.endswith(".clamp_")
