@@ -314,14 +314,24 @@ class Traces:
         return found
 
     def _gradient_aliases(self, scope: Scope) -> Iterator[Use]:
-        """Yield the uses of names that are bound to a gradient: `g = p.grad`."""
+        """Yield the uses of names that are bound to a gradient: `g = p.grad`, or `for g in [p.grad for p in ...]`."""
         for key, bindings in scope.bindings.items():
-            if "." in key or not any(b.kind == "assign" and dotted(b.value).endswith(".grad") for b in bindings):
+            if "." in key or not any(map(self._binds_gradient, bindings)):
                 continue
             for use in scope.uses.get(key, ()):
                 reaching = self.facts.values.reaching(key, scope, use.order, use.guard)
-                if reaching and all(b.kind == "assign" and dotted(b.value).endswith(".grad") for b in reaching):
+                if reaching and all(map(self._binds_gradient, reaching)):
                     yield use
+
+    def _binds_gradient(self, binding: Binding) -> bool:
+        """True if a name is bound to a gradient, or runs over a list of them."""
+        if binding.kind != "for" or binding.index:
+            return binding.kind == "assign" and dotted(binding.value).endswith(".grad")
+        over = binding.value
+        if isinstance(over, cst.Name):
+            lists = self.facts.values.reaching(over.value, binding.scope, binding.order)
+            over = lists[0].value if len(lists) == 1 and lists[0].kind == "assign" else None
+        return isinstance(over, (cst.ListComp, cst.GeneratorExp)) and dotted(over.elt).endswith(".grad")
 
     @cached_property
     def scaled(self) -> dict[Call, Event]:

@@ -82,7 +82,7 @@ class ReadsScaledGradients(Rule):
     message = "`{expr}` is read while gradients are still scaled"
     help = "unscale the gradients first"
     triggers = (
-        any_of(b".grad.", b".grad)", b".grad,", b".grad\n", b"grad_norm(", b"gradient"),
+        any_of(b".grad.", b".grad)", b".grad,", b".grad\n", b".grad for", b"grad_norm(", b"gradient"),
         any_of(b".backward("),
         any_of(b"GradScaler", b"Accelerator("),
     )
@@ -172,6 +172,17 @@ def train(model, loader, optimizer, log):
             if g is None:
                 continue
             log(name, g.detach().norm().item())  # !
+        scaler.step(optimizer)
+        scaler.update()
+
+def listed(model, loader, optimizer, log):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        log(torch.stack([g.norm() for g in grads]).norm())  # !
+        scaler.unscale_(optimizer)
+        log(torch.stack([g.norm() for g in grads]).norm())
         scaler.step(optimizer)
         scaler.update()
 """
