@@ -28,7 +28,7 @@ from mpguard.lint.facts.syntax.path_condition import (
     negated,
 )
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope, Use
-from mpguard.lint.facts.values.api_names import SCALER_NAMES
+from mpguard.lint.facts.values.api_names import CLIPS, SCALER_NAMES
 from mpguard.lint.facts.values.lattice import UNKNOWN, Atom, Constant, Function, Object
 from mpguard.lint.source.strip_comments import stripped
 
@@ -306,12 +306,25 @@ class Traces:
             for use in self._gradient_aliases(scope):
                 found.setdefault(scope, []).append(TraceStep("read", use))
             for call in scope.calls:
+                if "clip" in call.name and self.clips_elsewhere(call):
+                    event = Event("clip", call, facts, call.argument(0))
+                    found.setdefault(scope, []).append(TraceStep("clip", call, event))
                 if _READS_GRADIENTS.search(call.name) and any(f.facts is not facts for f in facts.functions(call)):
                     found.setdefault(scope, []).append(TraceStep("read", call))
             for call in scope.calls:
                 if self._may_use_scaler(call):
                     found.setdefault(scope, []).append(TraceStep("passed", call))
         return found
+
+    def clips_elsewhere(self, call: Call) -> bool:
+        """True if a call runs a function of another module that clips with torch's functions, and knows no scaler."""
+        functions = self.facts.functions(call)
+        return bool(functions) and all(
+            function.facts is not self.facts
+            and any(path in CLIPS for each in function.scope.calls for _, path in function.facts.paths(each))
+            and not any("scaler" in name.lower() for name in function.scope.uses)
+            for function in functions
+        )
 
     def _gradient_aliases(self, scope: Scope) -> Iterator[Use]:
         """Yield the uses of names that are bound to a gradient: `g = p.grad`, or `for g in [p.grad for p in ...]`."""

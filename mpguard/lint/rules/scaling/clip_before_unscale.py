@@ -87,16 +87,18 @@ class ClipBeforeUnscale(Rule):
     first one.
 
     ## Known limits
-    Follows one function and the helpers of its file; a `backward` in another module is not found. Silent if something
-    in between may unscale: `get_scale`, or a call of unknown code that takes the scaler. Silent for a model whose class
-    creates layers in BF16: a scaler that is enabled raises at the gradients of such weights.
+    Follows one function, the helpers of its file, and one of another module that clips; a `backward` in another module
+    is not found. Silent if something in between may unscale: `get_scale`, or a call of unknown code that takes the
+    scaler. Silent for a model whose class creates layers in BF16: a scaler that is enabled raises at the gradients of
+    such weights.
     """
 
     code, name = "MPG205", "clip-before-unscale"
     severity = "error"
     message = "`{expr}` clips gradients that are still scaled"
     help = "call `{scaler}.unscale_(optimizer)` before"
-    triggers = (any_of(b"clip_grad", b".clamp_("), any_of(b".scale("), any_of(b"scaler", b"Scaler"))
+    triggers = (any_of(b"clip_", b".clamp_("), any_of(b".scale("), any_of(b"scaler", b"Scaler"))
+    triggers_nearby = (any_of(b"clip_grad", b".clamp_("),)
     examples = (
         Bad(
             """\
@@ -329,6 +331,64 @@ def unscaled(model, loader, optimizer):
         scaler.step(optimizer)
         scaler.update()
 """
+        ),
+        Bad(
+            """\
+import torch
+from gradients import clip_gradients, clip_images, clip_unscaled
+
+def train(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(clip_images(x))).backward()
+        clip_gradients(model.parameters(), 1.0)  # !
+        scaler.step(optimizer)
+        scaler.update()
+
+def unscaled(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        clip_unscaled(scaler, optimizer, model.parameters())
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            files={
+                "gradients.py": """\
+import torch
+
+def clip_gradients(parameters, most):
+    return torch.nn.utils.clip_grad_norm_(parameters, most)
+
+def clip_unscaled(scaler, optimizer, parameters):
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+
+def clip_images(images):
+    return images.clamp(0, 1)
+"""
+            },
+            fixed="""\
+import torch
+from gradients import clip_gradients, clip_images, clip_unscaled
+
+def train(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(clip_images(x))).backward()
+        scaler.unscale_(optimizer)
+        clip_gradients(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+def unscaled(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        clip_unscaled(scaler, optimizer, model.parameters())
+        scaler.step(optimizer)
+        scaler.update()
+""",
         ),
         Good(
             """\
@@ -724,6 +784,8 @@ class Trainer:
                 yield self.at(clip, expr=facts.short(clip.call.func), notes=notes, fix=fix, help=help)
 
     def _of_torch(self, clip: TraceStep, facts: Facts) -> bool:
+        if facts.traces.clips_elsewhere(clip.call):
+            return True
         atoms = [each.atom for each in facts.evaluate(clip.call.func, clip.call)]
         if any(isinstance(atom, Ref) and atom.path in library_names.CLIPS for atom in atoms):
             return True
