@@ -26,6 +26,7 @@ from mpguard.lint.facts.domain.autocast_state import AutocastStates
 from mpguard.lint.facts.domain.checkpoints import Checkpoints
 from mpguard.lint.facts.domain.frozen_params import FrozenModels
 from mpguard.lint.facts.domain.master_weights import may_keep_masters
+from mpguard.lint.facts.domain.mentions import iterated
 from mpguard.lint.facts.domain.project_api import NoProject, ProjectApi
 from mpguard.lint.facts.domain.regions import Region, Regions
 from mpguard.lint.facts.domain.training_use import TrainingUse
@@ -707,20 +708,6 @@ def _without_gc() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def iterated(node: cst.CSTNode | None) -> cst.CSTNode | None:
-    """Return the object over whose parts a loop runs: `model` in `enumerate(model.layers)` and `model.children()`."""
-    while isinstance(node, (cst.Call, cst.Attribute)):
-        if isinstance(node, cst.Attribute):
-            node = node.value
-        elif isinstance(node.func, cst.Attribute):
-            node = node.func.value
-        elif node.args:
-            node = node.args[0].value
-        else:
-            return None
-    return node
 
 
 def _original_name(binding: Binding) -> str:

@@ -211,7 +211,7 @@ class TrainingUse:
         self, cast: Event, guard: PathCondition, whole: tuple[str, Record] | None, past_models: bool = True
     ) -> Reach:
         if whole is not None:
-            return self.facts.flow.forward_key(*whole, guard)
+            return self.facts.of(whole[1]).flow.forward_key(*whole, guard)
         if cast.call.is_statement and cast.key:
             return self.facts.flow.forward_key(cast.key, cast.call, guard)
         past_targets = self.is_module(cast)  # the target of a loss has no gradient
@@ -259,12 +259,16 @@ class TrainingUse:
         return None
 
     def _instance(self, scope: Scope) -> tuple[str, Record] | None:
-        """Return the name of an object whose class casts itself in `__init__`, and where the file creates it."""
+        """Return the name of an object whose class casts itself in `__init__`, and where it is created."""
         owner = scope.owner
         if scope.name != "__init__" or owner is None or self.facts.class_kind(owner) != "model":
             return None
-        created = (call for call in self.facts.calls.get(owner.name, ()) if call.receiver is None)
-        return next(((bound.key, bound) for call in created if (bound := self._bound(call)) is not None), None)
+        for facts in (self.facts, *(self.facts.users(owner.name) or ())):
+            for call in facts.calls.get(owner.name, ()):
+                bound = facts.training_use._bound(call)
+                if bound is not None and (call.receiver is None or facts is not self.facts):
+                    return bound.key, bound
+        return None
 
     def _looped(self, binding: Binding) -> tuple[str, Record] | None:
         over = binding.value
@@ -574,17 +578,19 @@ class TrainingUse:
         starts = dict.fromkeys((weights.event.scope, *takes))
         programs = (self.facts.programs_of(scope, _may_shard) for scope in starts)
         near = {each for program in programs for each in program if each.kind != "class"}
-        return any(map(self._mentions_sharding, near))
+        return any(self._mentions_sharding(each, weights.event.call) for each in near)
 
     @cached_property
     def _all_keep_masters(self) -> bool:
         launched = {config.distributed_type for config in self.facts.project.configs_for(self.facts.path)}
         return self.facts.may_keep_masters or bool(launched & {"DEEPSPEED", "FSDP", "MEGATRON_LM"})
 
-    def _mentions_sharding(self, scope: Scope) -> bool:
+    def _mentions_sharding(self, scope: Scope, model: Call | None = None) -> bool:
         if scope not in self._sharding:
             self._sharding[scope] = mentions(self.facts, scope, project_words.SHARDING.search)
-        return self._sharding[scope]
+        if not self._sharding[scope] or model is None:
+            return self._sharding[scope]
+        return mentions(self.facts, scope, project_words.SHARDING.search, {model})
 
     # -- what trains --------------------------------------------------------------------------------
 

@@ -161,13 +161,19 @@ def _differ(event: Event, model: Event | None, facts: Facts) -> bool:
     owner = event.scope.owner
     if owner is not None and facts.class_kind(owner) == "own_optimizer":
         return True  # it compiles its own functions
-    if facts.traces.differ(event.subject, event.call, model.subject, model.call):
+    if facts.traces.differ(event.subject, event.call, model.subject, model.call) or _are_parts(event.key, model.key):
         return True
     if facts is not model.facts:
         return False  # the model may have another name there
     atoms = [each.atom for each in facts.evaluate(event.subject, event.call)]
     name = model.key.rsplit(".", 1)[-1]
     return bool(atoms) and all(isinstance(atom, Function) and _without(name, atom.scope) for atom in atoms)
+
+
+def _are_parts(one: str, other: str) -> bool:
+    """True for different parts of one model: `model.head` and `model.backbone`. Attributes of `self` may be aliases."""
+    owner = one.rpartition(".")[0]
+    return owner not in ("", "self") and other.startswith(f"{owner}.") and not f"{other}.".startswith(f"{one}.")
 
 
 def _without(name: str, scope: Scope) -> bool:

@@ -294,6 +294,47 @@ model(torch.randn(8, 4096)).sum().backward()
 optimizer.step()
 """,
         ),
+        Bad(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = torch.nn.Linear(1024, 1024)
+        self.head = torch.nn.Linear(1024, 16)
+
+def train(loader):
+    model = Net().cuda()
+    convert_to_float8_training(model.backbone)  # !
+    model.head = torch.compile(model.head)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = torch.nn.Linear(1024, 1024)
+        self.head = torch.nn.Linear(1024, 16)
+
+def train(loader):
+    model = Net().cuda()
+    convert_to_float8_training(model.backbone)
+    model.backbone = torch.compile(model.backbone)
+    model.head = torch.compile(model.head)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+        ),
         Good(
             """\
 import torch

@@ -122,6 +122,81 @@ class MissingGradScaler(Rule):
     triggers_nearby = (any_of(b"autocast", b"half", b"float16", b"fp16"), any_of(b".step("))
     yields_to = ("MPG202", "MPG211", "MPG212", "MPG213")
     examples = (
+        Bad(
+            """\
+import argparse
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
+args = parser.parse_args()
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    with torch.autocast("cuda", dtype=getattr(torch, args.dtype)):
+        loss = model(x).sum()
+    loss.backward()  # !
+    optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import click
+import torch
+from config import Config
+
+@click.command()
+@click.option("--amp-dtype", type=click.Choice(["float16", "float32"]), default="float16")
+def main(amp_dtype):
+    for x in loader:
+        with torch.autocast("cuda", dtype=getattr(torch, amp_dtype)):
+            loss = model(x).sum()
+        loss.backward()  # !
+        optimizer.step()
+
+def train(model, loader, optimizer, cfg: Config):
+    for x in loader:
+        with torch.autocast("cuda", dtype=getattr(torch, cfg.compute_dtype)):
+            loss = model(x).sum()
+        loss.backward()  # !
+        optimizer.step()
+""",
+            files={
+                "config.py": """\
+from dataclasses import dataclass
+
+@dataclass
+class Config:
+    compute_dtype: str = "float16"
+"""
+            },
+        ),
+        Good(
+            """\
+import argparse
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
+parser.add_argument("--amp", choices=["float32", "bfloat16"], default="bfloat16")
+args = parser.parse_args()
+
+def scaled(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda", enabled=args.dtype == "float16")
+    for x in loader:
+        with torch.autocast("cuda", dtype=getattr(torch, args.dtype)):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def never(model, loader, optimizer):
+    for x in loader:
+        with torch.autocast("cuda", dtype=getattr(torch, args.amp)):
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+"""
+        ),
         *(
             example(
                 f"""\
