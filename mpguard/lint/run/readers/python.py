@@ -99,11 +99,10 @@ class _Unused:
     def is_unused(self, diagnostic: Diagnostic) -> bool:
         if diagnostic.code in self._codes and not self._facts.project.deepspeed_config_read(self._facts.path):
             return True
-        place = diagnostic.span[0]
-        if any(each.contain(place) for each in (self._facts.unused_definitions, self._branches, self._raising)):
-            return True
         evidence = [note.span[0] for note in diagnostic.notes if note.span is not None and note.path is None]
-        return any(map(self._raising.contain, evidence))
+        places = (diagnostic.span[0], *evidence)
+        parts = (self._facts.unused_definitions, self._branches, self._raising)
+        return any(part.contain(place) for part in parts for place in places)
 
 
 def _rules_about_dicts(data: bytes, context: Context) -> list[type[ConfigRule]]:
