@@ -265,6 +265,13 @@ def _mixed_flat_parameters(frames: _Frames) -> Cause:
         by_dtype.setdefault(_short(tensor), []).append(tensor)
     names = "; ".join(f"{dtype}: {_named(own, module)}" for dtype, own in by_dtype.items())
     kind = f" of {type(module).__name__}" if module is not None else ""
+    if not all(tensor.is_floating_point() for tensor in tensors):
+        return Cause(
+            f"FSDP shards the {len(tensors)} parameters{kind} as one, which needs one floating-point dtype; they are "
+            f"{names}. 4-bit weights are stored in uint8 by default: load them with `bnb_4bit_quant_storage` "
+            "(BitsAndBytesConfig) in the dtype of the other parameters",
+            "refused",
+        )
     return Cause(
         f"FSDP shards the {len(tensors)} parameters{kind} as one, which needs one dtype; they are {names}. Load the "
         "whole model in FP32 (FSDP casts by its mixed precision policy), or wrap the parts in their own FSDP units",
@@ -297,7 +304,11 @@ CRASHES: tuple[tuple[str, Callable[[_Frames], Cause]], ...] = (
     (r"Attempted \w+ but _scale is None", _never_scaled),
     ("No inf checks were recorded for this optimizer", _no_gradients),
     ("No inf checks were recorded prior to update", _nothing_to_update),
-    ("Must flatten tensors with uniform dtype|FSDP expects uniform original parameter dtype", _mixed_flat_parameters),
+    (
+        "Must flatten tensors with uniform dtype|FSDP expects uniform original parameter dtype"
+        "|Cannot flatten integer dtype tensors",
+        _mixed_flat_parameters,
+    ),
     ("Current loss scale already at minimum", _scale_at_minimum),
     (r"cannot be converted to type (at|c10)::(Half|BFloat16) without overflow", _beyond_range),
     (r"(?i)flash ?attention (only supports?|supports? only) fp16 and bf16", _flash_attention),

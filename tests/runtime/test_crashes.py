@@ -142,6 +142,16 @@ CRASHES = {
     ),
     "import os, torch.distributed as dist\n"
     "dist.init_process_group('gloo', init_method='file://' + os.path.abspath('store'), rank=0, world_size=1)\n"
+    "from torch.distributed.fsdp import FullyShardedDataParallel\n"
+    "net.first.weight = nn.Parameter(torch.zeros(128, 1, dtype=torch.uint8), requires_grad=False)\n"  # as 4-bit weights
+    "FullyShardedDataParallel(net, device_id=torch.device('cpu'))": (
+        "ValueError: Cannot flatten integer dtype tensors",
+        "mpguard: FSDP shards the 4 parameters of Net as one, which needs one floating-point dtype; they are uint8: "
+        "first.weight; fp32: first.bias, last.weight, last.bias. 4-bit weights are stored in uint8 by default",
+        "/refused",
+    ),
+    "import os, torch.distributed as dist\n"
+    "dist.init_process_group('gloo', init_method='file://' + os.path.abspath('store'), rank=0, world_size=1)\n"
     "from torch.distributed.fsdp import fully_shard\n"
     "net.last.bfloat16()\n"
     "fully_shard(net, mesh=dist.device_mesh.init_device_mesh('cpu', (1,))); net(x)": (

@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mpguard.nn.fp8.filters import plain_name
+from mpguard.nn.fp8.filters import is_converted, is_linear, is_torchao, plain_name
+from mpguard.policy import speed
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.runtime.messages import with_page
@@ -55,6 +56,7 @@ def remarks(roots: list[nn.Module], products: Products, places: Places, policy: 
     yield from _frequencies(roots)
     yield from overflows(products.overflows, products.called, places)
     yield from _unaligned(products, places)
+    yield from _narrow(roots)
     yield from _frozen(roots, products, policy)
 
 
@@ -109,6 +111,24 @@ def _unaligned(products: Products, places: Places) -> Iterator[Remark]:
             f"the FP8 kernels of GPUs need a multiple of {FP8_MULTIPLE}: pad the batch, or leave the layer out of FP8. "
             "Layers that mpguard converts pad by themselves",
             "MPG404",
+        )
+
+
+def _narrow(roots: list[nn.Module]) -> Iterator[Remark]:
+    """FP8 layers that the script has made, and that are slower than BF16 ones with any number of tokens."""
+    layers: list[Any] = [
+        module
+        for root in roots
+        for module in root.modules()
+        if is_linear(module) and is_torchao(module) and not is_converted(module)
+    ]
+    prediction = speed.at_best("torchao", ((each.in_features, each.out_features) for each in layers))
+    if prediction is not None and prediction.ratio < 1:
+        yield Remark(
+            "narrow",
+            f"BF16 would be faster than the FP8 of {len(layers)} layers: {prediction}. Leave narrow layers out of the "
+            "conversion, or train in BF16",
+            "fp8",
         )
 
 

@@ -18,7 +18,8 @@ FROZEN, SCHEDULE, UPDATES = (
     "goes on after steps that the GradScaler",
     "after the step of each of",
 )
-EVERY = (FREQUENCIES, OVERFLOW, ROWS, FROZEN, SCHEDULE, UPDATES)
+NARROW = "BF16 would be faster than the FP8 of"
+EVERY = (FREQUENCIES, OVERFLOW, ROWS, FROZEN, SCHEDULE, UPDATES, NARROW)
 
 ROTARY = """
 class Rotary(nn.Module):
@@ -93,6 +94,13 @@ MADE = [
     ),
     (ROWS, FP8, CONVERTED + "x = x[:2]; train(m, o)"),
     (ROWS, FP8, CONVERTED + "x = torch.randn(3, 7, 32); train(m, o)"),
+    (NARROW, FP8, CONVERTED + "x = torch.randn(4, 8, 32); train(m, o)"),
+    (
+        NARROW,
+        FP8,
+        CONVERTED.replace("net()", "nn.Sequential(nn.Linear(32, 3072), nn.GELU(), nn.Linear(3072, 16))")
+        + "train(m, o)",
+    ),
     (
         FROZEN,
         "bf16_mixed",
@@ -122,7 +130,10 @@ NOT_MADE = [
         "bf16_mixed",
         MASKED.replace("KEEP", "0").replace("BIG", "torch.finfo(scores.dtype).min") + "train(m, o)",
     ),
-    (FP8, CONVERTED + "x = torch.randn(4, 8, 32); train(m, o)"),
+    (
+        FP8,
+        CONVERTED.replace("net()", "net(2048, 1)") + "x = torch.randn(4, 8, 2048); train(m, o)",
+    ),
     (FP8, "m = net(); o = adam(m); x = x[:3]; train(m, o)"),  # mpguard converts, and pads
     (
         "bf16_mixed",
