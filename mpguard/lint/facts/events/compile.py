@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.lint.facts.domain.mentions import iterated
 from mpguard.lint.facts.events.event import Event, aliases, called, finds
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, compatible
@@ -163,11 +164,24 @@ def _differ(event: Event, model: Event | None, facts: Facts) -> bool:
         return True  # it compiles its own functions
     if facts.traces.differ(event.subject, event.call, model.subject, model.call) or _are_parts(event.key, model.key):
         return True
+    if _are_parameters(event, model, facts):
+        return True
     if facts is not model.facts:
         return False  # the model may have another name there
     atoms = [each.atom for each in facts.evaluate(event.subject, event.call)]
     name = model.key.rsplit(".", 1)[-1]
     return bool(atoms) and all(isinstance(atom, Function) and _without(name, atom.scope) for atom in atoms)
+
+
+def _are_parameters(event: Event, model: Event, facts: Facts) -> bool:
+    """True if two events are about different parameters of one function: `teacher.eval()` and `student`."""
+    names = {dotted(iterated(event.subject)): event.call, model.key: model.call}
+    bindings = [facts.bindings(name, at) for name, at in names.items() if name]
+    return (
+        event.scope is model.scope
+        and len(bindings) == 2
+        and all(found and all(each.kind == "param" for each in found) for found in bindings)
+    )
 
 
 def _are_parts(one: str, other: str) -> bool:

@@ -47,7 +47,7 @@ class DtypeMapLacksChoice(Rule):
     help = "add the key, or remove the value from `choices`"
     triggers = (any_of(b"float16", b"half"),)
     triggers_nearby = (any_of(b"choices"), any_of(b"add_argument"))
-    pattern = re.compile(rb"\[[A-Za-z_]\w*\.[\w.]+\]|\.get\([A-Za-z_]\w*\.[\w.]+,")
+    pattern = re.compile(rb"""["']\s*:\s*(?:\w+\.)?(?:b?float16|half)\b|\bdict\([^)]*=\s*\w+\.(?:b?float16|half)\b""")
     examples = (
         Bad(
             """\

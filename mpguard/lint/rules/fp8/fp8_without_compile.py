@@ -335,6 +335,37 @@ def train(loader):
         optimizer.step()
 """,
         ),
+        Bad(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def distil(student, teacher, loader):
+    convert_to_float8_training(student)  # !
+    teacher = torch.compile(teacher.eval())
+    optimizer = torch.optim.AdamW(student.parameters())
+    for x in loader:
+        (student(x) - teacher(x).detach()).pow(2).mean().backward()
+        optimizer.step()
+
+distil(make("small"), make("large"), loader)
+""",
+            fixed="""\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def distil(student, teacher, loader):
+    convert_to_float8_training(student)
+    student = torch.compile(student)
+    teacher = torch.compile(teacher.eval())
+    optimizer = torch.optim.AdamW(student.parameters())
+    for x in loader:
+        (student(x) - teacher(x).detach()).pow(2).mean().backward()
+        optimizer.step()
+
+distil(make("small"), make("large"), loader)
+""",
+        ),
         Good(
             """\
 import torch

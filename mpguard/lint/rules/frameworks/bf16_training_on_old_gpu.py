@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from mpguard.lint import (
@@ -47,6 +48,7 @@ class Bf16TrainingOnOldGpu(Rule):
         any_of(b"bf16", b"bfloat16"),
         any_of(b"TrainingArguments", b"Trainer(", b"Accelerator(", b"Config(", b"autocast("),
     )
+    pattern = re.compile(rb"bf16|\.backward\(")
     examples = (
         Bad(
             """\
