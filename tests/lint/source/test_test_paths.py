@@ -54,6 +54,19 @@ def test_other_files(path: str) -> None:
     assert not is_test(path)
 
 
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        (b"import torch\nimport pytest\n", True),
+        (b"from unittest import TestCase\n", True),
+        (b"import torch\n\nmodel = train(torch.load('resnet.pt'))\n", False),
+    ],
+)
+def test_a_file_that_pytest_collects_is_a_test_if_it_imports_a_test_framework(code: bytes, test: bool) -> None:
+    assert is_test("checkpoint_test.py", code) == test
+    assert not is_test("checkpoint.py", code)
+
+
 @pytest.mark.parametrize(("name", "codes"), [("train.py", {"MPG203", "MPG302"}), ("test_train.py", {"MPG302"})])
 @pytest.mark.parametrize("named", [True, False])
 def test_what_is_reported(

@@ -30,7 +30,7 @@ _TEMPLATE = re.compile(rb"\{\{ *\w[\w.]*[^{}:]*\}\}|\{%.*%\}")
 
 def check(data: bytes, context: Context, cells: Sequence[int] = ()) -> FileCheck:
     """Check Python code. cells: where the cells of a notebook begin in it."""
-    left_out = [rule for rule in context.selected(Rule) if not rule.in_tests] if is_test(context.path) else []
+    left_out = [rule for rule in context.selected(Rule) if not rule.in_tests] if is_test(context.path, data) else []
     selected = [rule for rule in context.selected(Rule) if rule not in left_out]
     rules = [
         rule
@@ -104,7 +104,7 @@ class _Unused:
 
 def _rules_about_dicts(data: bytes, context: Context) -> list[type[ConfigRule]]:
     """Return the config rules that may report a DeepSpeed config in Python code; none in a test, which may be wrong."""
-    if is_test(context.path) or not prefilter.may_hold_deepspeed_config(data):
+    if is_test(context.path, data) or not prefilter.may_hold_deepspeed_config(data):
         return []
     return prefilter.relevant(data, [rule for rule in context.selected(ConfigRule) if "deepspeed" in rule.kinds])
 
