@@ -58,7 +58,7 @@ def check(data: bytes, context: Context, cells: Sequence[int] = ()) -> FileCheck
             diagnostics, defects = context.run_rules(rules, facts, (Unparsable,))
             about_training = [rule for rule in rules if not rule.in_tests]
             codes = {rule.code for rule in about_training}
-            if any(each.code in codes for each in diagnostics) and facts.training_use.only_measures_speed:
+            if any(each.code in codes for each in diagnostics) and facts.training_use.only_measures:
                 diagnostics = [each for each in diagnostics if each.code not in codes]
                 left_out += about_training
             if dict_rules:
