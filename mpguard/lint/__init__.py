@@ -98,6 +98,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.values.options import can_be_chosen as can_be_chosen
     from mpguard.lint.facts.values.options import destination as destination
     from mpguard.lint.facts.values.options import dtype_options as dtype_options
+    from mpguard.lint.facts.values.options import is_default as is_default
     from mpguard.lint.facts.values.options import literal_choices as literal_choices
     from mpguard.lint.facts.values.options import option_defaults as option_defaults
     from mpguard.lint.facts.values.options import option_names as option_names
@@ -179,6 +180,7 @@ _NAMES = {
         "Option",
         "can_be_chosen",
         "dtype_options",
+        "is_default",
         "literal_choices",
         "destination",
         "option_defaults",

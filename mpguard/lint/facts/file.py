@@ -645,7 +645,7 @@ class Facts(FormerNames, former=_FORMER):
     @cached_property
     def is_test(self) -> bool:
         """True for a test or a benchmark."""
-        return is_test(self.path)
+        return is_test(self.path, self.source.data)
 
     @cached_property
     def may_update_scaler(self) -> bool:

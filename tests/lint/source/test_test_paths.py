@@ -54,6 +54,19 @@ def test_other_files(path: str) -> None:
     assert not is_test(path)
 
 
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        (b"import torch\nimport pytest\n", True),
+        (b"from unittest import TestCase\n", True),
+        (b"import torch\n\nmodel = train(torch.load('resnet.pt'))\n", False),
+    ],
+)
+def test_a_file_that_pytest_collects_is_a_test_if_it_imports_a_test_framework(code: bytes, test: bool) -> None:
+    assert is_test("checkpoint_test.py", code) == test
+    assert not is_test("checkpoint.py", code)
+
+
 @pytest.mark.parametrize(("name", "codes"), [("train.py", {"MPG203", "MPG302"}), ("test_train.py", {"MPG302"})])
 @pytest.mark.parametrize("named", [True, False])
 def test_what_is_reported(
@@ -119,6 +132,42 @@ def test_steps_on_noise_whose_time_is_measured_train_nothing(
     Path("train.py").write_text(MEASURES.format(**parts), encoding="utf-8")
     main(["lint", "--no-cache", "--select", "MPG203", "--format", "concise", "."])
     assert capsys.readouterr().out.count(" MPG203 ") == reported
+
+
+MEMORY = """\
+import torch
+from data import get_batch
+
+def peak(model):
+    torch.cuda.reset_peak_memory_stats()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in {steps}:
+        with torch.autocast("cuda", torch.float16):
+            loss = model(get_batch()).sum()
+        loss.backward()
+        optimizer.step()
+    {end}
+    return torch.cuda.max_memory_allocated()
+"""
+
+
+@pytest.mark.parametrize(
+    ("parts", "reported"),
+    [
+        ({"steps": "range(3)", "end": "del optimizer"}, 0),
+        ({"steps": "range(5000)", "end": "del optimizer"}, 1),  # a training that also prints its memory
+        ({"steps": "range(3)", "end": "torch.save(model, 'model.pt')"}, 1),
+        ({"steps": "loader", "end": "del optimizer"}, 1),
+    ],
+)
+def test_a_few_steps_whose_memory_is_measured_train_nothing(
+    parts: dict[str, str], reported: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(MEMORY.format(**parts), encoding="utf-8")
+    main(["lint", "--no-cache", "--select", "MPG201", "--format", "concise", "."])
+    assert capsys.readouterr().out.count(" MPG201 ") == reported
 
 
 def test_a_suppression_in_what_only_measures_is_not_unused(

@@ -35,7 +35,7 @@ _COMMON = frozenset({
 #: Callees that are not an instance with a name.
 _NO_NAMES: frozenset[type] = frozenset({cst.Call, cst.Subscript, cst.Lambda})
 #: The parents of a name that is passed to a call, or put into a list, as a value.
-_PASSES: frozenset[type] = frozenset({cst.Arg, cst.Element})
+_PASSES: frozenset[type] = frozenset({cst.Arg, cst.DictElement, cst.Element})
 #: Bindings that make a name neither a class of the file nor an instance of one.
 _NO_CLASS = frozenset({"def", "import", "from"})
 

@@ -84,6 +84,9 @@ _SPEED = re.compile(
 _KEEPS = re.compile(r"(?i)save|dump|state_dict|push|eval|valid|test|accura|predict|generate|metric|infer|score")
 _NOISE = frozenset({"rand", "randn", "randint"})
 _DATA = re.compile(r"(?i)loader|dataset|batch(?:es)?$|^(?:next|iter|open|loadtxt|read_\w+|imread|memmap|sample)$")
+#: Names of functions that save something; steps of a program that only measures memory.
+_SAVES = re.compile(r"^(?:torch_)?save(?!_for_backward)|(?<!load_)state_dict$")
+_FEW = 10
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -605,7 +608,7 @@ class TrainingUse:
         calls = self.facts.calls.get("backward", ())
         if not calls or self.facts.calls.get("manual_backward"):
             return False
-        if self.only_measures_speed or all(self._starts_from_artificial(call) for call in calls):
+        if self.only_measures or all(self._starts_from_artificial(call) for call in calls):
             return True
         if all(map(self._is_debugged, calls)):
             return True
@@ -625,19 +628,35 @@ class TrainingUse:
         )
 
     @cached_property
-    def only_measures_speed(self) -> bool:
-        """True if the file repeats steps on one synthetic batch, or on noise, only to measure their speed or memory.
+    def only_measures(self) -> bool:
+        """True if the file repeats steps only to measure their speed or memory.
 
-        Each backward pass is in loops that only count, between two readings of a clock whose difference is taken. The
-        batch is made once, or in each step at random, outside of functions of models, nothing gives other data, and the
-        file has a word for speed or memory. Or nothing but the time is kept of it.
+        Either each backward pass is in loops that only count, between two readings of a clock whose difference is
+        taken. The batch is made once, or in each step at random, outside of functions of models, nothing gives other
+        data, and the file has a word for speed or memory. Or nothing but the time is kept of it, or the peak memory of
+        a few steps is read.
         """
         calls = self.facts.calls.get("backward", ())
         if calls and not any(map(_KEEPS.search, self.facts.calls)) and all(map(self._only_its_time_is_kept, calls)):
             return True
-        if not calls or not _SPEED.search(self.facts.source.text) or any(map(_DATA.search, self.facts.calls)):
+        if not calls or not _SPEED.search(self.facts.source.text):
             return False
-        return all(self._is_timed(call) and self._on_synthetic_batch(call) for call in calls)
+        if not any(map(_DATA.search, self.facts.calls)) and all(
+            self._is_timed(call) and self._on_synthetic_batch(call) for call in calls
+        ):
+            return True
+        return not any(map(_SAVES.search, self.facts.calls)) and all(map(self._is_for_memory, calls))
+
+    def _is_for_memory(self, call: Call) -> bool:
+        """True if a call is one of a few steps of a new optimizer, before and after which the peak memory is read."""
+        near = call.scope.calls
+        return (
+            any(each.name == "reset_peak_memory_stats" and each.order < call.order for each in near)
+            and any(each.name == "max_memory_allocated" and each.order > call.order for each in near)
+            and any("optimizer" in self.facts.kinds(each.node, each) for each in near)
+            and bool(call.loops)
+            and all(_counts_few(loop) for loop in call.loops)
+        )
 
     def _only_its_time_is_kept(self, call: Call) -> bool:
         """True if a loss is read for its backward pass only, in a function that measures times."""
@@ -698,7 +717,7 @@ class TrainingUse:
             near.update(*(self.facts.programs_of(each) for each in self.facts.scopes), self.facts.scopes)
         for kind in _TRAINS:
             for event in self.facts.events_around(kind, call.scope):
-                if event.facts.training_use.only_measures_speed or event.facts.training_use.only_evaluates(event.call):
+                if event.facts.training_use.only_measures or event.facts.training_use.only_evaluates(event.call):
                     continue
                 together = event.scope in near and compatible(event.guard, self.facts.guard_of(call))
                 if together and (kind == "trainer" or self.facts.has_step(event.scope)):
@@ -901,6 +920,14 @@ def _objects(node: cst.CSTNode) -> set[str]:
 def _only_counts(loop: cst.For) -> bool:
     """True if a loop only counts: `for _ in range(10)`."""
     return isinstance(loop.iter, cst.Call) and dotted(loop.iter.func) in ("range", "trange")
+
+
+def _counts_few(loop: cst.CSTNode) -> bool:
+    """True if a loop counts to a small literal: `for _ in range(3)`."""
+    if not isinstance(loop, cst.For) or not isinstance(loop.iter, cst.Call) or not _only_counts(loop):
+        return False
+    last = constant(loop.iter.args[-1].value) if loop.iter.args else None
+    return last is not None and isinstance(last[0], int) and last[0] <= _FEW
 
 
 def _is_plain_name(literal: tuple[object] | None) -> bool:

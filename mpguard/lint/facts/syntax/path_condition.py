@@ -159,6 +159,12 @@ def implies(guard: PathCondition, other: PathCondition) -> bool:
     return all(condition in guard or not guard.given(negated(condition)).possible for condition in other)
 
 
+def holds(guard: PathCondition, values: Mapping[str, object]) -> bool:
+    """True if a path condition holds for values of flags."""
+    known = {name: {value: True, None: bool(value), _IS: value} for name, value in values.items()}
+    return all(condition.value(known) for condition in guard)
+
+
 def _flags(condition: Condition) -> Iterable[Flag]:
     """Yield the flags of a condition."""
     if isinstance(condition, Flag):

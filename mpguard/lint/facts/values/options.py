@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.syntax.nodes import constant, dotted
-from mpguard.lint.facts.syntax.path_condition import Flag, Not, PathCondition
+from mpguard.lint.facts.syntax.path_condition import Flag, Not, PathCondition, holds
 from mpguard.lint.facts.syntax.records import Call, Record, Scope
 from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.dtypes import AnyDtype, only_dtype
@@ -116,6 +116,22 @@ def option_values(name: str, facts: Facts) -> list[str]:
             for binding in scope.bindings.get(name, ()) if scope.kind == "class" else ():
                 found += constant(binding.value) or ()
     return [value for value in dict.fromkeys(found) if isinstance(value, str)]
+
+
+def is_default(guard: PathCondition, facts: Facts) -> bool:
+    """True if a path condition, which tests options, holds where none of them is given: by their defaults.
+
+    False if a script, config or text of the project passes one of them. They are those of a file, of what it imports,
+    and of its users if all are known.
+    """
+    values: dict[str, object] = {}
+    places = [facts, *(facts.project.users_of("", facts.path) or ())]
+    for name in guard.flags():
+        found = {default for each in places for default in option_defaults(name, each)}
+        if len(found) != 1 or (default := found.pop()) is None or facts.project.passes_option(facts.path, name):
+            return False
+        values[name] = default[0]
+    return bool(values) and holds(guard, values)
 
 
 def literal_choices(call: Call) -> tuple[str, list[str]] | None:

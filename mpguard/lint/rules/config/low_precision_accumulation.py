@@ -137,13 +137,28 @@ def configs(args):
 """,
             name="train.py",
         ),
+        Good(
+            """\
+{
+  "deepspeed_extra_args": {"data_types": {"grad_accum_dtype": "fp32"}},
+  "train_micro_batch_size_per_gpu": 2,
+  "gradient_accumulation_steps": 8,
+  "bf16": {"enabled": true},
+  "zero_optimization": {"stage": 1}
+}
+""",
+            name="7b.yml",
+        ),
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         steps, bf16, stage = (
             document.entry(key) for key in ("gradient_accumulation_steps", "bf16.enabled", "zero_optimization.stage")
         )
-        if steps is None or bf16 is None or stage is None or document.entry("data_types") is not None:
+        if steps is None or bf16 is None or stage is None:
+            return
+        # Also in a section that a launcher merges into the config, as GPT-NeoX does with `deepspeed_extra_args`.
+        if any(entry.path[-1] == "data_types" for entry in document.entries()):
             return
         several = isinstance(steps.value, int) and steps.value > 1
         if several and bf16.value is True and stage.value in (1, 2, 3):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Diagnostic, Facts, Good, HasSpan, Rule, any_of, fp8_facts
+from mpguard.lint import Bad, Diagnostic, Facts, Good, HasSpan, Rule, With, any_of, dotted, fp8_facts
 
 #: Words of code that may select another dtype than FP32, or leave that to a framework, a config or a checkpoint.
 _SELECTS = re.compile(
@@ -81,6 +81,17 @@ class Fp8AroundFloat32(Rule):
         ),
         Good(_TE.format(", params_dtype=torch.bfloat16", "")),
         Good(
+            _TE.format("", "")
+            .replace("te.TransformerLayer(4096, 16384, 32)", "te.Linear(768, 3072)")
+            .replace("loss = model(x).mean()", "out = model(x)")
+            .replace("    loss.backward()", "    out.sum().backward()")
+        ),
+        Bad(
+            _TE.format("", "  # !")
+            .replace("te.TransformerLayer(4096, 16384, 32)", "te.Linear(768, 3072)")
+            .replace("loss = model(x).mean()", "loss = torch.nn.functional.layer_norm(model(x), (3072,)).mean()")
+        ),
+        Good(
             _TORCHAO.format("")
             .replace("torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.LayerNorm(4096))", "Net()")
             .replace("import torch\n", "import torch\nfrom net import Net\n"),
@@ -95,13 +106,25 @@ class Fp8AroundFloat32(Rule):
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         places: list[HasSpan] = [
             *(event for event in facts.events("convert") if facts.has_step(event.scope)),
-            *(region.call for item, region in fp8_facts.entered(facts) if region.call and facts.has_step(item.scope)),
+            *(
+                region.call
+                for item, region in fp8_facts.entered(facts)
+                if region.call and facts.has_step(item.scope) and not _runs_one_layer(item, facts)
+            ),
         ]
         if not places or not facts.any_training or _may_select(facts):
             return
         if any(facts.exported(scope.name) for scope in facts.module.children):
             return
         yield self.at(places[0])
+
+
+def _runs_one_layer(region: With, facts: Facts) -> bool:
+    """True if a region calls one linear layer and nothing else, as a trial of the library does: all of it is in FP8."""
+    inside = [call for call in region.scope.calls if region in call.withs]
+    bound = facts.bindings(dotted(inside[0].func), inside[0]) if len(inside) == 1 else []
+    made = facts.call_of(bound[0].value) if len(bound) == 1 else None
+    return made is not None and made.name == "Linear"
 
 
 def _may_select(facts: Facts) -> bool:

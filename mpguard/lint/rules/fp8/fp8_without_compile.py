@@ -1015,6 +1015,62 @@ class Float8(L.Callback):
                 "L.Trainer(callbacks=[Float8()]).fit(torch.compile(model), loader)\n",
             },
         ),
+        Good(
+            """\
+from torchao.float8 import convert_to_float8_training
+
+from registry import register
+
+@register("net")
+def build(config):
+    model = Model(config)
+    convert_to_float8_training(model)
+    return model
+""",
+            name="models.py",
+            files={
+                "pyproject.toml": "",
+                "registry.py": "MODELS = {}\n",
+                "train.py": "from registry import MODELS\n\nMODELS[name](config).blocks[0].compile(fullgraph=True)\n",
+            },
+        ),
+        Good(
+            """\
+from torchao.float8 import convert_to_float8_training
+
+def build(config):
+    model = Model(config)
+    convert_to_float8_training(model)
+    return model
+
+MODELS = {"net": build}
+""",
+            name="models.py",
+            files={
+                "pyproject.toml": "",
+                "registry.py": "MODELS = {}\n",
+                "train.py": "from models import MODELS\n\nMODELS[name](config).blocks[0].compile(fullgraph=True)\n",
+            },
+        ),
+        Bad(
+            """\
+from torchao.float8 import convert_to_float8_training
+
+from registry import register
+
+@register("net")
+def build(config):
+    model = Model(config)
+    convert_to_float8_training(model)  # !
+    return model
+""",
+            name="models.py",
+            files={
+                "pyproject.toml": "",
+                "registry.py": "MODELS = {}\n",
+                "train.py": "import models\nfrom registry import MODELS\n\nmodel = MODELS[name](config)\nfit(model)\n",
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -1095,8 +1151,24 @@ class Float8(L.Callback):
         return not own_loop and not (lightning and call.scope.name == "configure_model")
 
     def _is_compiled(self, event: Event, facts: Facts) -> bool:
-        return facts.compiles(facts.guard_of(event.call), event) or facts.compiled_by(
-            self._same_run(event.call.scope, facts), event
+        call = event.call
+        return (
+            facts.compiles(facts.guard_of(call), event)
+            or facts.compiled_by(self._same_run(call.scope, facts), event)
+            or (self._is_given_away(call, facts) and facts.project.compiled_elsewhere(facts.path))
+        )
+
+    def _is_given_away(self, call: Call, facts: Facts) -> bool:
+        """True if nothing known trains what a function makes, which other code gets from a registry or by a name."""
+        scope = next((each for each in call.scope.within() if each.kind == "function"), None)
+        return (
+            scope is not None
+            and any(
+                each.decorators or facts.escapes(each) or facts.of(each).exported(each.name)
+                for each in facts.programs_of(scope)
+                if each.kind == "function" and not facts.callers(each)
+            )
+            and facts.training_use.trainer_of(call) is None
         )
 
     def _same_run(self, scope: Scope, facts: Facts) -> set[Scope]:

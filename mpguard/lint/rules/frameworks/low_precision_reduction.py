@@ -19,6 +19,7 @@ from mpguard.lint import (
     compatible,
     constant,
     dotted,
+    is_default,
     python_edits,
     unused,
     wrappers,
@@ -50,7 +51,8 @@ class LowPrecisionReduction(Rule):
     and need more memory while they are reduced.
 
     ## Known limits
-    If an option selects FP32 or a lower precision, also between two policies, the choice is assumed to be intended.
+    If an option selects FP32 or a lower precision, also between two policies, the choice is assumed to be intended. So
+    is one whose default, for `param_dtype` and `reduce_dtype`, is FP32, if no script of the project passes the option.
     Policies of models that are frozen or only evaluated, under `torch.no_grad`, in tests, and policies that are only
     compared are not reported, nor is one in a config that is only launched with `--eval-only`, or whose name nothing in
     its project mentions. If the use of the policy is not visible otherwise, it is assumed to train.
@@ -336,6 +338,105 @@ fsdp = dict(
 )
 """,
         ),
+        Good(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+def shard(model, master_type="fp32"):
+    dtype = torch.float32 if master_type == "fp32" else torch.bfloat16
+    policy = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype)
+    return FullyShardedDataParallel(model, mixed_precision=policy)
+""",
+            name="shard.py",
+            files={
+                "train.py": """\
+import argparse
+from shard import shard
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--master_type", default="fp32")
+args = parser.parse_args()
+model = shard(Model(), args.master_type)
+for x in loader:
+    model(x).sum().backward()
+""",
+                "run.sh": "torchrun train.py\n",
+                "pyproject.toml": "",
+            },
+        ),
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+def shard(model, master_type="fp32"):
+    dtype = torch.float32 if master_type == "fp32" else torch.bfloat16
+    policy = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype)  # !
+    return FullyShardedDataParallel(model, mixed_precision=policy)
+""",
+            name="shard.py",
+            files={
+                "train.py": """\
+import argparse
+from shard import shard
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--master_type", default="fp32")
+args = parser.parse_args()
+model = shard(Model(), args.master_type)
+for x in loader:
+    model(x).sum().backward()
+""",
+                "run.sh": "torchrun train.py --master_type bf16\n",
+                "pyproject.toml": "",
+            },
+            fixed="""\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+def shard(model, master_type="fp32"):
+    dtype = torch.float32 if master_type == "fp32" else torch.bfloat16
+    policy = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
+    return FullyShardedDataParallel(model, mixed_precision=policy)
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+def shard(model, master_type="fp32"):
+    dtype = torch.float32 if master_type == "fp32" else torch.bfloat16
+    policy = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype)  # !
+    return FullyShardedDataParallel(model, mixed_precision=policy)
+""",
+            name="shard.py",
+            files={
+                "train.py": """\
+import argparse
+from shard import shard
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--master_type", default="bf16")
+args = parser.parse_args()
+model = shard(Model(), args.master_type)
+for x in loader:
+    model(x).sum().backward()
+""",
+                "run.sh": "torchrun train.py\n",
+                "pyproject.toml": "",
+            },
+            fixed="""\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+def shard(model, master_type="fp32"):
+    dtype = torch.float32 if master_type == "fp32" else torch.bfloat16
+    policy = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
+    return FullyShardedDataParallel(model, mixed_precision=policy)
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -424,10 +525,16 @@ fsdp = dict(
             )
 
     def _reduces(self, policy: Event, given: cst.BaseExpression, facts: Facts) -> str | None:
-        """Return the low dtype of the reduction: always low, or the same value as `param_dtype`."""
-        reduces = [dtype for guard, dtype in facts.dtypes(given, policy.call) if compatible(guard, policy.guard)]
+        """Return the low dtype of the reduction: always low, or the same value as `param_dtype`.
+
+        Not if both are FP32 by default, which an option that nobody passes may change.
+        """
+        found = [(guard, dtype) for guard, dtype in facts.dtypes(given, policy.call) if compatible(guard, policy.guard)]
+        reduces = {dtype for _, dtype in found}
         low = [dtype for dtype in HALF_DTYPES if dtype in reduces]
-        if not low or (set(reduces) - set(HALF_DTYPES) and not self._same_value(policy, given, facts)):
+        if not low or (reduces - set(HALF_DTYPES) and not self._same_value(policy, given, facts)):
+            return None
+        if any(dtype is Dtype.FP32 and is_default(guard, facts) for guard, dtype in found):
             return None
         return " or ".join(dtype.label for dtype in low)
 

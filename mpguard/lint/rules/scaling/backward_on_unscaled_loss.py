@@ -557,6 +557,76 @@ def train(model, loader, optimizer):
         scaler.update()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+OPTIONS = {"init_scale": 1024.0, "growth_interval": 500}
+
+def build(**kwargs):
+    return torch.amp.GradScaler("cuda", **kwargs)
+
+def main(model, optimizer, loader):
+    scaler = build(**OPTIONS)
+    for batch in loader:
+        with torch.autocast("cuda"):
+            loss = model(batch)
+        optimizer.zero_grad()
+        loss.backward()  # !
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            fixed="""\
+import torch
+
+OPTIONS = {"init_scale": 1024.0, "growth_interval": 500}
+
+def build(**kwargs):
+    return torch.amp.GradScaler("cuda", **kwargs)
+
+def main(model, optimizer, loader):
+    scaler = build(**OPTIONS)
+    for batch in loader:
+        with torch.autocast("cuda"):
+            loss = model(batch)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+from configs import config
+
+scaler = torch.amp.GradScaler("cuda", **config.trainer.grad_scaler_args)
+
+def main(model, optimizer, loader):
+    for batch in loader:
+        loss = model(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            files={
+                "configs.py": """\
+import dataclasses
+
+@dataclasses.dataclass
+class Trainer:
+    grad_scaler_args: dict = dataclasses.field(default_factory=lambda: dict(enabled=False))
+
+@dataclasses.dataclass
+class Config:
+    trainer: Trainer = dataclasses.field(default_factory=Trainer)
+
+config = Config()
+"""
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -41,7 +41,7 @@ def check(data: bytes, context: Context, cells: Sequence[int] = ()) -> FileCheck
 
 
 def _check(data: bytes, context: Context, cells: Sequence[int]) -> FileCheck:
-    left_out = [rule for rule in context.selected(Rule) if not rule.in_tests] if is_test(context.path) else []
+    left_out = [rule for rule in context.selected(Rule) if not rule.in_tests] if is_test(context.path, data) else []
     selected = [rule for rule in context.selected(Rule) if rule not in left_out]
     rules = [
         rule
@@ -68,7 +68,7 @@ def _check(data: bytes, context: Context, cells: Sequence[int]) -> FileCheck:
         diagnostics, defects = context.run_rules(rules, facts, (Unparsable,))
         about_training = [rule for rule in rules if not rule.in_tests]
         codes = {rule.code for rule in about_training}
-        if any(each.code in codes for each in diagnostics) and facts.training_use.only_measures_speed:
+        if any(each.code in codes for each in diagnostics) and facts.training_use.only_measures:
             diagnostics = [each for each in diagnostics if each.code not in codes]
             left_out += about_training
         if dict_rules:
@@ -107,7 +107,7 @@ class _Unused:
 
 def _rules_about_dicts(data: bytes, context: Context) -> list[type[ConfigRule]]:
     """Return the config rules that may report a DeepSpeed config in Python code; none in a test, which may be wrong."""
-    if is_test(context.path) or not prefilter.may_hold_deepspeed_config(data):
+    if is_test(context.path, data) or not prefilter.may_hold_deepspeed_config(data):
         return []
     return prefilter.relevant(data, [rule for rule in context.selected(ConfigRule) if "deepspeed" in rule.kinds])
 
