@@ -659,7 +659,13 @@ class TrainingUse:
         )
 
     def _only_its_time_is_kept(self, call: Call) -> bool:
-        """True if a loss is read for its backward pass only, in a function that measures times."""
+        """True if a loss is read for its backward pass only, in code of the file that measures times.
+
+        What a function trains that nothing in the file calls may be kept by its callers.
+        """
+        function = next((each for each in call.scope.within() if each.kind == "function"), None)
+        if function is not None and not self.facts.callers(function):
+            return False
         loss = dotted(call.receiver)
         read = [use for use in call.scope.uses.get(loss, ()) if use.path != f"{loss}.backward"]
         clocks = [each for each in call.scope.calls if _CLOCK.search(each.name)]

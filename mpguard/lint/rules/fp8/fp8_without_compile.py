@@ -1164,7 +1164,7 @@ def build(config):
         return (
             scope is not None
             and any(
-                each.decorators or facts.escapes(each) or facts.of(each).exported(each.name)
+                each.decorators or (each.owner is None and (facts.escapes(each) or facts.of(each).exported(each.name)))
                 for each in facts.programs_of(scope)
                 if each.kind == "function" and not facts.callers(each)
             )
