@@ -13,7 +13,7 @@ import libcst as cst
 
 from mpguard.lint.facts.events.event import Event, is_optimizer, is_scaler, last_name
 from mpguard.lint.facts.syntax.nodes import constant, dotted
-from mpguard.lint.facts.syntax.records import Call, Use
+from mpguard.lint.facts.syntax.records import Call, Scope, Use
 from mpguard.lint.facts.values import project_words
 from mpguard.lint.facts.values.api_names import SAVES
 from mpguard.lint.facts.values.lattice import Constant, Object
@@ -29,8 +29,8 @@ _SCHEDULER = re.compile(r"sched|warmup")
 _MODEL = re.compile(
     r"model|net(?:work)?(?:_?[gd\d])?$|module|encoder|decoder|generator|discriminator|backbone|ema|critic|actor|policy|head"
 )
-#: Functions that read a checkpoint; not data, and not a factory (`load_optimizer(args.optimizer)`).
-_LOADS = re.compile(r"(?i)^(?!.*(?:data|batch|optim(?:izer)?s?$)).*(?:load|resume|restore)")
+#: Functions that read a checkpoint; not data, and not a factory (`load_optimizer(args.optimizer)`, `load_scheduler`).
+_LOADS = re.compile(r"(?i)^(?!.*(?:data|batch|sched|optim(?:izer)?s?$)).*(?:load|resume|restore)")
 #: Ends of the names of classes that hold a GradScaler.
 _WRAPPERS = ("GradScaler", "LossScaler", "NativeScaler", "ScalerWithGradNormCount", "AmpScaler", "AMPScaler")
 _WARM_START = re.compile(r"(?i)warm[-_ ]?start")
@@ -84,8 +84,17 @@ class Checkpoints:
                 if other is not self.facts:
                     other.need_all()
                     within = set(function.scope.descendants())
-                    if any(event.scope in within for event in other.checkpoints.saved(role)):
+                    saved = (event for event in other.checkpoints.saved(role) if event.scope in within)
+                    if any(self._gets(call, function.scope, event.key, role) for event in saved):
                         yield call, other.checkpoints
+
+    def _gets(self, call: Call, function: Scope, saved: str, role: Role) -> bool:
+        """True if what a function saves is no parameter of it, or the call gives an object of the role for it."""
+        name = saved.split(".", 1)[0]
+        if name != saved or not any(param.name == name for param in function.params):
+            return True
+        given = self.facts.values.given(call, function, name)
+        return given is not None and (role != "optimizer" or is_optimizer(self.facts, given, call))
 
     def of(self, kind: Literal["state", "restore"], role: Role) -> list[Event]:
         """Return the events of a kind for objects of a role."""

@@ -335,7 +335,7 @@ def unscaled(model, loader, optimizer):
         Bad(
             """\
 import torch
-from gradients import clip_gradients, clip_images, clip_unscaled
+from elsewhere import clip_gradients, clip_images, clip_unscaled
 
 def train(model, loader, optimizer):
     scaler = torch.amp.GradScaler("cuda")
@@ -354,7 +354,7 @@ def unscaled(model, loader, optimizer):
         scaler.update()
 """,
             files={
-                "gradients.py": """\
+                "elsewhere.py": """\
 import torch
 
 def clip_gradients(parameters, most):
@@ -370,7 +370,7 @@ def clip_images(images):
             },
             fixed="""\
 import torch
-from gradients import clip_gradients, clip_images, clip_unscaled
+from elsewhere import clip_gradients, clip_images, clip_unscaled
 
 def train(model, loader, optimizer):
     scaler = torch.amp.GradScaler("cuda")

@@ -348,6 +348,9 @@ def main(args, model, loader):
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     print(sum(times) / len(times))
+
+
+main(*setup())
 """,
         ),
         Bad(

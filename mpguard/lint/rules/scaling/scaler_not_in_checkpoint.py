@@ -135,6 +135,59 @@ def load(path, optimizer):
 """,
             },
         ),
+        Bad(
+            """\
+import torch
+from checkpoints import load_state, save_state
+
+def train(model, loader):
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cuda")
+    load_state("optimizer.pt", optimizer)
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    save_state("model.pt", model)
+    save_state("optimizer.pt", optimizer)  # !
+""",
+            files={
+                "checkpoints.py": """\
+import torch
+
+def save_state(path, anything):
+    torch.save(anything.state_dict(), path)
+
+def load_state(path, anything):
+    anything.load_state_dict(torch.load(path))
+"""
+            },
+        ),
+        Good(
+            """\
+import torch
+from checkpoints import load_scheduler, save
+
+def never_resumed(model, loader):
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cuda")
+    scheduler = load_scheduler(optimizer)
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    save("last.pt", optimizer)
+""",
+            files={
+                "checkpoints.py": """\
+import torch
+
+def save(path, optimizer):
+    torch.save({"optimizer": optimizer.state_dict()}, path)
+
+def load_scheduler(optimizer):
+    return torch.optim.lr_scheduler.ConstantLR(optimizer)
+"""
+            },
+        ),
         Good(
             """\
 import torch
