@@ -99,7 +99,7 @@ class _Unused:
         if any(each.contain(place) for each in (self._facts.unused_definitions, self._branches, self._raising)):
             return True
         evidence = [note.span[0] for note in diagnostic.notes if note.span is not None and note.path is None]
-        return any(map(self._raising.contain, evidence))
+        return any(each.contain(there) for there in evidence for each in (self._branches, self._raising))
 
 
 def _rules_about_dicts(data: bytes, context: Context) -> list[type[ConfigRule]]:

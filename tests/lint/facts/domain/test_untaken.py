@@ -157,3 +157,43 @@ def test_a_new_call_is_seen_with_the_cache(capsys: pytest.CaptureFixture[str], m
         tracked_fs.clear_run_caches()
         main(["lint", "--format", "concise", "--isolated", "--select", "MPG509", "."])
         assert capsys.readouterr().out.count(" MPG509 ") == expected
+
+
+#: The gradients of line 14 are those of the autocast in line 5, which only a call with `half=True` enters.
+STEPS = """\
+import torch
+
+def loss_of(model, x, half=False):
+    if half:
+        with torch.autocast("cuda", dtype=torch.float16):
+            return model(x).sum()
+    return model(x).sum()
+
+def train(model, loader, half=False):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        optimizer.zero_grad()
+        loss = loss_of(model, x, half=half)
+        loss.backward()
+        optimizer.step()
+
+def tune(model, loader):
+    for x in loader:
+        print(loss_of(model, x, half=True))
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("main", "reported"),
+    [
+        ("train(model, loader, half=False)\n", 0),
+        ("train(model, loader)\n", 0),
+        ("train(model, loader, half=True)\n", 1),
+        ("train(model, loader, half=args.half)\n", 1),
+    ],
+)
+def test_an_autocast_that_no_call_enters_is_no_evidence(
+    main: str, reported: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert findings({"train.py": STEPS + main}, capsys, "MPG201") == reported
