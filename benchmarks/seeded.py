@@ -35,7 +35,10 @@ so there):
 - `loss.backward()` and torch's clipping under an Accelerator that a constant makes BF16, or sets to no mixed precision,
   without a plugin (and, for `backward`, without accumulation), which does the same (since `wide14`);
 - an autocast that only `torch.inference_mode()` enters, a batch that is rounded and cast back to FP32 at once, and a
-  function that only a comment calls (all since `wide15`).
+  function that only a comment calls (all since `wide15`);
+- `torch.float16` in code that imports torch under another name, a function that other files only define themselves (a
+  copy of the file is no user), and code that a statement which raises whenever it runs precedes, as the linter finds
+  it: a name that nothing binds, an import of what a module of the project lacks (all since `wide17`).
 
 A batch of integers that is cast to FP16 counts as found by MPG110 too, which reports just that.
 """
@@ -56,11 +59,16 @@ from typing import Any, NamedTuple
 
 import libcst as cst
 
+from mpguard.lint.facts.domain.raising import Raising
+from mpguard.lint.facts.domain.untaken import UntakenBranches
+from mpguard.lint.facts.file import Facts
 from mpguard.lint.model.rule import BaseRule, Rule, rules
 from mpguard.lint.model.selection import Selectors
+from mpguard.lint.project.project import Project
 from mpguard.lint.project.references import is_copied_example
 from mpguard.lint.run.engine import Engine, Options
 from mpguard.lint.source.files import Target, kind_of
+from mpguard.lint.source.source import Source
 from mpguard.lint.source.test_paths import is_test
 
 _spec = importlib.util.spec_from_file_location("corpus", Path(__file__).with_name("corpus.py"))
@@ -521,6 +529,8 @@ def _before_optimizer(*lines: str) -> Callable[[cst.BaseStatement], list[str]]:
     return new
 
 
+#: Binds the name `torch`.
+TORCH = r"(?m)^ *import torch *(?:\.\w+ *)*(?:,|;|#|$)"
 PLAIN = OTHER + r"|bfloat16|float16|\.half\(\)|[sS]caler|autocast|fp16|quantiz"
 
 
@@ -529,7 +539,7 @@ def model_half(text: str) -> str | None:
     return changed(text, Insert(_before_optimizer("{0}.half()")))
 
 
-@kind("101", OPTIMIZER, *LOOP, "import torch", never=PLAIN, trains=True)
+@kind("101", OPTIMIZER, *LOOP, TORCH, never=PLAIN, trains=True)
 def model_to_float16(text: str) -> str | None:
     return changed(text, Insert(_before_optimizer("{0} = {0}.to(torch.float16)")))
 
@@ -573,7 +583,7 @@ def batch_half(text: str) -> str | None:
     return changed(text, Cast())
 
 
-@kind("107", OPTIMIZER, *LOOP, "import torch", never=PLAIN, trains=True)
+@kind("107", OPTIMIZER, *LOOP, TORCH, never=PLAIN, trains=True)
 def model_to_bfloat16(text: str) -> str | None:
     return changed(text, Insert(_before_optimizer("{0} = {0}.to(torch.bfloat16)")))
 
@@ -1142,6 +1152,14 @@ _READS_DATA = re.compile(r"(?i)loader|dataset|\bdata\b|batch|parse_args|open\(")
 _TEXTS = (".py", ".sh", ".yaml", ".yml", ".md", ".ipynb", ".json", ".toml", ".cfg", ".txt", "")
 
 
+def raises(program: Program, line: int) -> bool:
+    """True if a statement that raises whenever it runs is run before a line, counted from 0, or before what trains."""
+    facts = Facts(Source.parse(program.text.encode(), str(program.path)), Project())
+    lines = program.text.splitlines(True)
+    place = next((i for i in range(line, len(lines)) if lines[i].strip()), line)  # that of a statement
+    return Raising(facts, UntakenBranches(facts)).contain(len("".join(lines[:place])))
+
+
 class Users:
     """The words of the files of repositories, to see what nothing mentions."""
 
@@ -1150,14 +1168,15 @@ class Users:
         self._words: dict[str, dict[Path, set[str]]] = {}
 
     def mention(self, program: Program, name: str) -> bool:
-        """True if another file of the repository contains a name as a word."""
+        """True if another file of the repository contains a name as a word, and does not define it itself."""
         where = self.folder / program.repository.replace("/", "+")
         if program.repository not in self._words:
             texts = (path for path in where.rglob("*") if path.suffix in _TEXTS and path.is_file())
             self._words[program.repository] = {
-                path: set(re.findall(r"\w+", path.read_text("utf-8", "replace")))
+                path: set(re.findall(r"\w+", text)) - set(re.findall(r"(?m)^(?:async +)?(?:def|class) +(\w+)", text))
                 for path in texts
                 if path.stat().st_size <= LARGEST and "/.git/" not in path.as_posix()
+                for text in [path.read_text("utf-8", "replace")]
             }
         return any(name in words for path, words in self._words[program.repository].items() if path != program.path)
 
@@ -1165,6 +1184,8 @@ class Users:
         """True if something may run the place where a mutant begins to differ."""
         old, new = program.text.splitlines(), mutant.splitlines()
         place = next((i for i, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), len(old) - 1)
+        if raises(program, place):
+            return False
         top = max((i for i in range(min(place, len(old) - 1) + 1) if re.match(r"[^\s#)\]}]", old[i])), default=0)
         end = next((i for i in range(top + 1, len(old)) if re.match(r"[^\s#)\]}]", old[i])), len(old))
         own, rest = "\n".join(old[top:end]), re.sub(r"#.*", "", "\n".join(old[:top] + old[end:]))

@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.events import EventKind as EventKind
     from mpguard.lint.facts.events import is_optimizer as is_optimizer
     from mpguard.lint.facts.events.compile import launched_compiled as launched_compiled
-    from mpguard.lint.facts.events.compile import may_compile as may_compile
     from mpguard.lint.facts.events.event import aliases as aliases
     from mpguard.lint.facts.events.event import called as called
     from mpguard.lint.facts.file import Facts as Facts
@@ -159,7 +158,7 @@ _NAMES = {
     "mpguard.lint.facts.domain.training_use": ("Weights",),
     "mpguard.lint.facts.domain.wrappers": ("Wrap", "WrapperSettings"),
     "mpguard.lint.facts.events": ("Event", "EventKind", "is_optimizer"),
-    "mpguard.lint.facts.events.compile": ("launched_compiled", "may_compile"),
+    "mpguard.lint.facts.events.compile": ("launched_compiled",),
     "mpguard.lint.facts.events.event": ("aliases", "called"),
     "mpguard.lint.facts.file": ("Facts",),
     "mpguard.lint.facts.syntax.dtype_triggers": ("CASTS_LOW_PRECISION", "MENTIONS_FP16", "MENTIONS_LOW_PRECISION"),

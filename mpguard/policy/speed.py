@@ -72,22 +72,39 @@ def is_narrow(features_in: int, features_out: int) -> bool:
 
 
 def predict(policy: Policy, backend: str, layers: Iterable[tuple[int, int]], tokens: int | None) -> Prediction | None:
-    """Return the prediction for layers of (features in, features out) on a Hopper GPU; None for what was not measured.
+    """Return the prediction for layers on a Hopper GPU; None for what was not measured.
 
-    The width of a layer is the smaller of its sizes; that of a model is the mean, weighted by the sizes of the weights.
+    layers: features in, features out. tokens: None if they are not known.
     """
     if policy.fp8 is None or policy.fp8_recipe != "tensorwise" or policy.fp8_emulate:
         return None
     if backend == "torchao" and policy.compile is False:
         return None
-    sizes = list(layers)
-    total = sum(one * other for one, other in sizes)
-    if not total:
+    width = _mean_width(layers)
+    if not width:
         return None
     kind = "torchao without narrow layers" if leaves_out_narrow(policy, backend) else backend
-    width = round(sum(min(one, other) * one * other for one, other in sizes) / total)
     tokens = USUAL_TOKENS if tokens is None else tokens
     return Prediction(ratio(kind, width, tokens), width, tokens)
+
+
+def _mean_width(layers: Iterable[tuple[int, int]]) -> int:
+    """Return the mean width of layers, weighted by the sizes of the weights; 0 without layers.
+
+    The width of a layer is the smaller of its sizes.
+    """
+    sizes = list(layers)
+    total = sum(one * other for one, other in sizes)
+    return round(sum(min(one, other) * one * other for one, other in sizes) / total) if total else 0
+
+
+def at_best(backend: str, layers: Iterable[tuple[int, int]]) -> Prediction | None:
+    """Return the prediction for layers with the most tokens that were measured; None without layers."""
+    width = _mean_width(layers)
+    if not width:
+        return None
+    tokens = max(int(each) for row in _table()["ratios"][backend].values() for each in row)
+    return Prediction(ratio(backend, width, tokens), width, tokens)
 
 
 def ratio(kind: str, width: int, tokens: int) -> float:

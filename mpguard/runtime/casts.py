@@ -12,7 +12,7 @@ import sys
 import sysconfig
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import torch
@@ -73,17 +73,29 @@ def caller() -> tuple[str, str]:
 
     The place is in the user's own code, or in the library that is nearest to it if there is none.
     """
-    import torch
-
-    inside = (str(Path(torch.__file__).parent), _OWN)
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(inside):
-        method, frame = frame.f_code.co_name, frame.f_back
+    method, frame = _called()
     place = frame
     while frame is not None and is_installed(frame.f_code.co_filename):
         frame = frame.f_back
     place = frame or place
     return method, f"{_relative(place.f_code.co_filename)}:{place.f_lineno}" if place else "an unknown place"
+
+
+def is_called_by_script() -> bool:
+    """True if the method of torch that is being called is called by the user's own code, not by another library."""
+    _, frame = _called()
+    return frame is not None and not is_installed(frame.f_code.co_filename)
+
+
+def _called() -> tuple[str, FrameType | None]:
+    """Return the method of torch that is being called, and the frame that calls it."""
+    import torch
+
+    inside = (str(Path(torch.__file__).parent), _OWN)
+    method, frame = "", cast("FrameType | None", sys._getframe())
+    while frame is not None and frame.f_code.co_filename.startswith(inside):
+        method, frame = frame.f_code.co_name, frame.f_back
+    return method, frame
 
 
 @functools.cache

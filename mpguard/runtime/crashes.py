@@ -15,11 +15,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mpguard.core.console import print_line
-from mpguard.core.documentation import page_url
 from mpguard.core.errors import MpguardError
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.runtime import guard as guards
 from mpguard.runtime.casts import is_installed
+from mpguard.runtime.messages import with_page
 
 if TYPE_CHECKING:
     import torch
@@ -45,10 +45,7 @@ class Cause:
     page: str
 
     def __str__(self) -> str:
-        rule = self.page.startswith("MPG")
-        url = page_url(f"rules/{self.page}" if rule else self.page)
-        see = f"`mpguard rule {self.page}`" + (f", {url}" if url else "") if rule else url or f"docs/{self.page}.md"
-        return f"mpguard: {self.text}. See {see}"
+        return with_page(self.text, self.page)
 
 
 def print_cause(error: BaseException) -> None:
@@ -234,6 +231,17 @@ def _different_dtypes(frames: _Frames) -> Cause:
     )
 
 
+def _beyond_range(frames: _Frames) -> Cause:
+    tensors: dict[str, torch.Tensor] = next(filter(None, map(_tensors, filter(_is_of_script, frames))), {})
+    half = {name: tensor for name, tensor in tensors.items() if _short(tensor) in ("fp16", "bf16")}
+    return Cause(
+        f"a number is written into a 16-bit tensor that cannot hold it{f' ({_listed(half)})' if half else ''}"
+        f"{_line(frames)}. Autocast computes products in 16 bits, and the mask constants of FP32 (-1e9, -1e20) are "
+        "beyond 65504: take `torch.finfo(tensor.dtype).min`, or compute it in FP32",
+        "MPG601",
+    )
+
+
 def _flash_attention(frames: _Frames) -> Cause:
     tensors: dict[str, torch.Tensor] = next(filter(None, map(_tensors, filter(_is_of_script, frames))), {})
     wide = {name: tensor for name, tensor in tensors.items() if _short(tensor) not in ("fp16", "bf16")}
@@ -257,6 +265,13 @@ def _mixed_flat_parameters(frames: _Frames) -> Cause:
         by_dtype.setdefault(_short(tensor), []).append(tensor)
     names = "; ".join(f"{dtype}: {_named(own, module)}" for dtype, own in by_dtype.items())
     kind = f" of {type(module).__name__}" if module is not None else ""
+    if not all(tensor.is_floating_point() for tensor in tensors):
+        return Cause(
+            f"FSDP shards the {len(tensors)} parameters{kind} as one, which needs one floating-point dtype; they are "
+            f"{names}. 4-bit weights are stored in uint8 by default: load them with `bnb_4bit_quant_storage` "
+            "(BitsAndBytesConfig) in the dtype of the other parameters",
+            "refused",
+        )
     return Cause(
         f"FSDP shards the {len(tensors)} parameters{kind} as one, which needs one dtype; they are {names}. Load the "
         "whole model in FP32 (FSDP casts by its mixed precision policy), or wrap the parts in their own FSDP units",
@@ -289,8 +304,13 @@ CRASHES: tuple[tuple[str, Callable[[_Frames], Cause]], ...] = (
     (r"Attempted \w+ but _scale is None", _never_scaled),
     ("No inf checks were recorded for this optimizer", _no_gradients),
     ("No inf checks were recorded prior to update", _nothing_to_update),
-    ("Must flatten tensors with uniform dtype|FSDP expects uniform original parameter dtype", _mixed_flat_parameters),
+    (
+        "Must flatten tensors with uniform dtype|FSDP expects uniform original parameter dtype"
+        "|Cannot flatten integer dtype tensors",
+        _mixed_flat_parameters,
+    ),
     ("Current loss scale already at minimum", _scale_at_minimum),
+    (r"cannot be converted to type (at|c10)::(Half|BFloat16) without overflow", _beyond_range),
     (r"(?i)flash ?attention (only supports?|supports? only) fp16 and bf16", _flash_attention),
     (
         r"must have the same dtype|to have the same dtype|expected scalar type \S+ but found|mixed dtype \(CPU\)"

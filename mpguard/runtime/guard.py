@@ -30,7 +30,7 @@ from mpguard.policy.policy import Policy
 from mpguard.policy.recipes import given
 from mpguard.runtime import casts
 from mpguard.runtime.checkpoints import Loaded
-from mpguard.runtime.containment import contained_hook, has_failed
+from mpguard.runtime.containment import contained, contained_hook, has_failed
 from mpguard.runtime.messages import overridable
 from mpguard.runtime.meter import Meter
 from mpguard.runtime.plan import Plan
@@ -47,13 +47,16 @@ from mpguard.runtime.proof.observe import (
     models_of,
     name_of,
     observe,
+    places_of,
     updated_by,
 )
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
+from mpguard.runtime.proof.remarks import overflows
 from mpguard.runtime.proof.script_updates import ScriptSteps
 from mpguard.runtime.ranks import declare_idle, is_forked_after_cuda, is_idle, rank
 from mpguard.runtime.reporter import Reporter, unproven_at_exit
+from mpguard.runtime.scaler_use import ScalerUse
 from mpguard.targets.capabilities import left_out_at_start
 
 if TYPE_CHECKING:
@@ -99,7 +102,7 @@ class Guard:
     converts_models, compiles_models: True if mpguard converts and compiles models when an optimizer is created; False
     where an `Accelerator` does. run: one entry per optimizer that has stepped, in that order. first_scale: where the
     last dynamic loss scale begins that was created. meter: what measures the steps, in a run that `mpguard tune` has
-    started.
+    started. scaler_use: how GradScalers are used.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -123,6 +126,7 @@ class Guard:
         self.left_out: dict[str, str] = {}
         self.left_out_for: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
         self.run: list[Progress] = []
+        self.scaler_use = ScalerUse()
         self.budget = Budget()
         self.first_scale: float | None = None
         self.meter: Meter | None = None
@@ -298,9 +302,27 @@ class Guard:
         optimizer = innermost(optimizer)
         if self._listening and isinstance(optimizer, torch.optim.Optimizer):
             progress = self._progress_of(optimizer)
+            self._remark_on_skipped(optimizer)
             self._count_skipped(progress, True)
+            self._follow_schedule(optimizer, progress, skipped=True)
             if self.proof is not None and not progress.proven and not self._whole:
                 self._await(progress)
+
+    def _remark_on_skipped(self, optimizer: Any) -> None:
+        """Report numbers that became infinite in a step that was recorded and skipped: they may be the reason."""
+        found = self.recorder.account.overflows
+        if found:
+            with contained("the remarks about a skipped step"):
+                places = places_of(self.models_of(optimizer))
+                self.reporter.report_remarks(overflows(found, None, places))
+
+    def _follow_schedule(self, optimizer: Any, progress: Progress, *, skipped: bool) -> None:
+        """Report a schedule that goes on after a step that was skipped: the learning rate has changed at each step."""
+        with contained("the remarks about a schedule"):
+            number = progress.applied + progress.skipped
+            remark = self.scaler_use.rate_used(optimizer, number, skipped=skipped)
+            if remark is not None:
+                self.reporter.report_remarks([remark])
 
     def _count_skipped(self, progress: Progress, skipped: bool) -> None:
         progress.skipped += skipped
@@ -324,6 +346,8 @@ class Guard:
             self._conclude_unproven(f"allow: idle_ranks names rank {rank()}, and {progress.name} was stepped there")
         progress.applied += 1
         progress.skipped_in_a_row = 0
+        if progress.skipped:
+            self._follow_schedule(optimizer, progress, skipped=False)
         if not progress.proven:
             self._prove_first(optimizer, progress, model)
         elif progress in self._looking:
@@ -424,6 +448,7 @@ class Guard:
             self.recorder, models, optimizer, policy=self.plan.policy, kept=self.plan.allowed(BF16), step=step
         )
         self._models[optimizer] = [weakref.ref(found) for found in models]
+        self.reporter.report_remarks(seen.remarks)
         seen.skipped = progress.skipped
         seen.left_out = {**self.left_out, **self.left_out_for.get(optimizer, {})}
         self.recorder.account.take_seconds()  # they are a part of what was measured here

@@ -6,6 +6,7 @@ import importlib.util
 import re
 import warnings
 
+from mpguard.core.documentation import page_url
 from mpguard.core.errors import NotProven
 from mpguard.policy import hardware
 from mpguard.policy.policy import Policy
@@ -34,6 +35,17 @@ def _reason(policy: Policy) -> str:
     here = hardware.detect()
     found, reason = hardware.best(here)
     return f" ({reason})" if policy.name == f"{AUTO}{found}" else f" ({hardware.best(here.cpu)[1]})"
+
+
+def with_page(text: str, page: str) -> str:
+    """Return a line that refers to a page. page: the code of a rule that reports the same in source code, or its name.
+
+    The name is that of a page of the documentation, without `.md`.
+    """
+    rule = page.startswith("MPG")
+    url = page_url(f"rules/{page}" if rule else page)
+    see = f"`mpguard rule {page}`" + (f", {url}" if url else "") if rule else url or f"docs/{page}.md"
+    return f"mpguard: {text}. See {see}"
 
 
 def overridable(message: str) -> str:

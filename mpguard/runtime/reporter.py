@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mpguard.core.console import print_line
@@ -19,6 +19,7 @@ from mpguard.runtime.plan import Plan
 from mpguard.runtime.progress import Progress, summary
 from mpguard.runtime.proof.compare import Proof
 from mpguard.runtime.proof.consensus import names_of
+from mpguard.runtime.proof.remarks import Remark
 from mpguard.runtime.ranks import rank
 from mpguard.targets.inject import Change
 
@@ -44,6 +45,7 @@ class Reporter:
 
     def __init__(self) -> None:
         self._reported: set[str] = set()
+        self._remarked: set[str] = set()
         self._first: Proof | None = None
         self._proofs: list[Proof] = []
 
@@ -52,6 +54,14 @@ class Reporter:
         if text not in self._reported and rank() == 0:
             self._reported.add(text)
             print_line(text)
+
+    def report_remarks(self, remarks: Iterable[Remark]) -> None:
+        """Print remarks: of each key the first."""
+        for remark in remarks if rank() == 0 else ():
+            if remark.key not in self._remarked:
+                self._remarked.add(remark.key)
+                with below_progress_bars():
+                    print_line(str(remark))
 
     def log_override(self, where: str, change: Change) -> None:
         """Log an override once, with its key, old value and new value: a warning on rank 0, else a debug message."""

@@ -115,6 +115,34 @@ def test_a_trial_on_random_tensors_trains_nothing(tmp_path: Path) -> None:
         assert users.run(program, text.replace("    model(x)", "    model.half()\n    model(x)")) is counts
 
 
+def test_a_copy_of_a_file_does_not_use_its_functions(tmp_path: Path) -> None:
+    text = "import torch\n\ndef fit(model, x):\n    model(x).sum().backward()\n"
+    folder = tmp_path / "o+r"
+    folder.mkdir()
+    for name, user in (("copy.py", text), ("app.py", "import train, copy\n")):
+        (folder / name).write_text(user)
+    program = seeded.Program("o/r", folder / "train.py", text)
+    mutant = text.replace("    model(x)", "    model.half()\n    model(x)")
+    assert not seeded.Users(tmp_path).run(program, mutant)
+    (folder / "app.py").write_text("from train import fit\n\nfit(net, x)\n")
+    assert seeded.Users(tmp_path).run(program, mutant)
+
+
+def test_a_program_that_cannot_run_is_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "o+r"
+    folder.mkdir()
+    (folder / "pyproject.toml").write_text("")
+    for name, counts in (("build", True), ("bulid", False)):
+        text = f"def build():\n    return 1\n\nmodel = {name}()\n\nif __name__ == '__main__':\n    print(model)\n"
+        program = seeded.Program("o/r", folder / "train.py", text)
+        assert seeded.Users(tmp_path).run(program, text.replace("\n\nif", "\nmodel.half()\n\nif")) is counts
+
+
+def test_a_dtype_of_torch_needs_the_name_torch() -> None:
+    assert KINDS["model-to-float16"].fits(PLAIN)
+    assert not KINDS["model-to-float16"].fits(PLAIN.replace("import torch", "import torch as th"))
+
+
 def test_kinds_have_names_of_their_own_and_rules_that_there_are() -> None:
     assert len(KINDS) == len(seeded.KINDS)
     assert {code for each in seeded.KINDS for code in each.rules} <= set(rules(own_only=True))

@@ -62,6 +62,12 @@ CRASHES = {
         "The parameters were cast to bf16 by hand, and the policy keeps them in fp32",
         "`mpguard rule MPG102`",
     ),
+    "with torch.autocast('cpu', torch.float16): scores = net(x) @ net(x).T\n"
+    "scores.masked_fill(torch.eye(8) > 0, -1e9)": (
+        "without overflow",
+        "mpguard: a number is written into a 16-bit tensor that cannot hold it (scores fp16), at t.py:12. ",
+        "`mpguard rule MPG601`",
+    ),
     "net.first.bfloat16()\nnet(x.bfloat16())": (
         "RuntimeError: mat1 and mat2 must have the same dtype",
         "mpguard: `last` (Linear): weight fp32, bias fp32; inputs input bf16, at ",
@@ -133,6 +139,16 @@ CRASHES = {
         "mpguard: FSDP shards the 4 parameters of Net as one, which needs one dtype; they are fp32: first.weight, "
         "first.bias; bf16: last.weight, last.bias. Load",
         "`mpguard rule MPG511`",
+    ),
+    "import os, torch.distributed as dist\n"
+    "dist.init_process_group('gloo', init_method='file://' + os.path.abspath('store'), rank=0, world_size=1)\n"
+    "from torch.distributed.fsdp import FullyShardedDataParallel\n"
+    "net.first.weight = nn.Parameter(torch.zeros(128, 1, dtype=torch.uint8), requires_grad=False)\n"  # as 4-bit weights
+    "FullyShardedDataParallel(net, device_id=torch.device('cpu'))": (
+        "ValueError: Cannot flatten integer dtype tensors",
+        "mpguard: FSDP shards the 4 parameters of Net as one, which needs one floating-point dtype; they are uint8: "
+        "first.weight; fp32: first.bias, last.weight, last.bias. 4-bit weights are stored in uint8 by default",
+        "/refused",
     ),
     "import os, torch.distributed as dist\n"
     "dist.init_process_group('gloo', init_method='file://' + os.path.abspath('store'), rank=0, world_size=1)\n"

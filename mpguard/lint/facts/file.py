@@ -26,12 +26,13 @@ from mpguard.lint.facts.domain.autocast_state import AutocastStates
 from mpguard.lint.facts.domain.checkpoints import Checkpoints
 from mpguard.lint.facts.domain.frozen_params import FrozenModels
 from mpguard.lint.facts.domain.master_weights import may_keep_masters
+from mpguard.lint.facts.domain.mentions import iterated
 from mpguard.lint.facts.domain.project_api import NoProject, ProjectApi
 from mpguard.lint.facts.domain.regions import Region, Regions
 from mpguard.lint.facts.domain.training_use import TrainingUse
 from mpguard.lint.facts.domain.unused import UnusedDefinitions
 from mpguard.lint.facts.domain.wrappers import WrapperFacts
-from mpguard.lint.facts.events import FINDERS, Event, EventKind, compiled
+from mpguard.lint.facts.events import FINDERS, Event, EventKind, compiled, compiled_by
 from mpguard.lint.facts.syntax import partial_parse
 from mpguard.lint.facts.syntax.constant_flags import apply_constant_flags
 from mpguard.lint.facts.syntax.index import Indexer
@@ -548,6 +549,10 @@ class Facts(FormerNames, former=_FORMER):
         """
         return compiled(self, guard, model)
 
+    def compiled_by(self, scopes: Collection[Scope], model: Event) -> bool:
+        """True if one of these functions, in another file than the model's, may compile the subject of an event."""
+        return compiled_by(scopes, model)
+
     @cached_property
     def forgotten_dtypes(self) -> dict[Call, Option]:
         """The autocasts without a dtype in a script whose own option or constant selects BF16.
@@ -703,20 +708,6 @@ def _without_gc() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def iterated(node: cst.CSTNode | None) -> cst.CSTNode | None:
-    """Return the object over whose parts a loop runs: `model` in `enumerate(model.layers)` and `model.children()`."""
-    while isinstance(node, (cst.Call, cst.Attribute)):
-        if isinstance(node, cst.Attribute):
-            node = node.value
-        elif isinstance(node.func, cst.Attribute):
-            node = node.func.value
-        elif node.args:
-            node = node.args[0].value
-        else:
-            return None
-    return node
 
 
 def _original_name(binding: Binding) -> str:

@@ -359,10 +359,10 @@ class Project:
             return not tree.is_project(top) or references.may_update_scaler(top, file)
 
     def compiled_elsewhere(self, path: str) -> bool:
-        """True if other code may compile a model that a file gets; outside of a project, and of a library, it may."""
+        """True if other code may compile a model that a file gets; outside of a project, it may."""
         with tracked_fs.recording_for(path):
             top = tree.top_of(Path(path).absolute().parent)
-            return not tree.is_project(top) or references.is_installable(top) or references.may_compile(top)
+            return not tree.is_project(top) or references.may_compile(top)
 
     def looked_up(self, path: str) -> bool:
         """True if code of the project of a file may get a class by a name that is not in the code."""

@@ -41,7 +41,10 @@ _READS_DEEPSPEED = re.compile(
     rb"deepspeed\.init|\binitialize\(|DeepSpeed(?:Plugin|Strategy|Engine)|HfArgumentParser|TrainingArguments"
     rb"|Trainer\(|(?i:accelerat|lightning)"
 )
-_NAMES_DEEPSPEED = re.compile(rb"(?i)deepspeed|HfArgumentParser|TrainingArguments|accelerat|lightning")
+#: `deepy.py` is the launcher of GPT-NeoX, and `NeoXArgs` reads its configs, of which DeepSpeed gets a part.
+_NAMES_DEEPSPEED = re.compile(
+    rb"(?i)deepspeed|HfArgumentParser|TrainingArguments|accelerat|lightning|neox_?arg|deepy\.py"
+)
 #: `update()` of anything but a progress bar or an average.
 _UPDATE = re.compile(
     rb"(?i)(?<![\w.])(?![\w.]*(?:bar|progress|tqdm|ema)\w*\s*\.\s*update\b)[\w.]*[\w\])]"

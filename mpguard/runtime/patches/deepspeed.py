@@ -7,7 +7,7 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,13 @@ from mpguard.runtime.patches import fp8_conversion, fp32_modules, master_weights
 from mpguard.runtime.patches.patch import AnyFunction, Patch
 from mpguard.runtime.plan import with_first_scale
 from mpguard.runtime.proof.observe import innermost
+from mpguard.runtime.proof.products import short
+from mpguard.runtime.proof.remarks import Remark
 from mpguard.targets.inject import differences
 from mpguard.targets.settings import Setting, merged
+
+#: The method of an engine that tells if the section of its config is in force.
+_ENABLED = {"bf16": "bfloat16_enabled", "fp16": "fp16_enabled"}
 
 
 def _deepspeed_initialize(original: AnyFunction) -> AnyFunction:
@@ -118,6 +123,34 @@ def _engine_step(original: AnyFunction) -> AnyFunction:
     return step
 
 
+def _autocast_in_engine(original: AnyFunction) -> AnyFunction:
+    @functools.wraps(original)
+    def autocast_if_enabled(engine: Any) -> Any:
+        guard = guards.current()
+        if guard is not None and guard.waiting and engine.module.training:
+            guard.reporter.report_remarks(_autocast_around(engine))
+        return original(engine)
+
+    return autocast_if_enabled
+
+
+def _autocast_around(engine: Any) -> Iterator[Remark]:
+    """Yield a remark if an engine is called in an autocast region that it does not know of."""
+    import torch
+
+    kind = engine.device.type
+    if torch.is_grad_enabled() and torch.is_autocast_enabled(kind) and not engine.torch_autocast_enabled():
+        section = next((name for name in ("bf16", "fp16") if getattr(engine, _ENABLED[name])()), "FP32")
+        dtype = torch.get_autocast_dtype(kind)
+        yield Remark(
+            "autocast around the engine",
+            f"a DeepSpeed engine ({section}) is called inside of `torch.autocast` in {short(dtype)}. On a GPU the "
+            "engine disables that for its model, since DeepSpeed 0.17.2; elsewhere both are in force. Remove the "
+            "region, or enable `torch_autocast` in the config in place of `bf16` and `fp16`",
+            "MPG505",
+        )
+
+
 def _engine_scaler(engine: Any) -> dict[str, Any] | None:
     """Return the facts about the loss scaler of an engine; None without FP16."""
     if not engine.fp16_enabled():
@@ -150,5 +183,13 @@ PATCHES = (
         "ZeRO steps its optimizer per group, and skips steps without a log: the engine alone records what was applied",
         "deepspeed 0.19.8",
         _engine_step,
+    ),
+    Patch(
+        "deepspeed.runtime.torch_autocast",
+        "autocast_if_enabled",
+        ("engine",),
+        "the engine disables an autocast region around it, and logs that once",
+        "deepspeed 0.19.8",
+        _autocast_in_engine,
     ),
 )  # fmt: skip

@@ -136,12 +136,27 @@ def _scaler_step(original: AnyFunction) -> AnyFunction:
             guard.recorder.scalers[id(innermost(optimizer))] = _scaler_facts(self)
         calls = guard.step_calls
         result = original(self, optimizer, *args, **kwargs)
+        if self.is_enabled():
+            guard.scaler_use.stepped(self, optimizer)
         if guard.step_calls == calls and self.is_enabled():
             guard.step_skipped(optimizer)
             guard.measure(optimizer)
         return result
 
     return step
+
+
+def _scaler_update(original: AnyFunction) -> AnyFunction:
+    @functools.wraps(original)
+    def update(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        guard = guards.current()
+        if guard is not None and guard.listening and self.is_enabled():
+            remark = guard.scaler_use.updated(self)
+            if remark is not None and casts.is_called_by_script():  # Accelerator and Lightning update after each step
+                guard.reporter.report_remarks([remark])
+
+    return update
 
 
 def _scaler_facts(scaler: Any) -> dict[str, Any]:
@@ -599,6 +614,14 @@ PATCHES = (
         "shows if a step was applied, and which scaler scaled it",
         "torch 2.13.0",
         _scaler_step,
+    ),
+    Patch(
+        "torch.amp.grad_scaler",
+        "GradScaler.update",
+        ("new_scale",),
+        "shows if a scaler of several optimizers is updated after the step of each",
+        "torch 2.13.0",
+        _scaler_update,
     ),
     Patch(
         "torch.amp.grad_scaler",

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from mpguard.runtime.containment import contained_hook
 from mpguard.runtime.proof import trace
 from mpguard.runtime.proof.inferred import Inferred
-from mpguard.runtime.proof.trace import GraphNode, OperatorTrace, Work
+from mpguard.runtime.proof.trace import GraphNode, OperatorTrace, Overflow, Unaligned, Work
 from mpguard.runtime.ranks import is_forked_after_cuda
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ class Products:
     reason: why the operators could not be recorded (then `trained` and `frozen` are empty); empty if they were.
     inferred: what autograd's graph implies. called: the classes of the modules that were called, by id; None if calls
     were not observed. unscaled, scaled: True if a loss was not scaled by a GradScaler, and if one was. converted:
-    elements that were copied to another dtype in backward, by the dtypes before and after.
+    elements that were copied to another dtype in backward, by the dtypes before and after. overflows, unaligned: what
+    cannot be right in any policy, see `trace`.
     """
 
     trained: Counter[Work] = dataclasses.field(default_factory=Counter)
@@ -70,6 +71,8 @@ class Products:
     unscaled: bool = False
     scaled: bool = False
     converted: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
+    overflows: set[Overflow] = dataclasses.field(default_factory=set)
+    unaligned: set[Unaligned] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass
@@ -94,7 +97,7 @@ class StepAccount:
     """Records the products of a process from `start` until `stop`.
 
     active: True between `start` and `stop`. running: True while the profiler runs for it. reason: why it cannot record;
-    empty if it can.
+    empty if it can. overflows: numbers that did not fit the dtype of a tensor.
     """
 
     def __init__(self, previous: StepAccount | None = None) -> None:
@@ -127,6 +130,8 @@ class StepAccount:
         self._origins: list[dict[GraphNode, Work]] = []
         self._opaque: dict[GraphNode, tuple[Work, int]] = {}
         self._applied: set[int] = set()
+        self.overflows: set[Overflow] = set()
+        self._unaligned: set[Unaligned] = set()
         self._ended = 0
         self._begun: dict[int, int] = {}  # passes that had ended when the step began, by the id of a parameter
 
@@ -316,6 +321,10 @@ class StepAccount:
         for work, node, flops in found.backward:
             origin = self._origin(node)
             ended.trained[_placed(work, origin)] += flops
+        for product, node in found.unaligned:
+            origin = self._origin(node)
+            module = product.module if product.module is not None or origin is None else origin.module
+            self._unaligned.add(Unaligned(module, product.rows))
         for node in found.evaluated & self._opaque.keys():
             work, flops = self._opaque.pop(node)
             ended.trained[work] += 2 * flops
@@ -329,6 +338,7 @@ class StepAccount:
                 self._frozen[work] += flops
         del self._pending[:-REMEMBERED_NODES]
         self._opaque.update(found.opaque)
+        self.overflows |= found.overflows
         self._origins.append(found.origins)
         while len(self._origins) > 1 and sum(map(len, self._origins)) > REMEMBERED_NODES:
             del self._origins[0]
@@ -391,6 +401,7 @@ class StepAccount:
         for work, _, flops in self._pending:
             whole.frozen[work] += flops
         whole.called = None if self._ranges is None else dict(self._ranges.called)
+        whole.overflows, whole.unaligned = set(self.overflows), set(self._unaligned)
         if not whole.trained and (whole.inferred.work or whole.inferred.compiled):
             whole.reason = "no operator of torch multiplied"
         return whole

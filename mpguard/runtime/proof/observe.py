@@ -20,8 +20,8 @@ from mpguard.nn import cuda_graphs
 from mpguard.nn.fp8.filters import pattern_around, plain_name
 from mpguard.policy.policy import Policy
 from mpguard.runtime import casts
-from mpguard.runtime.containment import report_own_failure
-from mpguard.runtime.proof import fp8, reductions, tf32
+from mpguard.runtime.containment import contained, report_own_failure
+from mpguard.runtime.proof import fp8, reductions, remarks, tf32
 from mpguard.runtime.proof.account import Products, steps_around
 from mpguard.runtime.proof.fp32_modules import Fp32Modules, find_fp32_modules
 from mpguard.runtime.proof.graphs import WeightUse
@@ -105,6 +105,7 @@ class Observed:
     averaging: what averages the weights of all ranks in place of their gradients, and when.
     kept: trained parameters that the script keeps in BF16, as the run allows: elements by pattern. They count nowhere
     else.
+    remarks: what loses precision in any policy, see `remarks`.
     errors: the names of rows that could not be observed because mpguard's own code failed, with its exception.
     """
 
@@ -159,6 +160,7 @@ class Observed:
     fp32: Fp32Modules | None = None
     averaging: str | None = None
     kept: dict[str, int] = dataclasses.field(default_factory=dict)
+    remarks: list[remarks.Remark] = dataclasses.field(default_factory=list)
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -261,6 +263,8 @@ def observe(
     with seen.observing("tf32"):
         seen.fp32_switches = tf32.read(seen.device)
         seen.tf32 = seen.fp32_switches.get("cuBLAS") == "tf32"
+    with contained("the remarks about a step"):
+        seen.remarks = list(remarks.remarks(roots, products, places_of(roots), policy))
     return seen
 
 
@@ -378,7 +382,7 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
     if products.reason:
         _add_inferred(seen, recorder, roots, products.inferred)
         return
-    places = _places(roots)
+    places = places_of(roots)
     emulated = {id(module) for root in roots for module in root.modules() if fp8.is_emulated(module)}
     trainable = {id(module) for root in roots for module in root.modules() if _is_trainable(module)}
     for trained, counted in ((True, products.trained), (False, products.frozen)):
@@ -434,7 +438,7 @@ def _modules_of(work: Work, flops: int, recorder: Recorder) -> dict[int | None, 
     return {module: flops * size // total for module, size in graphs.items()} if total else {None: flops}
 
 
-def _places(roots: list[nn.Module]) -> dict[int | None, tuple[str | None, str]]:
+def places_of(roots: list[nn.Module]) -> dict[int | None, tuple[str | None, str]]:
     """Return the names of the modules by id, and their names for messages: `layers.0.fc (Linear of Net)`."""
     places: dict[int | None, tuple[str | None, str]] = {}
     for root in roots:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from mpguard.policy.dtype import Dtype
 from mpguard.runtime.proof import products
 
 #: The beginning of the name of a range that a module opens; the rest is its number.
@@ -48,6 +49,15 @@ NO_KERNELS = ("aten::", "autograd::", "torchao::triton_", "c10d", MODULE, "## ",
 #: no sparse products: they do not count.
 SPARSE = "aten::_nnz"
 
+#: The operator that writes a number into a tensor of another dtype, where it may be infinite. Others raise an error.
+WHERE = "aten::where"
+
+#: The dtypes of 16 bits, each with its largest number.
+LARGEST: dict[str | None, float] = {each.short: each.largest for each in (Dtype.FP16, Dtype.BF16)}
+
+#: Products of matrices, whose inner dimension has to be a multiple of `FP8_MULTIPLE` for the FP8 kernels of GPUs.
+FP8_MATRIX, FP8_MULTIPLE = ("aten::mm", "aten::_scaled_mm", "aten::_scaled_mm_v2"), 16
+
 #: Scopes of events: an operator, or a node of autograd's graph.
 FUNCTION, BACKWARD = 0, 1
 
@@ -69,6 +79,23 @@ class Work:
     name: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class Overflow:
+    """A finite number that an operator wrote into a tensor in whose dtype it is infinite. module: its number."""
+
+    module: int | None
+    value: float
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Unaligned:
+    """The gradient of a weight in FP8, over a number of rows that no kernel of a GPU takes. module: its number."""
+
+    module: int | None
+    rows: int
+
+
 @dataclasses.dataclass
 class OperatorTrace:
     """The products between two points of a process.
@@ -76,7 +103,8 @@ class OperatorTrace:
     forward: work of the forward pass, each with the nodes that it belongs to (none: without gradient) and its FLOPs.
     backward: FLOPs in the nodes that were evaluated. evaluated: these nodes. origins: where the nodes were created.
     opaque: FLOPs of the kernels that are no operators, by their nodes; their backward does twice as much. converted:
-    elements that were copied to another dtype in backward, by the dtypes before and after.
+    elements that were copied to another dtype in backward, by the dtypes before and after. overflows: numbers that do
+    not fit. unaligned: FP8 products of the backward pass, with the node that they belong to.
     """
 
     forward: list[tuple[Work, frozenset[GraphNode], int]] = dataclasses.field(default_factory=list)
@@ -85,6 +113,8 @@ class OperatorTrace:
     origins: dict[GraphNode, Work] = dataclasses.field(default_factory=dict)
     opaque: dict[GraphNode, tuple[Work, int]] = dataclasses.field(default_factory=dict)
     converted: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
+    overflows: set[Overflow] = dataclasses.field(default_factory=set)
+    unaligned: list[tuple[Unaligned, GraphNode | None]] = dataclasses.field(default_factory=list)
 
 
 def outside() -> Any:
@@ -213,6 +243,8 @@ def read(
             event.outer.sparse = True
         if event.inside and event.name == "aten::copy_":
             _add_conversion(event.raw, trace)
+        if event.name == WHERE:
+            _add_overflow(event, trace)
         if event.known is not None or _may_be_a_kernel(event):
             candidates.append(event)
     for event in candidates:
@@ -291,6 +323,8 @@ def _add(
         if dtype is None or not flops:
             return
         dtype = "fp8" if event.fp8 else dtype
+        if dtype == "fp8" and event.inside and event.name in FP8_MATRIX:
+            _add_unaligned(event, trace, weights)
     else:
         flops = _kernel_work(event.raw.shapes(), event.raw.dtypes(), weights)
         if not flops:
@@ -331,6 +365,22 @@ def _add_conversion(copy: Any, trace: OperatorTrace) -> None:
     to, source = map(products.kineto_dtype, copy.dtypes()[:2])
     if to and source and to != source and to.startswith(("fp", "bf")):
         trace.converted[source, to] += math.prod(copy.shapes()[1])
+
+
+def _add_overflow(event: _Event, trace: OperatorTrace) -> None:
+    """Add a finite number that `torch.where` writes into a tensor of 16 bits, where it is infinite."""
+    found = [name for each in event.raw.dtypes() if (name := products.kineto_dtype(each)) in LARGEST and name]
+    dtype = found[0] if found else ""
+    for value in event.raw.concrete_inputs() if dtype else ():
+        if isinstance(value, float) and math.isfinite(value) and abs(value) > LARGEST[dtype]:
+            trace.overflows.add(Overflow(event.module, value, dtype))
+
+
+def _add_unaligned(event: _Event, trace: OperatorTrace, weights: set[tuple[int, ...]]) -> None:
+    """Add the FP8 product that is the gradient of a weight, if it sums over a number of rows that no kernel takes."""
+    (height, rows), (_, width) = event.raw.shapes()[:2]
+    if rows % FP8_MULTIPLE and ((height, width) in weights or (width, height) in weights):
+        trace.unaligned.append((Unaligned(event.module, rows), event.backward))
 
 
 def _operand(dtypes: Sequence[str]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import libcst as cst
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Packages whose base classes neither train nor hold what trains; the standard library is none of them either.
 _HARMLESS = ("torch.utils.", "torch.autograd.", "sklearn.", "overrides.", "pydantic.", "typing_extensions.", "object")
+#: Libraries whose mixins load, save and configure models, and train nothing.
+_MODELS = ("diffusers.", "transformers.", "huggingface_hub.")
 #: Method names that many classes have: on a receiver of unknown type they are not resolved by name alone.
 _COMMON = frozenset({
     "step", "update", "forward", "to", "train", "eval", "run", "get", "add", "append", "items", "load", "save",
@@ -76,6 +78,23 @@ class CallGraph:
                             found[key] = bindings
         return self._attributes[cls]
 
+    def inherited(self, cls: Scope, name: str) -> Function | None:
+        """Return the method that a class inherits from a class in another file of the tree, or None.
+
+        None, too, if it calls a method of its own class that the class, or one between them, has in its place.
+        """
+        below, pending = [cls], self.bases(cls)
+        while pending:
+            base = pending.pop(0)
+            if not isinstance(base, Class) or base.scope in below:
+                continue
+            method = base.scope.method(name)
+            if method is not None:
+                return None if _is_overridden(method, base.scope, below) else Function(method, base.facts)
+            below.append(base.scope)
+            pending += base.facts.graph.bases(base.scope)
+        return None
+
     def bases(self, cls: Scope) -> list[Class | str]:
         """Return the base classes: those of the tree, and the full names of the others ("" if unknown)."""
         found: list[Class | str] = []
@@ -130,7 +149,7 @@ class CallGraph:
                 return "own_optimizer"
             if "Scaler" in last:
                 return "scaler"
-            if last.endswith(("Trainer", "Callback", "Mixin")):
+            if last.endswith(("Trainer", "Callback")) or (last.endswith("Mixin") and not base.startswith(_MODELS)):
                 return "trainer"
         if "" in bases or any("." in base and not _is_harmless(base) for base in bases):
             return ""
@@ -407,6 +426,20 @@ class CallGraph:
 
 def _is_harmless(base: str) -> bool:
     return base.startswith(_HARMLESS) or base.split(".", 1)[0] in sys.stdlib_module_names
+
+
+def _is_overridden(method: Scope, cls: Scope, below: Collection[Scope]) -> bool:
+    """True if a method leads to another one of its class that a class below has, too; one that only raises is none."""
+    reached = [method]
+    for each in reached:
+        names = {use.path.split(".")[1] for use in each.uses.get("self", ()) if "." in use.path}
+        for inner in filter(None, map(cls.method, sorted(names))):
+            is_stub = {call.name for call in inner.calls} <= {"NotImplementedError"}
+            if not is_stub and any(other.method(inner.name) for other in below):
+                return True
+            if inner not in reached:
+                reached.append(inner)
+    return False
 
 
 def _name_outside(scope: Scope) -> str:

@@ -28,7 +28,7 @@ from mpguard.lint.facts.syntax.path_condition import (
     negated,
 )
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope, Use
-from mpguard.lint.facts.values.api_names import SCALER_NAMES
+from mpguard.lint.facts.values.api_names import CLIPS, SCALER_NAMES
 from mpguard.lint.facts.values.lattice import UNKNOWN, Atom, Constant, Function, Object
 from mpguard.lint.source.strip_comments import stripped
 
@@ -61,6 +61,8 @@ CHECKS = re.compile(r"(?i)finite|inf(?![a-z])|nan(?![a-z])|overflow|invalid")
 _DOES_NOT_STEP = re.compile(
     r"(?i)save|load|checkpoint|ckpt|restore|resume|print|log|info|state|isinstance|hasattr|getattr|bool"
 )
+#: Functions of other modules that may measure gradients: `grad_norm`, `log_gradients`; none that clips in place.
+_READS_GRADIENTS = re.compile(r"(?i)^(?!.*(?:clip|zero)).*grad.*[a-z]$")
 #: Methods that may use the scaler of their object; one that only sets the learning rate, as `update_lr`, does not.
 _MAY_USE_OWN_SCALER = re.compile(
     r"(?i)scal|clip|optim|backward|^(?!.*(?:(?:^|_)lrs?(?:_|$)|learning_?rate|sched)).*(?:step|update)"
@@ -87,7 +89,8 @@ _MAX_DEPTH = 6
 class TraceStep:
     """One operation in a trace.
 
-    guard: its path condition, including those of the calls that lead to it; loops: those around it, outermost first.
+    guard: its path condition, including those of the calls that lead to it; loops: those around it that run more than
+    once, outermost first.
     via: the calls of helpers that lead to it. scale: for a backward pass, the event that scales its loss on every path;
     may_scale: on some.
     """
@@ -227,7 +230,7 @@ class Traces:
             if len(both) > MOST_CONDITIONS or not both.possible or self._leaves_between <= 0:
                 continue
             self._leaves_between -= 1
-            around = (*loops, *record.loops)
+            around = (*loops, *(loop for loop in record.loops if not self._runs_once(loop, record)))
             if isinstance(item, TraceStep):
                 yield dataclasses.replace(item, guard=both, loops=around, via=via)
                 continue
@@ -235,6 +238,14 @@ class Traces:
             for number, helper in enumerate(helpers if len(stack) < _MAX_DEPTH else ()):
                 arm = both.given(Flag(f"call#{item.order}", number + 1)) if len(helpers) > 1 else both
                 yield from self._expand(helper.scope, arm, around, (*via, item), (*stack, helper.scope))
+
+    def _runs_once(self, loop: cst.CSTNode, at: Record) -> bool:
+        """True for a loop of a single round: `for _ in range(1)`, or over a constant that is 1."""
+        call = self.facts.call_of(loop.iter) if isinstance(loop, cst.For) else None
+        if call is None or call.path != "range" or len(call.positional) != len(call.node.args):
+            return False
+        counts = [self.facts.constants(each, at) for each in call.positional]
+        return counts in ([[1]], [[0], [1]])
 
     # -- the steps of one function ----------------------------------------------------------------------
 
@@ -295,19 +306,45 @@ class Traces:
             for use in self._gradient_aliases(scope):
                 found.setdefault(scope, []).append(TraceStep("read", use))
             for call in scope.calls:
+                if "clip" in call.name and self.clips_elsewhere(call):
+                    event = Event("clip", call, facts, call.argument(0))
+                    found.setdefault(scope, []).append(TraceStep("clip", call, event))
+                if _READS_GRADIENTS.search(call.name) and any(f.facts is not facts for f in facts.functions(call)):
+                    found.setdefault(scope, []).append(TraceStep("read", call))
+            for call in scope.calls:
                 if self._may_use_scaler(call):
                     found.setdefault(scope, []).append(TraceStep("passed", call))
         return found
 
+    def clips_elsewhere(self, call: Call) -> bool:
+        """True if a call runs a function of another module that clips with torch's functions, and knows no scaler."""
+        functions = self.facts.functions(call)
+        return bool(functions) and all(
+            function.facts is not self.facts
+            and any(path in CLIPS for each in function.scope.calls for _, path in function.facts.paths(each))
+            and not any("scaler" in name.lower() for name in function.scope.uses)
+            for function in functions
+        )
+
     def _gradient_aliases(self, scope: Scope) -> Iterator[Use]:
-        """Yield the uses of names that are bound to a gradient: `g = p.grad`."""
+        """Yield the uses of names that are bound to a gradient: `g = p.grad`, or `for g in [p.grad for p in ...]`."""
         for key, bindings in scope.bindings.items():
-            if "." in key or not any(b.kind == "assign" and dotted(b.value).endswith(".grad") for b in bindings):
+            if "." in key or not any(map(self._binds_gradient, bindings)):
                 continue
             for use in scope.uses.get(key, ()):
                 reaching = self.facts.values.reaching(key, scope, use.order, use.guard)
-                if reaching and all(b.kind == "assign" and dotted(b.value).endswith(".grad") for b in reaching):
+                if reaching and all(map(self._binds_gradient, reaching)):
                     yield use
+
+    def _binds_gradient(self, binding: Binding) -> bool:
+        """True if a name is bound to a gradient, or runs over a list of them."""
+        if binding.kind != "for" or binding.index:
+            return binding.kind == "assign" and dotted(binding.value).endswith(".grad")
+        over = binding.value
+        if isinstance(over, cst.Name):
+            lists = self.facts.values.reaching(over.value, binding.scope, binding.order)
+            over = lists[0].value if len(lists) == 1 and lists[0].kind == "assign" else None
+        return isinstance(over, (cst.ListComp, cst.GeneratorExp)) and dotted(over.elt).endswith(".grad")
 
     @cached_property
     def scaled(self) -> dict[Call, Event]:
@@ -334,9 +371,9 @@ class Traces:
         return found
 
     def _helpers(self, call: Call) -> Sequence[Function]:
-        """Return the functions of the file that a call runs, including a closure passed to `step`."""
+        """Return the functions of the file that a call runs, including a closure passed to an optimizer's `step`."""
         facts = self.facts
-        if call.name == "step":
+        if call.name == "step" and call.path != "self.step":
             closure = call.argument(None, "closure") or next(iter(call.positional), None)
             atoms = [each.atom for each in facts.evaluate(closure, call)] if closure is not None else []
             return [atom for atom in atoms if isinstance(atom, Function) and atom.facts is facts]

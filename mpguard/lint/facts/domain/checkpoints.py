@@ -6,6 +6,7 @@ The state of an object of unknown kind (`for o in objects: o.state_dict()`) may 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 import libcst as cst
@@ -73,6 +74,18 @@ class Checkpoints:
     def saved(self, role: Role) -> list[Event]:
         """Return the states of a role that are written to a file."""
         return [event for event in self.facts.events("state") if self.role(event) == role and self._written(event)]
+
+    def saved_elsewhere(self, role: Role) -> Iterator[tuple[Call, Checkpoints]]:
+        """Yield the calls of functions of other modules that write states of a role, with the checkpoints there."""
+        calls = [call for name, found in self.facts.calls.items() if SAVES.search(name) for call in found]
+        for call in sorted(calls, key=lambda each: each.order):
+            for function in self.facts.functions(call):
+                other = function.facts
+                if other is not self.facts:
+                    other.need_all()
+                    within = set(function.scope.descendants())
+                    if any(event.scope in within for event in other.checkpoints.saved(role)):
+                        yield call, other.checkpoints
 
     def of(self, kind: Literal["state", "restore"], role: Role) -> list[Event]:
         """Return the events of a kind for objects of a role."""
@@ -181,8 +194,8 @@ class Checkpoints:
     def is_passed_on(self, uses: str) -> bool:
         """True if an object of this (last) name is passed to code that may save or restore it.
 
-        That is an argument of such a function, an element of a list or dict, a return value, or an attribute of another
-        object.
+        That is an argument of such a function, an element of a list or dict, an attribute of another object, or the
+        return value of a function that the file does not call.
         """
         for scope in self.facts.index.scopes:
             for each in scope.uses.values():
@@ -207,4 +220,5 @@ class Checkpoints:
             )
         if isinstance(parent, cst.Assign) and parent.value is node:
             return any(isinstance(target.target, (cst.Attribute, cst.Subscript)) for target in parent.targets)
-        return isinstance(parent, cst.Return)
+        called = (self.facts.of(call) is self.facts for call in self.facts.callers(use.scope))
+        return isinstance(parent, cst.Return) and not any(called)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import libcst as cst
@@ -255,12 +255,13 @@ def emulated(facts: Facts, call: Call) -> bool:
 # -- sharding ---------------------------------------------------------------------------------------
 
 
-def may_shard(facts: Facts, at: Record) -> bool:
+def may_shard(facts: Facts, at: Record, model: Collection[Call] = frozenset()) -> bool:
     """True if something in the code connected with a record may apply FSDP2.
 
-    By its name: a plugin of accelerate, or a helper that shards. An import alone applies nothing.
+    By its name: a plugin of accelerate, or a helper that shards. An import alone applies nothing. model: the calls that
+    create the model in question; what shards another one does not count.
     """
-    return any(mentions(facts, scope, _shards) for scope in facts.reachable(at.scope))
+    return any(mentions(facts, scope, _shards, model) for scope in facts.reachable(at.scope))
 
 
 def _shards(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The versions of a library that code can run with, by what it calls: removed functions, and removed arguments.
+"""The versions of a library that code can run with, by what it uses: removed functions, arguments and attributes.
 
 An example is `TransformerLayer(..., attention_softmax_in_fp32=True)` of Transformer Engine, which 1.0 refuses: code
 with this call and without a pinned version was written for an older one, and is no less bound to it than by a pin.
@@ -6,11 +6,13 @@ with this call and without a pinned version was written for an older one, and is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.lint.facts.events.event import called
 from mpguard.lint.facts.syntax import imports
+from mpguard.lint.source.strip_comments import stripped
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -47,6 +49,12 @@ _NAMES: dict[str, dict[str, _Version]] = {
              "cpp_extensions.gemm", "cpp_extensions.fp8_cast_transpose_fused"), (2, 0)),
     },
 }  # fmt: skip
+#: Library -> an attribute of its tensors -> the version that removed it.
+_ATTRIBUTES: dict[str, dict[str, _Version]] = {"transformer_engine": {"_fp8_meta": (2, 0)}}
+
+#: Modules that put a port to other hardware in the place of a library, and a version that those ports do not follow.
+_PORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+(?:musa_patch|torch_musa|torch_npu|mindspeed)\b", re.M)
+_NOT_PORTED: _Version = (2, 0)
 
 
 def lowest_too_high(facts: Facts, library: str) -> _Version | None:
@@ -61,7 +69,12 @@ def lowest_too_high(facts: Facts, library: str) -> _Version | None:
 
 
 def _removals(facts: Facts, library: str) -> Iterator[_Version]:
-    """Yield the versions that removed what a file calls. A call for old versions only bounds nothing."""
+    """Yield the versions that removed what a file calls or reads. A call for old versions only bounds nothing."""
+    if _PORT.search(facts.file_text):
+        yield _NOT_PORTED
+    for name, version in _ATTRIBUTES.get(library, {}).items():
+        if name in facts.file_text and re.search(rf"(?<!\bself)\.{name}\b", stripped(facts.file_text)):
+            yield version
     if library not in facts.file_text:
         return
     facts.need_all()

@@ -36,6 +36,7 @@ def options(name: str, module: ParsedModule, around: tuple[DefinitionNode, ...])
     return _named(name, module, around, _DEPTH)
 
 
+@tracked_fs.cached_per_run
 def _named(name: str, module: ParsedModule, around: tuple[DefinitionNode, ...], depth: int) -> frozenset[str] | None:
     for place in range(len(around), 0, -1):
         scope = around[place - 1]
@@ -159,6 +160,7 @@ def _names(call: ast.Call) -> set[str | None]:
     return {form for word in words for form in (word, word.lstrip("-").replace("-", "_"))}
 
 
+@tracked_fs.cached_per_run
 def _is_whole(module: ParsedModule) -> bool:
     """True if neither a module nor one that it imports may give a namespace attributes with computed names."""
     imported = (

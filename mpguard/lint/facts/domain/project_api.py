@@ -83,7 +83,7 @@ class ProjectApi(Protocol):
         """True if other code may set an attribute of this name; outside of a project, it may."""
 
     def compiled_elsewhere(self, path: str) -> bool:
-        """True if other code may compile a model that a file gets; outside of a project, and of a library, it may."""
+        """True if other code may compile a model that a file gets; outside of a project, it may."""
 
     def scaler_updated_elsewhere(self, path: str) -> bool:
         """True if other code may update a GradScaler that a file steps with; outside of a project, it may."""

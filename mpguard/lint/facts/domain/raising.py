@@ -204,9 +204,18 @@ class CertainErrors:
     def __init__(self, facts: Facts) -> None:
         self._project = facts.project
         self._failing: dict[str, bool] = {}
+        #: What is known of a node, with the parsed arguments in its function, how far calls are followed, and how.
+        self._known: dict[tuple[ast.AST, object, int, bool], bool] = {}
 
     def raises(self, node: ast.AST, context: _Context, depth: int, quietly: bool = False) -> bool:
         """True if a node raises whenever it is evaluated. quietly: before a function that it calls trains."""
+        key = node, context.given, depth, quietly
+        if key not in self._known:
+            self._known[key] = False  # while it is looked at: calls may be circular
+            self._known[key] = self._raises(node, context, depth, quietly)
+        return self._known[key]
+
+    def _raises(self, node: ast.AST, context: _Context, depth: int, quietly: bool) -> bool:
         if isinstance(node, ast.Raise):
             return True
         if isinstance(node, ast.Name):
@@ -253,11 +262,12 @@ class CertainErrors:
         name, method = node.value.id, context.method
         if method is not None and name == method[1]:
             return self._is_never_set(node.attr, context.module, method[0])
+        if node.attr in context.module.attributes or hasattr(object, node.attr):
+            return False
         options = _options(name, context)
         if options is not None:
-            path = context.module.path
-            is_known = node.attr in options or node.attr in context.module.attributes or hasattr(object, node.attr)
-            return not is_known and not self._project.attribute_set_elsewhere(path, node.attr)
+            is_set = node.attr in options or self._project.attribute_set_elsewhere(context.module.path, node.attr)
+            return not is_set
         module = _module_named(name, context)
         if module is not None:
             return node.attr not in module.attributes and _lacks(module, node.attr)

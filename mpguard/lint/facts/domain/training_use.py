@@ -80,6 +80,8 @@ _SPEED = re.compile(
     r"(?i)\b(?:gflops|tflops|flops|throughput|benchmark|latency|max_memory_allocated)\b|_per_sec|per second|/ ?sec\b"
     r"|\btime per (?:iter|step)|\b(?:iter|iteration|step)s?\.?[ _]time\b"
 )
+#: What keeps a result of a training: its weights, its quality.
+_KEEPS = re.compile(r"(?i)save|dump|state_dict|push|eval|valid|test|accura|predict|generate|metric|infer|score")
 _NOISE = frozenset({"rand", "randn", "randint"})
 _DATA = re.compile(r"(?i)loader|dataset|batch(?:es)?$|^(?:next|iter|open|loadtxt|read_\w+|imread|memmap|sample)$")
 #: Names of functions that save something; steps of a program that only measures memory.
@@ -212,7 +214,7 @@ class TrainingUse:
         self, cast: Event, guard: PathCondition, whole: tuple[str, Record] | None, past_models: bool = True
     ) -> Reach:
         if whole is not None:
-            return self.facts.flow.forward_key(*whole, guard)
+            return self.facts.of(whole[1]).flow.forward_key(*whole, guard)
         if cast.call.is_statement and cast.key:
             return self.facts.flow.forward_key(cast.key, cast.call, guard)
         past_targets = self.is_module(cast)  # the target of a loss has no gradient
@@ -260,12 +262,16 @@ class TrainingUse:
         return None
 
     def _instance(self, scope: Scope) -> tuple[str, Record] | None:
-        """Return the name of an object whose class casts itself in `__init__`, and where the file creates it."""
+        """Return the name of an object whose class casts itself in `__init__`, and where it is created."""
         owner = scope.owner
         if scope.name != "__init__" or owner is None or self.facts.class_kind(owner) != "model":
             return None
-        created = (call for call in self.facts.calls.get(owner.name, ()) if call.receiver is None)
-        return next(((bound.key, bound) for call in created if (bound := self._bound(call)) is not None), None)
+        for facts in (self.facts, *(self.facts.users(owner.name) or ())):
+            for call in facts.calls.get(owner.name, ()):
+                bound = facts.training_use._bound(call)
+                if bound is not None and (call.receiver is None or facts is not self.facts):
+                    return bound.key, bound
+        return None
 
     def _looped(self, binding: Binding) -> tuple[str, Record] | None:
         over = binding.value
@@ -575,17 +581,19 @@ class TrainingUse:
         starts = dict.fromkeys((weights.event.scope, *takes))
         programs = (self.facts.programs_of(scope, _may_shard) for scope in starts)
         near = {each for program in programs for each in program if each.kind != "class"}
-        return any(map(self._mentions_sharding, near))
+        return any(self._mentions_sharding(each, weights.event.call) for each in near)
 
     @cached_property
     def _all_keep_masters(self) -> bool:
         launched = {config.distributed_type for config in self.facts.project.configs_for(self.facts.path)}
         return self.facts.may_keep_masters or bool(launched & {"DEEPSPEED", "FSDP", "MEGATRON_LM"})
 
-    def _mentions_sharding(self, scope: Scope) -> bool:
+    def _mentions_sharding(self, scope: Scope, model: Call | None = None) -> bool:
         if scope not in self._sharding:
             self._sharding[scope] = mentions(self.facts, scope, project_words.SHARDING.search)
-        return self._sharding[scope]
+        if not self._sharding[scope] or model is None:
+            return self._sharding[scope]
+        return mentions(self.facts, scope, project_words.SHARDING.search, {model})
 
     # -- what trains --------------------------------------------------------------------------------
 
@@ -625,9 +633,12 @@ class TrainingUse:
 
         Either each backward pass is in loops that only count, between two readings of a clock whose difference is
         taken. The batch is made once, or in each step at random, outside of functions of models, nothing gives other
-        data, and the file has a word for speed or memory. Or the peak memory of a few steps is read.
+        data, and the file has a word for speed or memory. Or nothing but the time is kept of it, or the peak memory of
+        a few steps is read.
         """
         calls = self.facts.calls.get("backward", ())
+        if calls and not any(map(_KEEPS.search, self.facts.calls)) and all(map(self._only_its_time_is_kept, calls)):
+            return True
         if not calls or not _SPEED.search(self.facts.source.text):
             return False
         if not any(map(_DATA.search, self.facts.calls)) and all(
@@ -646,6 +657,13 @@ class TrainingUse:
             and bool(call.loops)
             and all(_counts_few(loop) for loop in call.loops)
         )
+
+    def _only_its_time_is_kept(self, call: Call) -> bool:
+        """True if a loss is read for its backward pass only, in a function that measures times."""
+        loss = dotted(call.receiver)
+        read = [use for use in call.scope.uses.get(loss, ()) if use.path != f"{loss}.backward"]
+        clocks = [each for each in call.scope.calls if _CLOCK.search(each.name)]
+        return bool(loss) and "." not in loss and not read and any(set(each.loops) & set(call.loops) for each in clocks)
 
     def _is_timed(self, call: Call) -> bool:
         """True if a clock is read before and after a call, in its function, and the difference is taken."""

@@ -172,8 +172,11 @@ def _records(scopes: Iterator[Scope]) -> Iterator[Record]:
 
 
 def _is_another(name: str, scope: Scope) -> bool:
-    """True if a flag of this name may be another object's: a part of it (`args.name`), or an item (`c["name"]`)."""
-    text = re.sub(rf"(?<![\w.])self\.{name}\b", "", stripped(scope.chunk.text))
+    """True if a flag of this name may be another object's: a part of it (`args.name`), or an item (`c["name"]`).
+
+    The module `torch.amp` is none.
+    """
+    text = re.sub(rf"(?<![\w.])self\.{name}\b|\b(?:torch|cuda)\.amp\b", "", stripped(scope.chunk.text))
     return re.search(rf"\.{name}\b|[\"']{name}[\"']", text) is not None
 
 

@@ -14,7 +14,7 @@ and its name in `EventKind`; `Facts.events` sorts and caches them.
 """
 
 from mpguard.lint.facts.events import autocast, casts, checkpoints, compile, fp8, scaling, training
-from mpguard.lint.facts.events.compile import compiled
+from mpguard.lint.facts.events.compile import compiled, compiled_by
 from mpguard.lint.facts.events.event import FINDERS, Event, EventKind, Finder, finds, is_optimizer, is_scaler
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "checkpoints",
     "compile",
     "compiled",
+    "compiled_by",
     "finds",
     "fp8",
     "is_optimizer",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.lint.facts.domain.mentions import iterated
 from mpguard.lint.facts.events.event import Event, aliases, called, finds
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, compatible
@@ -86,6 +87,23 @@ def compiled(facts: Facts, guard: PathCondition = ALWAYS, model: Event | None = 
     )
 
 
+def compiled_by(scopes: Collection[Scope], model: Event) -> bool:
+    """True if one of these functions, in another file than the model's, may compile the subject of an event."""
+    facts = model.facts
+    others = dict.fromkeys(facts.of(scope) for scope in scopes)
+    return any(
+        compiled.scope in scopes and not _differ(compiled, model, other)
+        for other in others
+        if other is not facts
+        for compiled in other.events("compile")
+    ) or any(
+        "compile" in each.name and each.name != "compile" and may_compile(each.name)
+        for scope in scopes
+        if facts.of(scope) is not facts
+        for each in scope.calls
+    )
+
+
 def may_compile(function: str) -> bool:
     """True if a function may compile, by its name."""
     return bool(_COMPILES.search(function)) and not _UNWRAPS.search(function)
@@ -141,11 +159,35 @@ def _differ(event: Event, model: Event | None, facts: Facts) -> bool:
     """True if an event compiles definitely another object than the subject of `model`."""
     if model is None or event.call.name != "compile":
         return False
-    if facts.traces.differ(event.subject, event.call, model.subject, model.call):
+    owner = event.scope.owner
+    if owner is not None and facts.class_kind(owner) == "own_optimizer":
+        return True  # it compiles its own functions
+    if facts.traces.differ(event.subject, event.call, model.subject, model.call) or _are_parts(event.key, model.key):
         return True
+    if _are_parameters(event, model, facts):
+        return True
+    if facts is not model.facts:
+        return False  # the model may have another name there
     atoms = [each.atom for each in facts.evaluate(event.subject, event.call)]
     name = model.key.rsplit(".", 1)[-1]
     return bool(atoms) and all(isinstance(atom, Function) and _without(name, atom.scope) for atom in atoms)
+
+
+def _are_parameters(event: Event, model: Event, facts: Facts) -> bool:
+    """True if two events are about different parameters of one function: `teacher.eval()` and `student`."""
+    names = {dotted(iterated(event.subject)): event.call, model.key: model.call}
+    bindings = [facts.bindings(name, at) for name, at in names.items() if name]
+    return (
+        event.scope is model.scope
+        and len(bindings) == 2
+        and all(found and all(each.kind == "param" for each in found) for found in bindings)
+    )
+
+
+def _are_parts(one: str, other: str) -> bool:
+    """True for different parts of one model: `model.head` and `model.backbone`. Attributes of `self` may be aliases."""
+    owner = one.rpartition(".")[0]
+    return owner not in ("", "self") and other.startswith(f"{owner}.") and not f"{other}.".startswith(f"{one}.")
 
 
 def _without(name: str, scope: Scope) -> bool:

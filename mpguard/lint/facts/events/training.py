@@ -18,10 +18,28 @@ if TYPE_CHECKING:
 
 @finds("backward")
 def _backwards(facts: Facts) -> Iterator[Event]:
-    """Yield `loss.backward()`."""
+    """Yield `loss.backward()`; not one that raises, because the scaled loss has freed the graph."""
     for call in called(facts, "backward"):
-        if call.receiver is not None and _plain_backward(facts, call):
+        if call.receiver is not None and _plain_backward(facts, call) and not _has_no_graph(facts, call):
             yield Event("backward", call, facts, call.receiver)
+
+
+def _has_no_graph(facts: Facts, call: Call) -> bool:
+    """True if `scaler.scale(loss).backward()` stands before the `loss.backward()` of the same loss."""
+    loss = dotted(call.receiver)
+    bound = [each.order for each in call.scope.bindings.get(loss, ())]
+    return bool(loss) and any(
+        isinstance(each.receiver, cst.Call)
+        and dotted(each.receiver.func).endswith("scaler.scale")
+        and [dotted(arg.value) for arg in each.receiver.args] == [loss]
+        and each.scope is call.scope
+        and each.order < call.order
+        and each.loops == call.loops
+        and not each.guard - call.guard
+        and "retain_graph" not in each.keywords
+        and not any(each.order < order < call.order for order in bound)
+        for each in facts.calls["backward"]
+    )
 
 
 def _plain_backward(facts: Facts, call: Call) -> bool:

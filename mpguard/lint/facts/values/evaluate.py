@@ -35,6 +35,7 @@ from mpguard.lint.facts.values.lattice import (
     restrict,
     tuple_of,
 )
+from mpguard.lint.facts.values.options import option_values
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -532,6 +533,9 @@ class Values:
                 bindings = atom.facts.graph.attributes(scope).get(name)
                 if bindings:
                     return tuple(each for binding in bindings for each in atom.facts.values.bound(binding))
+                inherited = atom.facts.graph.inherited(scope, name)
+                if inherited is not None:
+                    return (Alternative(ALWAYS, inherited),)
             if isinstance(atom, Object):
                 return (Alternative(ALWAYS, Method(atom, name)),)
             if name in api_names.LOADERS:
@@ -621,7 +625,8 @@ class Values:
     def _getattr(self, call: Call) -> Alternatives:
         """Evaluate `getattr`.
 
-        Of `torch.optim` with an unknown name it is some optimizer; with a literal name, that attribute.
+        Of `torch.optim` with an unknown name it is some optimizer; of `torch` with a string or an option, the dtypes
+        that have these names; with a literal name, that attribute.
         """
         owners, name = self.evaluate(call.argument(0), call.scope, call.order), constant(call.argument(1))
         if name is not None and isinstance(name[0], str):
@@ -629,7 +634,22 @@ class Values:
             other = self.evaluate(default, call.scope, call.order) if default is not None else ()
             return (*self._attribute(owners, name[0]), *other)
         paths = {each.atom.path for each in owners if isinstance(each.atom, Ref)}
+        if paths == {"torch"} and (given := call.argument(1)) is not None:
+            return self._dtype_by_name(given, call)
         return (Alternative(ALWAYS, Ref("torch.optim.Optimizer")),) if paths == {"torch.optim"} else NOTHING_KNOWN
+
+    def _dtype_by_name(self, name: cst.BaseExpression, call: Call) -> Alternatives:
+        """Return the dtypes of torch whose names an expression may be: a constant, or the values of an option."""
+        named = self.evaluate(name, call.scope, call.order)
+        if not any(isinstance(each.atom, Constant) for each in named):
+            for value in option_values(dotted(name).rsplit(".", 1)[-1], self.facts):
+                condition = _condition_of(subject(name), Constant(value))
+                named += (Alternative(ALWAYS.given(condition) if condition else ALWAYS, Constant(value)),)
+        found = [
+            Alternative(each.guard, ref(f"torch.{each.atom.value}")) if isinstance(each.atom, Constant) else each
+            for each in named
+        ]
+        return tuple(each for each in found if not isinstance(each.atom, Ref)) or NOTHING_KNOWN
 
     def _initialized(self, call: Call, path: str, kind: str) -> TupleValue:
         kinds = ("model", "apex_optimizer") if kind == "apex" else ("engine", "engine_optimizer", "", "scheduler")

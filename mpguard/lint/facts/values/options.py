@@ -99,6 +99,25 @@ def option_defaults(name: str, facts: Facts) -> set[tuple[object, ...] | None]:
     return found
 
 
+def option_values(name: str, facts: Facts) -> list[str]:
+    """Return the strings that an option or field of this name can be: its `choices`, and its default.
+
+    The option is one of argparse or click, in the file or in what it imports.
+    """
+    found: list[object] = []
+    for each in (facts, *facts.imported_modules()) if name else ():
+        each.need_uses(name)
+        for call in (call for way in _ADD_OPTION for call in each.calls.get(way, ())):
+            if name in option_names(call):
+                choices = literal_choices(call)
+                found += choices[1] if choices is not None else []
+                found += constant(call.keywords.get("default")) or ()
+        for scope in each.scopes:
+            for binding in scope.bindings.get(name, ()) if scope.kind == "class" else ():
+                found += constant(binding.value) or ()
+    return [value for value in dict.fromkeys(found) if isinstance(value, str)]
+
+
 def is_default(guard: PathCondition, facts: Facts) -> bool:
     """True if a path condition, which tests options, holds where none of them is given: by their defaults.
 
@@ -116,8 +135,11 @@ def is_default(guard: PathCondition, facts: Facts) -> bool:
 
 
 def literal_choices(call: Call) -> tuple[str, list[str]] | None:
-    """Return the name in the namespace and the literal `choices` of an `add_argument`; None if it has none."""
+    """Return the name in the namespace and the literal choices of an option; None if it has none."""
     given = call.keywords.get("choices")
+    kind = call.keywords.get("type")
+    if isinstance(kind, cst.Call) and dotted(kind.func).rsplit(".", 1)[-1] == "Choice" and kind.args:
+        given = kind.args[0].value  # of click
     if not isinstance(given, (cst.List, cst.Tuple)) or not option_names(call):
         return None
     values = [constant(element.value) for element in given.elements]

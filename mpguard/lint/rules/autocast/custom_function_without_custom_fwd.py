@@ -315,6 +315,89 @@ class Outer(torch.autograd.Function):
 product = Product.apply
 """,
         ),
+        Bad(
+            """\
+import torch
+from torch import nn
+
+class Product(torch.autograd.Function):  # !
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g @ w, g.t() @ x
+
+class Linear(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(n, n))
+
+    def forward(self, x):
+        return Product.apply(x, self.weight)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(Linear(8), nn.ReLU(), Linear(8))
+
+    def forward(self, x):
+        return self.layers(x)
+""",
+            name="net.py",
+            files={
+                "train.py": """\
+import torch
+from net import Net
+
+model = Net().cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+            },
+            fixed="""\
+import torch
+from torch import nn
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g @ w, g.t() @ x
+
+class Linear(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(n, n))
+
+    def forward(self, x):
+        return Product.apply(x, self.weight)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(Linear(8), nn.ReLU(), Linear(8))
+
+    def forward(self, x):
+        return self.layers(x)
+""",
+        ),
         Good(
             """\
 import torch
@@ -424,7 +507,7 @@ z = NotHere.apply(x, w)
             shows = call or supported
             if shows is not None:
                 what = "applied under autocast here" if call else "the file is meant for use under autocast"
-                notes = (Note(what, shows.span),)
+                notes = (Note(what, shows.span, facts.elsewhere(shows)),)
                 fix = self._fix(forward, backward, region, facts)
                 binding = next(b for b in (cls.parent or cls).bindings[cls.name] if b.defines is cls)
                 start = facts.span(cls.node, binding)[0]
@@ -471,23 +554,25 @@ z = NotHere.apply(x, w)
     def _calls_of_modules(self, modules: list[Scope], facts: Facts) -> Iterator[Call]:
         """Yield the calls of models that contain one of these modules: as an attribute, in a list, in a Sequential."""
         creating: set[Call] = set()
+        files = {facts: None}
         for module in modules:  # grows: a module that creates one of them contains it
-            for call in facts.calls.get(module.name, ()):
+            users = facts.of(module).users(module.name) or ()
+            files |= dict.fromkeys(users)
+            for call in (call for each in (facts.of(module), *users) for call in each.calls.get(module.name, ())):
                 owner = call.scope.owner
-                if owner is not None and facts.class_kind(owner) == "model":
+                if owner is not None and facts.of(call).class_kind(owner) == "model":
                     if owner not in modules:
                         modules.append(owner)
                     continue
                 node: cst.CSTNode | None = call.node
                 while node is not None and not isinstance(node, cst.BaseSmallStatement):
-                    outer = facts.call_of(node)
+                    outer = facts.of(call).call_of(node)
                     creating |= {outer} if outer is not None else set()
-                    node = facts.parent(node)
-        for calls in facts.calls.values() if creating else ():
-            for call in calls:
-                made = (each.atom for each in facts.evaluate(call.func, call) if isinstance(each.atom, Object))
-                if call not in creating and call.path and any(atom.call in creating for atom in made):
-                    yield call
+                    node = facts.of(call).parent(node)
+        for call in [call for each in files for calls in each.calls.values() for call in calls] if creating else ():
+            made = (each.atom for each in facts.of(call).evaluate(call.func, call) if isinstance(each.atom, Object))
+            if call not in creating and call.path and any(atom.call in creating for atom in made):
+                yield call
 
     def _fix(self, forward: Scope, backward: Scope, region: Region | None, facts: Facts) -> Fix | None:
         torch = python_edits.name_of_torch(facts)
@@ -507,5 +592,6 @@ z = NotHere.apply(x, w)
 
 
 def _enabled_regions(call: Call, facts: Facts) -> Iterator[Region]:
-    if not facts.is_inference(call):
-        yield from (region for region, _ in facts.autocasts(call) if not facts.off_by_default(region))
+    there = facts.of(call)
+    if not there.is_inference(call):
+        yield from (region for region, _ in there.autocasts(call) if not there.off_by_default(region))

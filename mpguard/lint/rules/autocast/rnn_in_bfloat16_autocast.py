@@ -20,14 +20,16 @@ class RnnInBfloat16Autocast(Rule):
     above 65504 infinite; code that expects BF16 or FP32 stops (rwth-i6/returnn#1529). `mpguard launch` corrects it.
 
     ## Known limits
-    The module must be created and called in the same file. Cells (`nn.LSTMCell`) compute in the region's dtype.
+    The module must be created and called in the same file; the region may be in another one. Cells (`nn.LSTMCell`)
+    compute in the region's dtype.
     """
 
     code, name = "MPG314", "rnn-in-bfloat16-autocast"
     severity = "warning"
     message = "`{call}` computes in FP16: autocast casts the input of cuDNN's RNNs to FP16, also in a BF16 region"
     help = 'call it in `torch.autocast("cuda", enabled=False)` with FP32 input, or start the run with `mpguard launch`'
-    triggers = (any_of(b"LSTM(", b"GRU(", b"RNN("), any_of(b"autocast"), any_of(b"bfloat16", b"bf16"))
+    triggers = (any_of(b"LSTM(", b"GRU(", b"RNN("),)
+    triggers_nearby = (any_of(b"autocast"), any_of(b"bfloat16", b"bf16"))
     examples = (
         Bad(
             """\
@@ -49,6 +51,59 @@ for x in loader:
         loss = model(x).sum()
     loss.backward()
 """
+        ),
+        Bad(
+            """\
+from torch import nn
+
+class Encoder(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.GRU(dim, dim) for _ in range(4))
+        self.last = nn.LSTM(dim, dim)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x, _ = layer(x)  # !
+        return self.last(x)[0]  # !
+""",
+            name="encoder.py",
+            files={
+                "train.py": """\
+import torch
+from encoder import Encoder
+
+model = Encoder(80).cuda()
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(x).sum()
+    loss.backward()
+"""
+            },
+        ),
+        Good(
+            """\
+from torch import nn
+
+class Encoder(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.rnn = nn.GRU(dim, dim)
+
+    def forward(self, x):
+        return self.rnn(x)[0]
+""",
+            name="encoder.py",
+            files={
+                "evaluate.py": """\
+import torch
+from encoder import Encoder
+
+model = Encoder(80).cuda()
+with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+    print(model(x).sum())
+"""
+            },
         ),
         Good(
             """\
@@ -94,7 +149,7 @@ def evaluate(x):
                 if call.path and self._is_rnn(call, facts) and not facts.is_inference(call):
                     region = next((each for each, _ in facts.autocasts(call) if self._is_bfloat16(each)), None)
                     if region is not None and region.call is not None:
-                        notes = (Note("the region", region.call.span, region.facts.elsewhere(region.call)),)
+                        notes = (Note("the region", region.call.span, facts.elsewhere(region.call)),)
                         yield self.at(call, call=facts.short(call.func), notes=notes)
 
     def _is_rnn(self, call: Call, facts: Facts) -> bool:

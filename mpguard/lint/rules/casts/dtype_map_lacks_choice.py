@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import libcst as cst
@@ -36,15 +37,17 @@ class DtypeMapLacksChoice(Rule):
     With that value the script stops with a KeyError, or computes in the default of `get`, which is another dtype.
 
     ## Known limits
-    The option and the dict must be in the same file, and both be literals. A value that a condition excludes before is
-    not reported, nor `auto`, `none` and `no` with `get`.
+    The option must be in the file of the dict, or in a module that it imports if it trains, and both be literals. A
+    value that a condition excludes before is not reported, nor `auto`, `none` and `no` with `get`.
     """
 
     code, name = "MPG113", "dtype-map-lacks-choice"
     severity = "error"
     message = "`{option}` may be {values}, for which this dict of dtypes has no key{effect}"
     help = "add the key, or remove the value from `choices`"
-    triggers = (any_of(b"choices"), any_of(b"float16", b"half"), any_of(b"add_argument", b"option("))
+    triggers = (any_of(b"float16", b"half"),)
+    triggers_nearby = (any_of(b"choices"), any_of(b"add_argument"))
+    pattern = re.compile(rb"""["']\s*:\s*(?:\w+\.)?(?:b?float16|half)\b|\bdict\([^)]*=\s*\w+\.(?:b?float16|half)\b""")
     examples = (
         Bad(
             """\
@@ -70,6 +73,29 @@ def main():
     opt = parser.parse_args()
     weight_dtype = DTYPES.get(opt.mixed_precision, torch.float32)  # !
 """
+        ),
+        Bad(
+            """\
+import torch
+from options import parse
+
+args = parse()
+DTYPES = dict(float32=torch.float32, float16=torch.float16)
+dtype = DTYPES[args.precision]  # !
+other = DTYPES[args.amp]
+optimizer = torch.optim.AdamW(model.to(dtype).parameters())
+""",
+            files={
+                "options.py": """\
+import argparse
+
+def parse():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--precision", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--amp", choices=("float32", "float16"), default="float32")
+    return parser.parse_args()
+"""
+            },
         ),
         Good(
             """\
@@ -112,10 +138,9 @@ def main(parser):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        options = {name: (choices, call) for name, choices, call in self._options(facts)}
-        if not options:
-            return
-        for record, table, key, default in self._lookups(facts):
+        lookups = list(self._lookups(facts))
+        options = {name: (choices, call) for name, choices, call in self._options(facts)} if lookups else {}
+        for record, table, key, default in lookups:
             choices, option = options.get(key, (None, None))
             keys = self._keys(table, record, facts)
             if choices is None or option is None or keys is None:
@@ -134,14 +159,21 @@ def main(parser):
                 continue
             values = " or ".join(f"`{each}`" for each in lacking)
             effect = f": the dtype is then `{facts.short(default)}`" if default is not None else ""
-            notes = (Note("the option", option.span),)
+            notes = (Note("the option", option.span, facts.elsewhere(option)),)
             yield self.at(record, option=f"--{key}", values=values, effect=effect, notes=notes)
 
     def _options(self, facts: Facts) -> Iterator[tuple[str, list[str], Call]]:
-        """Yield the options with literal `choices`: their name in the namespace, and the choices."""
-        for call in facts.calls.get("add_argument", ()):
-            if (found := literal_choices(call)) is not None:
-                yield *found, call
+        """Yield the options with literal choices: their name in the namespace, and the choices.
+
+        They are those of the file, or else of the modules that it imports.
+        """
+        for each in (facts, *facts.imported_modules()):
+            each.need_uses("choices")
+            calls = each.calls.get("add_argument", ())
+            found = [(*chosen, call) for call in calls if (chosen := literal_choices(call)) is not None]
+            yield from found
+            if found:
+                return
 
     def _lookups(self, facts: Facts) -> Iterator[tuple[Record, cst.BaseExpression, str, cst.BaseExpression | None]]:
         """Yield what looks an option up in a table: the table, the option's name, and the default of `get`."""
@@ -167,15 +199,20 @@ def main(parser):
             if any(b.kind == "item" for scope in facts.scopes for b in scope.bindings.get(table.value, ())):
                 return None
             table, at = bindings[0].value, bindings[0]
-        if not isinstance(table, cst.Dict) or len(table.elements) < 2:
+        parts: list[tuple[object, cst.BaseExpression]] = []
+        if isinstance(table, cst.Dict):
+            for element in table.elements:
+                key = constant(element.key) if isinstance(element, cst.DictElement) else None
+                if key is None:
+                    return None
+                parts.append((key[0], element.value))
+        elif (call := facts.call_of(table)) is not None and call.path == "dict" and not call.positional:
+            parts = [*call.keywords.items()] if not call.starred else []
+        if len(parts) < 2:
             return None
-        keys: set[object] = set()
-        for element in table.elements:
-            key = constant(element.key) if isinstance(element, cst.DictElement) else None
-            if key is None or not all(isinstance(each.atom, DtypeValue) for each in facts.evaluate(element.value, at)):
-                return None
-            keys.add(key[0])
-        return keys
+        if not all(isinstance(each.atom, DtypeValue) for _, value in parts for each in facts.evaluate(value, at)):
+            return None
+        return {key for key, _ in parts}
 
     def _matters(self, value: str, default: cst.BaseExpression | None, at: Record, facts: Facts) -> bool:
         """True if a value fails, or is the name of another dtype than the default."""

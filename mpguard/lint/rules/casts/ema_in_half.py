@@ -24,6 +24,8 @@ from mpguard.lint import (
     text_of,
 )
 
+#: Names of classes that keep an average of a model.
+_CLASS = re.compile(r"EMA|Ema|MovingAverage")
 _EMA = re.compile(r"(?i)(?:^|_)(?:m?ema|averaged?|shadow)(?:_|$)|(?:model|params?|weights?|net|unet)ema$")
 #: Classes that keep an average of the model that is passed to them.
 _CLASSES = frozenset(
@@ -93,6 +95,22 @@ def main(args, loader):
         unet(x).mean().backward()
         optimizer.step()
         ema.step(unet.parameters())
+"""
+        ),
+        Bad(
+            """\
+import copy
+import torch
+
+class ModelEma:
+    def __init__(self, model, decay=0.999):
+        self.module = copy.deepcopy(model).half()  # !
+        self.decay = decay
+
+    @torch.no_grad()
+    def update(self, model):
+        for e, m in zip(self.module.state_dict().values(), model.state_dict().values()):
+            e.copy_(self.decay * e + (1.0 - self.decay) * m)
 """
         ),
         Good(
@@ -390,6 +408,8 @@ class EMA:
             if low is None or facts.is_inference(cast.call):
                 continue
             ema, averaging = self._average(cast), self._averaging_call(cast, facts)
+            if averaging is not None and low is Dtype.FP16 and cast.kind == "cast" and _is_optimized(cast, facts):
+                continue  # MPG101 reports FP16 weights that an optimizer takes; their average is FP16 with them
             names = self._names(ema, cast) if ema else ()
             if (
                 averaging is not None
@@ -412,7 +432,7 @@ class EMA:
             return ""
         value, target = statement.value, statement.targets[0].target
         key = dotted(target.value if isinstance(target, cst.Subscript) else target)
-        if not _EMA.search(key.rsplit(".", 1)[-1]):
+        if not _EMA.search(key.rsplit(".", 1)[-1]) and not self._copied_into_average(key, cast):
             return ""
         if isinstance(value, (cst.DictComp, cst.ListComp)):
             value = value.value if isinstance(value, cst.DictComp) else value.elt
@@ -426,6 +446,12 @@ class EMA:
                 return ""
             value = value.func.value
         return key
+
+    def _copied_into_average(self, key: str, cast: Event) -> bool:
+        """True for an attribute of a class that is named after an average, if a copy of the model is cast."""
+        owner = cast.scope.owner
+        copied = isinstance(cast.subject, cst.Call) and dotted(cast.subject.func).endswith("deepcopy")
+        return copied and key.startswith("self.") and owner is not None and bool(_CLASS.search(owner.name))
 
     def _names(self, ema: str, cast: Event) -> list[str]:
         """Return the name of the average and those of its parts: `self.ema = self.ema_model.module`."""
@@ -538,3 +564,9 @@ class EMA:
             if key and model and given == [f"{key}.parameters", f"{model}.parameters"] and isinstance(loop, cst.For):
                 return any(loop in call.loops for name in ("mul_", "lerp_") for call in facts.calls.get(name, ()))
         return False
+
+
+def _is_optimized(cast: Event, facts: Facts) -> bool:
+    """True if an optimizer takes the FP16 weights that a cast makes."""
+    weights = (each for each in facts.training_use.weights(Dtype.FP16) if each.event is cast)
+    return any(facts.training_use.plain_optimizers(each.training) for each in weights)

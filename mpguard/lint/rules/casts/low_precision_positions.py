@@ -50,6 +50,8 @@ _CASTS = ("to", "type_as", "half", "bfloat16", "type")
 _AMPLIFIES = frozenset({"log", "exp"})
 #: Methods that undo a cast: then it only rounds.
 _UPCASTS = frozenset({"float", "double", "to"})
+#: Names of the integers that diffusion models take.
+_TIMESTEPS = re.compile(r"t|time_?steps?")
 _TESTS = re.compile(r"(?:^|[/\\])(?:tests?|testing)[/\\]|(?:^|[/\\])(?:test_[^/\\]*|conftest)\.py$|_test\.py$")
 
 
@@ -59,7 +61,8 @@ class LowPrecisionPositions(Rule):
     ## What it does
     Reports `torch.arange(n, dtype=torch.bfloat16)`, `torch.linspace(..., dtype=torch.float16)` and an `arange` that is
     cast before anything is computed from it (`torch.arange(0, dim, 2).half() / dim`). Reports inverse frequencies that
-    get the dtype of the activations before they are multiplied by the positions (`inv_freq.to(x.dtype)`).
+    get the dtype of the activations before they are multiplied by the positions (`inv_freq.to(x.dtype)`), and timesteps
+    that get it, or BF16, before they are divided (`timesteps.to(x.dtype) / 1000`).
 
     ## Why is this bad
     BF16 holds all integers up to 256, FP16 up to 2048: of 4,096 positions in BF16, 769 different numbers are left, of
@@ -90,13 +93,15 @@ class LowPrecisionPositions(Rule):
     preview = True
     message = "positions in {dtype}, which holds integers exactly up to {exact} only"
     _rounded = "`{name}` is rounded to {dtype} before it is multiplied by the positions: angles far out are wrong"
+    _divided = "`{name}` is rounded to {dtype} before it is divided: integers above 256 may become others"
     help = "compute them in float32, and cast the result"
     triggers = (
-        any_of(b"arange(", b"linspace(", b"inv_freq"),
+        any_of(b"arange(", b"linspace(", b"inv_freq", b"timestep", b"randint("),
         # Not `inv_freq.to(`, which most models that move their frequencies to a device have.
         any_of(
             *CASTS_LOW_PRECISION, b"inv_freq.to(x.dtype", b"inv_freq.to(q.dtype", b"inv_freq.to(t.dtype",
             b"inv_freq.to(k.dtype", b"inv_freq.to(dtype", b"inv_freq.to(hidden_states.dtype", b"inv_freq.type_as(",
+            b"timesteps.to(", b"timestep.to(", b" t.to(", b"steps[:, None].to(",
         ),
     )  # fmt: skip
     examples = (
@@ -209,6 +214,27 @@ class Third(torch.nn.Module):
     def forward(self, q, k):
         inv_freq = self.inv_freq.type_as(q)  # !
         return torch.outer(torch.arange(k.shape[1]).float(), inv_freq)
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def loss(model, x, noise):
+    timesteps = torch.randint(0, 1000, (x.size(0),), device=x.device)
+    return model(x, timesteps.to(x.dtype) / 1000)  # !
+
+def later(model, x, timestep):
+    timestep = timestep.expand(x.size(0)).to(torch.bfloat16)
+    t = timestep.to(torch.bfloat16)  # !
+    return model(x, t / 1000)
+
+def exact(model, x, timesteps):
+    sigmas = torch.rand(x.size(0))
+    t = torch.rand(x.size(0))
+    model(x, timesteps.to(torch.float16) / 1000)
+    model(x, t.to(x.dtype) / 2)
+    return model(x, (timesteps / 1000).to(x.dtype), timesteps.to(x.dtype))
 """
         ),
         Good(
@@ -418,6 +444,33 @@ def kernel(x):
             if low is not None:
                 yield self._at(cast.call, low, self._upcast(cast, facts))
         yield from self._frequencies(facts)
+        yield from self._timesteps(facts)
+
+    def _timesteps(self, facts: Facts) -> Iterator[Diagnostic]:
+        """Yield the casts of timesteps to BF16, or to the dtype of activations, whose result is divided."""
+        for call in (call for name in _CASTS for call in facts.calls.get(name, ())):
+            key = dotted(call.receiver).rsplit(".", 1)[-1]
+            tensor = call.receiver
+            if isinstance(tensor, cst.Subscript):  # t[:, None]
+                key = dotted(tensor.value).rsplit(".", 1)[-1]
+            if not _TIMESTEPS.fullmatch(key) or not self._is_divided(call, facts):
+                continue
+            dtype = self._frequency_dtype(call, facts)
+            floats = any(each.dtype in (Dtype.FP32, Dtype.FP64) for each in facts.precision.of(tensor, call))
+            if dtype and dtype != Dtype.FP16.label and not floats:
+                yield self.at(call, message=self._divided, name=key, dtype=dtype)
+
+    def _is_divided(self, call: Call, facts: Facts) -> bool:
+        """True if the result of a call is divided, directly or by the name that it gets."""
+        bound = call.statement if isinstance(call.statement, cst.Assign) else None
+        name = dotted(bound.targets[0].target) if bound is not None and bound.value is call.node else ""
+        uses = call.scope.uses.get(name, ()) if name else ()
+        nodes = [call.node, *(use.node for use in uses if use.path == name and use.order > call.order)]
+        parents = ((facts.parent(node), node) for node in nodes)
+        return any(
+            isinstance(above, cst.BinaryOperation) and isinstance(above.operator, cst.Divide) and above.left is node
+            for above, node in parents
+        )
 
     def _frequencies(self, facts: Facts) -> Iterator[Diagnostic]:
         """Yield the casts of inverse frequencies to a low dtype, or to that of activations."""

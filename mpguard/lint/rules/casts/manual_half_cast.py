@@ -71,7 +71,7 @@ class ManualHalfCast(Rule):
     severity = "error"
     message = "`{expr}` casts to FP16 by hand in code that trains"
     help = "remove the cast; autocast, or the launcher's policy, chooses the dtype"
-    triggers = (any_of(b".half", b" half", b"(half", b".float16", b" float16", b"(float16", b"HalfTensor"),)
+    triggers = (any_of(b".half", b" half", b"(half", b".float16", b" float16", b"(float16", b"HalfTensor", b"DTYPE"),)
     triggers_nearby = (
         any_of(
             b"backward(",
@@ -88,7 +88,7 @@ class ManualHalfCast(Rule):
             b"fully_shard",
         ),
     )
-    pattern = re.compile(rb"\bhalf\b|float16|HalfTensor")  # not `rotate_half`
+    pattern = re.compile(rb"\bhalf\b|float16|HalfTensor|DTYPE\b")  # not `rotate_half`
     yields_to = ("MPG107", "MPG109", "MPG110", "MPG511", "MPG603", "MPG606")
     examples = (
         Bad(
@@ -114,6 +114,31 @@ for x, y in loader:
         loss = (model(x) - y).pow(2).mean()
     loss.backward()
     optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+model = torch.nn.Linear(8, 8).cuda()
+model.half()  # !
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+average = torch.optim.swa_utils.AveragedModel(model)
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+    average.update_parameters(model)
+""",
+            fixed="""\
+import torch
+
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+average = torch.optim.swa_utils.AveragedModel(model)
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+    average.update_parameters(model)
 """,
         ),
         Bad(
@@ -428,6 +453,102 @@ def convert(old_sd, loader):
         model(x, state).sum().backward()
         optimizer.step()
 """,
+        ),
+        Bad(
+            """\
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.half()  # !
+
+    def forward(self, x):
+        return self.inner(x)
+""",
+            name="net.py",
+            files={
+                "train.py": """\
+import torch
+from net import Net
+
+model = Net().cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+"""
+            },
+            fixed="""\
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x)
+""",
+        ),
+        Bad(
+            """\
+import torch
+from constants import DEVICE, DTYPE
+
+model = torch.nn.Linear(8, 8).to(DEVICE, DTYPE)  # !
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+""",
+            files={
+                "constants.py": """\
+import torch
+
+DEVICE, DTYPE = "cuda", torch.float16
+"""
+            },
+            fixed="""\
+import torch
+from constants import DEVICE, DTYPE
+
+model = torch.nn.Linear(8, 8).to(DEVICE)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+""",
+        ),
+        Good(
+            """\
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.half()
+
+    def forward(self, x):
+        return self.inner(x)
+""",
+            name="net.py",
+            files={
+                "train.py": """\
+import torch
+from net import Net
+
+model = Net().cuda().eval()
+optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+for x in loader:
+    with torch.no_grad():
+        features = model(x)
+    head(features).sum().backward()
+    optimizer.step()
+"""
+            },
         ),
         Good(
             """\

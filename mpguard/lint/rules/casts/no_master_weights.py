@@ -83,7 +83,7 @@ class NoMasterWeights(Rule):
     message = "`{expr}` makes the weights {dtypes}, and a plain optimizer updates them"
     help = "keep the weights in FP32 and compute in BF16 by autocast, or use an optimizer with stochastic rounding"
     triggers = (
-        any_of(b"bfloat16", b"bf16"),
+        any_of(b"bfloat16", b"bf16", b"DTYPE"),
         any_of(b".bfloat16()", b".to(", b".type(", b"dtype"),
     )
     triggers_nearby = (
@@ -195,6 +195,25 @@ def train(model, loader):
     optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters()), to_fp32=False)
     for x in loader:
         model(x).sum().backward()
+        optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from transformers import AutoModelForCausalLM
+
+def shard(model):
+    return FSDP(model)
+
+def distil(loader):
+    teacher = shard(AutoModelForCausalLM.from_pretrained("large"))
+    student = AutoModelForCausalLM.from_pretrained("small", dtype=torch.bfloat16)  # !
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5)
+    for x in loader:
+        loss = (student(x).logits - teacher(x).logits.detach()).pow(2).mean()
+        loss.backward()
         optimizer.step()
 """
         ),

@@ -229,6 +229,39 @@ with te.fp8_autocast(fp8_recipe=recipe):
 """
         ),
         FP8_OPTION_UNUSED,
+        Good(
+            """\
+from training import pretrain
+
+def build(args):
+    if args.fp8_param_gather:
+        from transformer_engine.pytorch import fp8_model_init
+        return fp8_model_init(enabled=True)
+
+pretrain(build)
+""",
+            name="pretrain_gpt.py",
+            files={
+                "pyproject.toml": "",
+                "training.py": "def pretrain(build, models=()):\n"
+                "    for model in models:\n"
+                "        for param in model.parameters():\n"
+                '            param._fp8_meta["scaling_fwd"].fill_(1)\n',
+                "run.sh": "python pretrain_gpt.py --fp8-param-gather\n",
+            },
+        ),
+        Good(
+            """\
+try:
+    import musa_patch
+except ImportError:
+    pass
+from transformer_engine.pytorch import fp8_model_init
+
+with fp8_model_init(enabled=True):
+    model = build()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

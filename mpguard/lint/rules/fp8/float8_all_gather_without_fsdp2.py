@@ -12,6 +12,7 @@ from mpguard.lint import (
     Fix,
     Good,
     Note,
+    Object,
     Rule,
     any_of,
     constant,
@@ -44,8 +45,9 @@ class Float8AllGatherWithoutFsdp2(Rule):
     Safe: such a run is meant to have `False`.
 
     ## Known limits
-    If the linter finds a launch config, that decides; without one, a launch flag could select FSDP2. A file that
-    mentions FSDP, sharding or a `parallelize` helper anywhere is not checked, nor a setting from elsewhere.
+    If the linter finds a launch config, that decides; without one, a launch flag could select FSDP2. Code that
+    mentions FSDP, sharding or a `parallelize` helper is not checked, unless these get another model, nor a setting
+    from elsewhere.
     """
 
     code, name = "MPG413", "float8-all-gather-without-fsdp2"
@@ -129,6 +131,46 @@ accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs(enable_fsdp_float8_all
                 "pyproject.toml": "",
                 "mp.yaml": "distributed_type: MULTI_GPU\nmixed_precision: fp8\nfp8_config:\n  backend: AO\n",
             },
+        ),
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import fully_shard
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+def distil(loader):
+    teacher = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024))
+    for block in teacher:
+        fully_shard(block)
+    fully_shard(teacher)
+    student = torch.nn.Linear(1024, 1024).cuda()
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)  # !
+    convert_to_float8_training(student, config=config)
+    student = torch.compile(student)
+    optimizer = torch.optim.AdamW(student.parameters())
+    for x in loader:
+        torch.nn.functional.mse_loss(student(x), teacher(x).detach()).backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+from torch.distributed.fsdp import fully_shard
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+def distil(loader):
+    teacher = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024))
+    for block in teacher:
+        fully_shard(block)
+    fully_shard(teacher)
+    student = torch.nn.Linear(1024, 1024).cuda()
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=False)
+    convert_to_float8_training(student, config=config)
+    student = torch.compile(student)
+    optimizer = torch.optim.AdamW(student.parameters())
+    for x in loader:
+        torch.nn.functional.mse_loss(student(x), teacher(x).detach()).backward()
+        optimizer.step()
+""",
         ),
         Good(
             """\
@@ -229,8 +271,8 @@ class Fp8Trainer(Trainer):
                 yield self.at(
                     event, what="the converted weights never train", notes=notes, fix=self._fix(event.call, facts)
                 )
-        for call in configs:
-            if fp8_facts.may_shard(facts, call):
+        for call, model in configs:
+            if fp8_facts.may_shard(facts, call, model):
                 continue
             yield self.at(
                 call, what="nothing is gathered, and safetensors cannot save the weights", fix=self._fix(call, facts)
@@ -252,8 +294,8 @@ class Fp8Trainer(Trainer):
         """True if the file builds the Accelerator that applies the handler, and is not for inference."""
         return bool(facts.events("accelerator")) and not facts.is_inference(event.call)
 
-    def _trained_configs(self, facts: Facts) -> Iterator[Call]:
-        """Yield the configs with all-gather that convert a model which this file trains."""
+    def _trained_configs(self, facts: Facts) -> Iterator[tuple[Call, set[Call]]]:
+        """Yield the configs with all-gather that convert a model which this file trains, with what creates it."""
         for event in facts.events("convert"):
             given = event.call.argument(None, "config")
             if given is None or event.subject is None or not event.key or facts.from_outside(event.subject, event.call):
@@ -264,7 +306,8 @@ class Fp8Trainer(Trainer):
                 continue
             for config in made:
                 if len(made) == 1 and config is not None and config.on(_SETTING):
-                    yield config.calls[0]
+                    atoms = [each.atom for each in facts.evaluate(event.subject, event.call)]
+                    yield config.calls[0], {a.call for a in atoms if isinstance(a, Object) and a.call is not None}
 
     def _selects_fsdp2(self, config: LaunchConfig) -> bool:
         """True if a launch config shards with FSDP2."""

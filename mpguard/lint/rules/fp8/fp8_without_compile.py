@@ -19,7 +19,6 @@ from mpguard.lint import (
     dotted,
     fp8_facts,
     launched_compiled,
-    may_compile,
     python_edits,
 )
 
@@ -44,6 +43,41 @@ def compile_model(model):
 """,
 }
 
+#: An optimizer that compiles a function of its own, and a class that may compile the model.
+_COMPILES_OWN = {
+    "pyproject.toml": "",
+    "own.py": """\
+import torch
+
+def whiten(gradient):
+    return gradient / gradient.norm()
+
+class Whitened(torch.optim.Optimizer):
+    def __init__(self, model):
+        super().__init__(model.parameters(), {})
+        self.whiten = torch.compile(whiten)
+
+class Runner:
+    def __init__(self, net):
+        self.run = torch.compile(net)
+""",
+}
+
+
+#: A program that lets an object convert the model that it trains.
+_TRAINS_CONVERTED = """\
+import torch
+from converter import Converter
+
+def main(args, loader):
+    model = torch.nn.Linear(1024, 1024)
+    Converter(args.fp8).convert(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+"""
+
 
 class Fp8WithoutCompile(Rule):
     """torchao's float8 training without `torch.compile` is slower than plain BF16.
@@ -63,9 +97,10 @@ class Fp8WithoutCompile(Rule):
 
     ## Known limits
     A compile that an option enables counts. A helper that converts a model of its caller is not checked if no caller is
-    in the linted files. Transformer Engine needs no compile and is never reported. FP8 that is only emulated
-    (`emulate=True`) is not checked. A launch flag (`accelerate launch --dynamo_backend inductor`) is not seen. An
-    `Accelerator(**arguments)` is not reported, since the arguments may contain a dynamo backend.
+    in the linted files, unless it trains the model and nothing in the project compiles. Transformer Engine needs no
+    compile and is never reported. FP8 that is only emulated (`emulate=True`) is not checked. A launch flag
+    (`accelerate launch --dynamo_backend inductor`) is not seen. An `Accelerator(**arguments)` is not reported, since
+    the arguments may contain a dynamo backend.
     """
 
     code, name = "MPG401", "fp8-without-compile"
@@ -257,6 +292,78 @@ if not use_compile:
     print("evaluates", use_compile)
 model(torch.randn(8, 4096)).sum().backward()
 optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = torch.nn.Linear(1024, 1024)
+        self.head = torch.nn.Linear(1024, 16)
+
+def train(loader):
+    model = Net().cuda()
+    convert_to_float8_training(model.backbone)  # !
+    model.head = torch.compile(model.head)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = torch.nn.Linear(1024, 1024)
+        self.head = torch.nn.Linear(1024, 16)
+
+def train(loader):
+    model = Net().cuda()
+    convert_to_float8_training(model.backbone)
+    model.backbone = torch.compile(model.backbone)
+    model.head = torch.compile(model.head)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def distil(student, teacher, loader):
+    convert_to_float8_training(student)  # !
+    teacher = torch.compile(teacher.eval())
+    optimizer = torch.optim.AdamW(student.parameters())
+    for x in loader:
+        (student(x) - teacher(x).detach()).pow(2).mean().backward()
+        optimizer.step()
+
+distil(make("small"), make("large"), loader)
+""",
+            fixed="""\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def distil(student, teacher, loader):
+    convert_to_float8_training(student)
+    student = torch.compile(student)
+    teacher = torch.compile(teacher.eval())
+    optimizer = torch.optim.AdamW(student.parameters())
+    for x in loader:
+        (student(x) - teacher(x).detach()).pow(2).mean().backward()
+        optimizer.step()
+
+distil(make("small"), make("large"), loader)
 """,
         ),
         Good(
@@ -730,6 +837,33 @@ def train(args, model, loader):
                 "model = build()\nmodel.compile()\nTRAINERS[args.kind](args, model, loader)\n",
             },
         ),
+        Bad(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def train(args, model, loader):
+    convert_to_float8_training(model)  # !
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+            name="trainer.py",
+            files={"pyproject.toml": "[project]\nname = 'trainers'\n"},
+            fixed="""\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def train(args, model, loader):
+    convert_to_float8_training(model)
+    model = torch.compile(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+""",
+        ),
         Good(
             """\
 import torch
@@ -743,7 +877,143 @@ def train(args, model, loader):
         optimizer.step()
 """,
             name="trainer.py",
-            files={"pyproject.toml": "[project]\nname = 'trainers'\n"},
+            files={
+                "pyproject.toml": "[project]\nname = 'trainers'\n",
+                "run.py": "import torch\nfrom trainer import train\n\ntrain(args, torch.compile(net), loader)\n",
+            },
+        ),
+        Bad(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+from own import Whitened
+
+model = torch.nn.Linear(1024, 1024)
+convert_to_float8_training(model)  # !
+optimizer = torch.optim.AdamW(model.parameters())
+other = Whitened(model)
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+""",
+            files=_COMPILES_OWN,
+            fixed="""\
+import torch
+from torchao.float8 import convert_to_float8_training
+from own import Whitened
+
+model = torch.nn.Linear(1024, 1024)
+convert_to_float8_training(model)
+model = torch.compile(model)
+optimizer = torch.optim.AdamW(model.parameters())
+other = Whitened(model)
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+""",
+        ),
+        Good(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+from own import Runner
+
+model = torch.nn.Linear(1024, 1024)
+convert_to_float8_training(model)
+optimizer = torch.optim.AdamW(model.parameters())
+other = Runner(model)
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+""",
+            files=_COMPILES_OWN,
+        ),
+        Bad(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+class Converter:
+    def __init__(self, enabled):
+        self.enabled = enabled
+
+    def convert(self, model):
+        if self.enabled:
+            convert_to_float8_training(model)  # !
+""",
+            name="converter.py",
+            files={"pyproject.toml": "", "train.py": _TRAINS_CONVERTED},
+        ),
+        Good(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+class Converter:
+    def __init__(self, enabled):
+        self.enabled = enabled
+
+    def convert(self, model):
+        if self.enabled:
+            convert_to_float8_training(model)
+""",
+            name="converter.py",
+            files={
+                "pyproject.toml": "",
+                "train.py": _TRAINS_CONVERTED.replace("    optimizer", "    model.compile()\n    optimizer"),
+            },
+        ),
+        Good(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+class Converter:
+    def __init__(self, enabled):
+        self.enabled = enabled
+
+    def convert(self, model):
+        if self.enabled:
+            convert_to_float8_training(model)
+""",
+            name="converter.py",
+            files={
+                "pyproject.toml": "",
+                "save.py": "import torch\nfrom converter import Converter\n\nmodel = torch.nn.Linear(16, 16)\n"
+                "Converter(True).convert(model)\ntorch.save(model.state_dict(), 'converted.pt')\n",
+            },
+        ),
+        Bad(
+            """\
+import lightning as L
+from torchao.float8 import convert_to_float8_training
+
+class Float8(L.Callback):
+    def setup(self, trainer, pl_module, stage):
+        convert_to_float8_training(pl_module.model)  # !
+""",
+            name="callbacks.py",
+            files={
+                "pyproject.toml": "",
+                "train.py": "import lightning as L\nfrom callbacks import Float8\n\n"
+                "L.Trainer(callbacks=[Float8()]).fit(model, loader)\n",
+            },
+        ),
+        Good(
+            """\
+import lightning as L
+from torchao.float8 import convert_to_float8_training
+
+class Float8(L.Callback):
+    def setup(self, trainer, pl_module, stage):
+        convert_to_float8_training(pl_module.model)
+""",
+            name="callbacks.py",
+            files={
+                "pyproject.toml": "",
+                "train.py": "import lightning as L\nimport torch\nfrom callbacks import Float8\n\n"
+                "L.Trainer(callbacks=[Float8()]).fit(torch.compile(model), loader)\n",
+            },
         ),
         Good(
             """\
@@ -835,7 +1105,8 @@ def build(config):
         if event.subject is None:
             return True
         if facts.from_outside(event.subject, event.call):
-            return not self._is_trained_here(event, facts) or facts.project.compiled_elsewhere(facts.path)
+            trained = self._is_trained_here(event, facts) or _is_callback(event.call, facts)
+            return not trained or facts.project.compiled_elsewhere(facts.path)
         local = event.scope.kind == "function" and event.call.is_statement and "." not in event.key
         if not local or not event.key:
             return False
@@ -843,6 +1114,8 @@ def build(config):
             return False  # the function trains, so it is no helper that only converts
         if any(facts.kinds(each.node, each) & {"optimizer", "own_optimizer"} for each in event.scope.calls):
             return False  # nor does a helper make an optimizer
+        if self._is_given(event, facts) and facts.training_use.trainer_of(event.call) is not None:
+            return False  # a program that calls it trains: all callers are known
         reach = facts.flow.forward_key(event.key, event.call)
         return not reach.sinks and not reach.outside
 
@@ -853,6 +1126,10 @@ def build(config):
             each.scope is event.scope or (owner is not None and each.scope.owner is owner)
             for each in facts.events("backward")
         )
+
+    def _is_given(self, event: Event, facts: Facts) -> bool:
+        """True if the converted module is a parameter of the function."""
+        return any(binding.kind == "param" for binding in facts.bindings(event.key, event.call))
 
     def _is_looped(self, event: Event, facts: Facts) -> bool:
         """True if the converted module is the variable of a loop."""
@@ -866,6 +1143,8 @@ def build(config):
         owner = call.scope.owner
         if owner is None or not facts.base_unknown(owner):
             return False
+        if _is_callback(call, facts):
+            return False
         lightning = any(base.endswith(".LightningModule") for base in facts.ancestry(owner))
         steps = [*facts.events("step"), *facts.events("scaler_step")]
         own_loop = all(any(each.scope.owner is owner for each in found) for found in (facts.events("backward"), steps))
@@ -873,18 +1152,11 @@ def build(config):
 
     def _is_compiled(self, event: Event, facts: Facts) -> bool:
         call = event.call
-        if facts.compiles(facts.guard_of(call), event):
-            return True
-        run = self._same_run(call.scope, facts)
-        others = dict.fromkeys(facts.of(scope) for scope in run)
-        if any(compiled.scope in run for other in others if other is not facts for compiled in other.events("compile")):
-            return True
-        return any(
-            "compile" in each.name and each.name != "compile" and may_compile(each.name)
-            for scope in run
-            if facts.of(scope) is not facts
-            for each in scope.calls
-        ) or (self._is_given_away(call, facts) and facts.project.compiled_elsewhere(facts.path))
+        return (
+            facts.compiles(facts.guard_of(call), event)
+            or facts.compiled_by(self._same_run(call.scope, facts), event)
+            or (self._is_given_away(call, facts) and facts.project.compiled_elsewhere(facts.path))
+        )
 
     def _is_given_away(self, call: Call, facts: Facts) -> bool:
         """True if nothing known trains what a function makes, which other code gets from a registry or by a name."""
@@ -925,6 +1197,8 @@ def build(config):
             return self._fix_accelerator(call, facts)
         if self._is_looped(event, facts):
             return None  # another value of the loop's variable changes no block
+        if self._is_given(event, facts) and not self._is_trained_here(event, facts):
+            return None  # the caller keeps the module that it has
         torch = python_edits.name_of_torch(facts)
         statement = call.statement
         if isinstance(statement, cst.Assign) and statement.value is call.node and len(statement.targets) == 1:
@@ -947,3 +1221,10 @@ def build(config):
 def _is_torchao_handler(event: Event) -> bool:
     """True if an event is accelerate's handler for torchao."""
     return event.kind == "fp8_handler" and event.facts.called_path(event.call).endswith(".AORecipeKwargs")
+
+
+def _is_callback(call: Call, facts: Facts) -> bool:
+    """True in a callback of Lightning, which gets the module that its Trainer trains; Lightning does not compile it."""
+    owner = call.scope.owner
+    bases = facts.ancestry(owner) if owner is not None else ()
+    return any(base.endswith(".Callback") and "lightning" in base for base in bases)

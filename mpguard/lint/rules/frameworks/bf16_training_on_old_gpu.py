@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from mpguard.lint import (
@@ -7,6 +8,8 @@ from mpguard.lint import (
     Bad,
     Call,
     Diagnostic,
+    Dtype,
+    Event,
     Facts,
     Good,
     Rule,
@@ -24,8 +27,8 @@ class Bf16TrainingOnOldGpu(Rule):
     """BF16 training in code for a GPU that has no BF16 arithmetic.
 
     ## What it does
-    Reports `TrainingArguments(bf16=True)`, Lightning's `precision="bf16-mixed"` and `Accelerator(mixed_precision=
-    "bf16")` if the GPU has a compute capability below 8.0 (V100, T4, RTX 20).
+    Reports `TrainingArguments(bf16=True)`, Lightning's `precision="bf16-mixed"`, `Accelerator(mixed_precision="bf16")`
+    and a BF16 autocast around a training step if the GPU has a compute capability below 8.0 (V100, T4, RTX 20).
 
     ## Why is this bad
     transformers stops with "Your setup doesn't support bf16/gpu" where torch reports no BF16 (before torch 2.3). Later
@@ -41,7 +44,11 @@ class Bf16TrainingOnOldGpu(Rule):
     severity = "warning"
     message = "BF16 on {gpu} (compute capability {has}): {what}; BF16 needs 8.0"
     help = 'use FP16 on this GPU (`fp16=True`, `precision="16-mixed"`)'
-    triggers = (any_of(b"bf16"), any_of(b"TrainingArguments", b"Trainer(", b"Accelerator(", b"Config("))
+    triggers = (
+        any_of(b"bf16", b"bfloat16"),
+        any_of(b"TrainingArguments", b"Trainer(", b"Accelerator(", b"Config(", b"autocast("),
+    )
+    pattern = re.compile(rb"bf16|\.backward\(")
     examples = (
         Bad(
             """\
@@ -62,6 +69,32 @@ L.Trainer(precision="bf16-mixed").fit(model)  # !
 accelerator = Accelerator(mixed_precision="bf16")  # !
 """,
             files={"job.sbatch": "#!/bin/bash\n#SBATCH --gres=gpu:v100:4\nsrun python example.py\n"},
+        ),
+        Bad(
+            """\
+import torch
+
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):  # !
+        loss = model(x).sum()
+    loss.backward()
+    optimizer.step()
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    print(model(x).sum())
+""",
+            files={"run.sh": "# Colab, GPU runtime: Tesla T4 16GB\npython example.py\n"},
+        ),
+        Good(
+            """\
+import torch
+
+dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+for x in loader:
+    with torch.autocast("cuda", dtype=dtype):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+""",
+            files={"run.sh": "# Colab, GPU runtime: Tesla T4 16GB\npython example.py\n"},
         ),
         Good(
             """\
@@ -99,6 +132,7 @@ Trainer(model, args, train_dataset=data).train()
                 for event in facts.events("accelerator")
                 if self._is(event.call, "mixed_precision", _BF16, facts)
             ),
+            *(event.call for event in facts.events("autocast") if self._trains_in_bfloat16(event, facts)),
         ]
         gpu = facts.project.gpu(facts.path) if found else None
         has = accelerate_config.capability(gpu)
@@ -110,6 +144,14 @@ Trainer(model, args, train_dataset=data).train()
             if not launch_expectations.is_unconditional(call.guard, None):
                 continue
             yield self.at(call, gpu=gpu.upper(), has=".".join(map(str, has)), what=what)
+
+    def _trains_in_bfloat16(self, autocast: Event, facts: Facts) -> bool:
+        """True if an autocast on a GPU is BF16 in every case, in a function with a backward pass."""
+        return (
+            {dtype for _, dtype in autocast.dtypes} == {Dtype.BF16}
+            and facts.constants(autocast.call.argument(0, "device_type"), autocast.call) == ["cuda"]
+            and any(event.scope is autocast.scope for event in facts.events("backward"))
+        )
 
     def _is(self, call: Call, keyword: str, wanted: frozenset[str] | set[bool], facts: Facts) -> bool:
         """True if an argument has one of some values in every case."""

@@ -542,6 +542,21 @@ class Trainer:
         self.optimizer.zero_grad()
 """,
         ),
+        Good(
+            """\
+import torch
+
+def train(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
         Bad(
             """\
 import torch

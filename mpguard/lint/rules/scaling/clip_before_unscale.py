@@ -17,10 +17,12 @@ from mpguard.lint import (
     Method,
     Note,
     Object,
+    Record,
     Ref,
     Rule,
     Trace,
     TraceStep,
+    Use,
     any_of,
     compatible,
     library_names,
@@ -70,7 +72,7 @@ class ClipBeforeUnscale(Rule):
     """Gradients are clipped while they are still multiplied by the loss scale.
 
     ## What it does
-    Reports `clip_grad_norm_` and `clip_grad_value_` on gradients of a scaled loss if there is no
+    Reports `clip_grad_norm_`, `clip_grad_value_` and `p.grad.clamp_` on gradients of a scaled loss if there is no
     `scaler.unscale_(optimizer)` between `backward` and the clip.
 
     ## Why is this bad
@@ -80,20 +82,23 @@ class ClipBeforeUnscale(Rule):
 
     ## Fix safety
     Safe: `scaler.unscale_(optimizer)` before the clip divides by the scale, and `scaler.step` does not divide again.
-    There is no fix if several optimizers step, if the clip runs for each micro-batch and the step once for several
-    (`unscale_` may be called once per step only), or if a later clip runs with or without the first one.
+    There is no fix for `p.grad.clamp_`, if several optimizers step, if the clip runs for each micro-batch and the
+    step once for several (`unscale_` may be called once per step only), or if a later clip runs with or without the
+    first one.
 
     ## Known limits
-    Follows one function and the helpers of its file; a `backward` in another module is not found. Silent if something
-    in between may unscale: `get_scale`, or a call of unknown code that takes the scaler. Silent for a model whose class
-    creates layers in BF16: a scaler that is enabled raises at the gradients of such weights.
+    Follows one function, the helpers of its file, and one of another module that clips; a `backward` in another module
+    is not found. Silent if something in between may unscale: `get_scale`, or a call of unknown code that takes the
+    scaler. Silent for a model whose class creates layers in BF16: a scaler that is enabled raises at the gradients of
+    such weights.
     """
 
     code, name = "MPG205", "clip-before-unscale"
     severity = "error"
     message = "`{expr}` clips gradients that are still scaled"
     help = "call `{scaler}.unscale_(optimizer)` before"
-    triggers = (any_of(b"clip_grad"), any_of(b".scale("), any_of(b"scaler", b"Scaler"))
+    triggers = (any_of(b"clip_", b".clamp_("), any_of(b".scale("), any_of(b"scaler", b"Scaler"))
+    triggers_nearby = (any_of(b"clip_grad", b".clamp_("),)
     examples = (
         Bad(
             """\
@@ -289,6 +294,100 @@ for x in loader:
     model.clip_grad_norm_(1.0)
     scaler.step(optimizer)
     scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def train(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.data.clamp_(-1, 1)  # !
+        scaler.step(optimizer)
+        scaler.update()
+
+def alias(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        for p in model.parameters():
+            g = p.grad
+            g.clamp_(-1, 1)  # !
+        scaler.step(optimizer)
+        scaler.update()
+
+def unscaled(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.unscale_(optimizer)
+        for p in model.parameters():
+            p.grad.clamp_(-1, 1)
+            p.data.clamp_(-8, 8)
+        scaler.step(optimizer)
+        scaler.update()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from gradients import clip_gradients, clip_images, clip_unscaled
+
+def train(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(clip_images(x))).backward()
+        clip_gradients(model.parameters(), 1.0)  # !
+        scaler.step(optimizer)
+        scaler.update()
+
+def unscaled(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        clip_unscaled(scaler, optimizer, model.parameters())
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            files={
+                "gradients.py": """\
+import torch
+
+def clip_gradients(parameters, most):
+    return torch.nn.utils.clip_grad_norm_(parameters, most)
+
+def clip_unscaled(scaler, optimizer, parameters):
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+
+def clip_images(images):
+    return images.clamp(0, 1)
+"""
+            },
+            fixed="""\
+import torch
+from gradients import clip_gradients, clip_images, clip_unscaled
+
+def train(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(clip_images(x))).backward()
+        scaler.unscale_(optimizer)
+        clip_gradients(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+def unscaled(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        clip_unscaled(scaler, optimizer, model.parameters())
+        scaler.step(optimizer)
+        scaler.update()
 """,
         ),
         Good(
@@ -662,6 +761,14 @@ class Trainer:
         reported: set[object] = set()
         for trace in facts.traces.all:
             for place, clip in enumerate(trace):
+                if _clamps(clip.record) and clip.record not in reported:
+                    backward = self._scaled(trace, place, facts)
+                    if backward is not None:
+                        reported.add(clip.record)
+                        notes = (Note("the loss is scaled here", backward.span),)
+                        help = self.help.format(scaler=facts.short(backward.scaler))
+                        yield self.at(clip, expr=facts.short(clip.record.node), notes=notes, help=help)
+                    continue
                 if clip.kind != "clip" or clip.record in reported or not self._of_torch(clip, facts):
                     continue
                 if facts.training_use.has_layers_in(Dtype.BF16, clip.call.argument(0, "parameters"), clip.call):
@@ -677,6 +784,8 @@ class Trainer:
                 yield self.at(clip, expr=facts.short(clip.call.func), notes=notes, fix=fix, help=help)
 
     def _of_torch(self, clip: TraceStep, facts: Facts) -> bool:
+        if facts.traces.clips_elsewhere(clip.call):
+            return True
         atoms = [each.atom for each in facts.evaluate(clip.call.func, clip.call)]
         if any(isinstance(atom, Ref) and atom.path in library_names.CLIPS for atom in atoms):
             return True
@@ -737,3 +846,8 @@ class Trainer:
         optimizer = facts.text(step.optimizer, step.record)
         edit = python_edits.line_before(facts, clip.call.line, clip.call, f"{scaler}.unscale_({optimizer})")
         return Fix("Unscale the gradients first", "safe", (edit,))
+
+
+def _clamps(record: Record) -> bool:
+    """True for the use of a gradient, or of a name for it, that limits its elements: `p.grad.data.clamp_`."""
+    return isinstance(record, Use) and record.path.endswith(".clamp_")

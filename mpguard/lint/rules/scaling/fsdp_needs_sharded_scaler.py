@@ -330,6 +330,47 @@ def main(args, model, loader):
     print(start.elapsed_time(end), torch.cuda.max_memory_allocated())
 """,
         ),
+        Good(
+            """\
+import time
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+def main(args, model, loader):
+    model = FullyShardedDataParallel(model, mixed_precision=MixedPrecision(param_dtype=torch.float16))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0001)
+    times = []
+    for x in loader:
+        start = time.perf_counter()
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    print(sum(times) / len(times))
+""",
+        ),
+        Bad(
+            """\
+import time
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+def main(args, model, loader):
+    model = FullyShardedDataParallel(model, mixed_precision=MixedPrecision(param_dtype=torch.float16))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0001)
+    times = []
+    for x in loader:
+        start = time.perf_counter()
+        loss = model(x).sum()
+        loss.backward()  # !
+        optimizer.step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+        print(loss.item())
+    print(sum(times) / len(times))
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -51,6 +51,33 @@ _AUTOCASTING_NET = {
 }
 
 
+#: A network that inherits a method with an autocast from a class in another file.
+_INHERITED_RENDER = {
+    "pyproject.toml": "",
+    "nets.py": "from renderer import Renderer, Exact\n\nclass Net(Renderer):\n    def forward(self, x):\n"
+    "        return x * 2\n\nclass ExactNet(Exact):\n    def forward(self, x):\n        return x * 2\n",
+    "renderer.py": """\
+import torch
+
+class Renderer(torch.nn.Module):
+    def __init__(self, opt):
+        super().__init__()
+        self.opt = opt
+
+    def render(self, x):
+        return self.run(x)
+
+    def run(self, x):
+        with torch.autocast("cuda", dtype=torch.float16, enabled=self.opt.fp16):
+            return self(x)
+
+class Exact(Renderer):
+    def run(self, x):
+        return self(x)
+""",
+}
+
+
 class MissingGradScaler(Rule):
     """FP16 autocast, or FP16 weights, and the gradients are never scaled.
 
@@ -95,6 +122,81 @@ class MissingGradScaler(Rule):
     triggers_nearby = (any_of(b"autocast", b"half", b"float16", b"fp16"), any_of(b".step("))
     yields_to = ("MPG202", "MPG211", "MPG212", "MPG213")
     examples = (
+        Bad(
+            """\
+import argparse
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
+args = parser.parse_args()
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    with torch.autocast("cuda", dtype=getattr(torch, args.dtype)):
+        loss = model(x).sum()
+    loss.backward()  # !
+    optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import click
+import torch
+from config import Config
+
+@click.command()
+@click.option("--amp-dtype", type=click.Choice(["float16", "float32"]), default="float16")
+def main(amp_dtype):
+    for x in loader:
+        with torch.autocast("cuda", dtype=getattr(torch, amp_dtype)):
+            loss = model(x).sum()
+        loss.backward()  # !
+        optimizer.step()
+
+def train(model, loader, optimizer, cfg: Config):
+    for x in loader:
+        with torch.autocast("cuda", dtype=getattr(torch, cfg.compute_dtype)):
+            loss = model(x).sum()
+        loss.backward()  # !
+        optimizer.step()
+""",
+            files={
+                "config.py": """\
+from dataclasses import dataclass
+
+@dataclass
+class Config:
+    compute_dtype: str = "float16"
+"""
+            },
+        ),
+        Good(
+            """\
+import argparse
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
+parser.add_argument("--amp", choices=["float32", "bfloat16"], default="bfloat16")
+args = parser.parse_args()
+
+def scaled(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda", enabled=args.dtype == "float16")
+    for x in loader:
+        with torch.autocast("cuda", dtype=getattr(torch, args.dtype)):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def never(model, loader, optimizer):
+    for x in loader:
+        with torch.autocast("cuda", dtype=getattr(torch, args.amp)):
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+"""
+        ),
         *(
             example(
                 f"""\
@@ -1759,6 +1861,101 @@ def train(path, model, loader):
             loss = model(x).sum()
         loss.backward()  # !
         optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+from nets import Net
+
+import torch
+
+def train(opt, loader):
+    print("FP16" if opt.fp16 else "FP32")
+    model = Net(opt)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        loss = model.render(x).mean()
+        loss.backward()  # !
+        optimizer.step()
+""",
+            files=_INHERITED_RENDER,
+        ),
+        Good(
+            """\
+from nets import ExactNet
+
+import torch
+
+def train(opt, loader):
+    print("FP16" if opt.fp16 else "FP32")
+    model = ExactNet(opt)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        loss = model.render(x).mean()
+        loss.backward()
+        optimizer.step()
+""",
+            files=_INHERITED_RENDER,
+        ),
+        Good(
+            """\
+from nets import Net
+
+import torch
+
+def train(opt, loader):
+    print("FP16" if opt.fp16 else "FP32")
+    model = Net(opt)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda", enabled=opt.fp16)
+    for x in loader:
+        loss = model.render(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            files=_INHERITED_RENDER,
+        ),
+        Bad(
+            """\
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.loaders import LoraLoaderMixin
+
+class Preview(DiffusionPipeline, LoraLoaderMixin):
+    def __init__(self, unet):
+        super().__init__()
+        self.unet = unet
+
+def train(unet, loader):
+    optimizer = torch.optim.AdamW(unet.parameters())
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = unet(x).mean()
+        loss.backward()  # !
+        optimizer.step()
+        Preview(unet).save_pretrained("last")
+""",
+            fixed="""\
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.loaders import LoraLoaderMixin
+
+class Preview(DiffusionPipeline, LoraLoaderMixin):
+    def __init__(self, unet):
+        super().__init__()
+        self.unet = unet
+
+def train(unet, loader):
+    optimizer = torch.optim.AdamW(unet.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = unet(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        Preview(unet).save_pretrained("last")
 """,
         ),
     )

@@ -19,7 +19,6 @@ from mpguard.lint import (
     TraceStep,
     any_of,
     compatible,
-    constant,
     dotted,
     python_edits,
     scaler_class,
@@ -528,6 +527,20 @@ def one_loss_each(loader, model, optimizers):
         for _ in range(1):
             scaler.scale(model(x)).backward()
             scaler.step(optimizers[0])
+        scaler.update()
+
+ROUNDS = 1
+
+def one_round(loader, model, optimizer, other):
+    scaler = torch.amp.GradScaler("cuda")
+    n_critic = 1
+    for x in loader:
+        for _ in range(n_critic):
+            scaler.scale(model(x)).backward()
+            scaler.step(optimizer)
+        for _ in range(0, ROUNDS):
+            scaler.scale(model(x)).backward()
+            scaler.step(other)
         scaler.update()
 
 class Gan:
@@ -1286,13 +1299,9 @@ def train(options, model, loader, optimizer):
         return False
 
     def _counts_as_one(self, loop: cst.CSTNode, step: TraceStep) -> bool:
-        """True for a loop over optimizers, of which each steps once, and for one of a single round: `range(1)`."""
+        """True for a loop over optimizers, of which each steps once."""
         if not isinstance(loop, cst.For):
             return False
-        if isinstance(loop.iter, cst.Call) and dotted(loop.iter.func) == "range":
-            counts = [constant(each.value) for each in loop.iter.args]
-            if counts in ([(1,)], [(0,), (1,)]):
-                return True
         optimizer = step.optimizer
         index = optimizer.slice[0].slice if isinstance(optimizer, cst.Subscript) else None
         used = {dotted(optimizer).split(".", 1)[0], dotted(index.value) if isinstance(index, cst.Index) else ""}

@@ -7,12 +7,15 @@ import libcst as cst
 
 from mpguard.lint import (
     Bad,
+    Call,
     Condition,
     Diagnostic,
     Facts,
     Flag,
+    Function,
     Good,
     Note,
+    Record,
     Rule,
     StepKind,
     Trace,
@@ -78,7 +81,12 @@ class ReadsScaledGradients(Rule):
     severity = "warning"
     message = "`{expr}` is read while gradients are still scaled"
     help = "unscale the gradients first"
-    triggers = (any_of(b".grad.", b".grad)", b".grad,"), any_of(b".backward("), any_of(b"GradScaler", b"Accelerator("))
+    triggers = (
+        any_of(b".grad.", b".grad)", b".grad,", b".grad\n", b".grad for", b"grad_norm(", b"gradient"),
+        any_of(b".backward("),
+        any_of(b"GradScaler", b"Accelerator("),
+    )
+    triggers_nearby = (any_of(b".grad"),)
     examples = (
         Bad(
             """\
@@ -150,6 +158,76 @@ def accelerated(model, loader, optimizer):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 """
+        ),
+        Bad(
+            """\
+import torch
+
+def train(model, loader, optimizer, log):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        for name, p in model.named_parameters():
+            g = p.grad
+            if g is None:
+                continue
+            log(name, g.detach().norm().item())  # !
+        scaler.step(optimizer)
+        scaler.update()
+
+def listed(model, loader, optimizer, log):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        log(torch.stack([g.norm() for g in grads]).norm())  # !
+        scaler.unscale_(optimizer)
+        log(torch.stack([g.norm() for g in grads]).norm())
+        scaler.step(optimizer)
+        scaler.update()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from monitor import grad_norm, average_gradients, count_gradients
+
+def train(model, loader, optimizer, log):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        average_gradients(model)
+        log(count_gradients(model))
+        log(grad_norm(model))  # !
+        scaler.step(optimizer)
+        scaler.update()
+
+def unscaled(model, loader, optimizer, log):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.unscale_(optimizer)
+        log(grad_norm(model))
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            files={
+                "monitor.py": """\
+def grad_norm(model):
+    total = 0.0
+    for p in model.parameters():
+        if p.grad is not None:
+            total += p.grad.norm().item() ** 2
+    return total ** 0.5
+
+def average_gradients(model):
+    for p in model.parameters():
+        p.grad.div_(8)
+
+def count_gradients(model):
+    return sum(p.grad is not None for p in model.parameters())
+"""
+            },
         ),
         Good(
             """\
@@ -273,8 +351,17 @@ def clipped_first(model, loader, optimizer):
             call is not None and constant(call.argument(None, "mixed_precision")) == ("fp16",) for call in calls
         )
 
-    def _measures(self, use: object, facts: Facts) -> bool:
-        """True if the use of a gradient depends on its size."""
+    def _only_measures(self, function: Function) -> bool:
+        """True if a function measures gradients, and changes nothing in place."""
+        scopes = list(function.scope.descendants())
+        changes = any(call.name.endswith("_") for scope in scopes for call in scope.calls)
+        uses = [use for scope in scopes for each in scope.uses.values() for use in each if ".grad" in use.path]
+        return not changes and any(self._measures(use, function.facts) for use in uses)
+
+    def _measures(self, use: Record, facts: Facts) -> bool:
+        """True if the use of a gradient depends on its size, or a called function of another module has such a use."""
+        if isinstance(use, Call):
+            return all(self._only_measures(each) for each in facts.functions(use))
         assert isinstance(use, Use)
         node: cst.CSTNode = use.node
         _, found, after = use.path.partition(".grad")

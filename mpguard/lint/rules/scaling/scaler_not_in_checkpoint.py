@@ -5,18 +5,24 @@ from collections.abc import Iterator
 from mpguard.lint import (
     Bad,
     Binding,
+    Call,
     Diagnostic,
     Event,
     Facts,
     Good,
     Note,
+    Object,
     Rule,
     Scope,
     any_of,
     compatible,
     computes_without_float16,
+    dotted,
     scales_without_need,
 )
+
+#: What a call of another module is said to be.
+_ELSEWHERE = "`{expr}` saves the optimizer's state, but not the GradScaler's"
 
 
 class ScalerNotInCheckpoint(Rule):
@@ -25,7 +31,8 @@ class ScalerNotInCheckpoint(Rule):
     ## What it does
     Reports a saved `optimizer.state_dict()` in a file that also loads an optimizer's state, scales its losses with a
     GradScaler of its own and saves no `scaler.state_dict()`; a function that saves it, gets a scaler as an argument and
-    does nothing with it; and a scaler whose state is saved but not loaded where the optimizer's is.
+    does nothing with it; a function of another module that saves it and does not get the scaler; and a scaler whose
+    state is saved but not loaded where the optimizer's is.
 
     ## Why is this bad
     A new GradScaler starts at a scale of 65536. The resumed run overflows again until the scale has come down: each of
@@ -48,12 +55,11 @@ class ScalerNotInCheckpoint(Rule):
     message = "the checkpoint holds `{expr}`, but not the GradScaler's state"
     help = "save `scaler.state_dict()` too, and load it on resuming"
     triggers = (
-        any_of(b"Scaler"),
         any_of(b".scale(", b"caler.load_state_dict("),
         any_of(b".update(", b"caler.load_state_dict("),
-        any_of(b"state_dict("),
         any_of(b"save"),
     )
+    triggers_nearby = (any_of(b"Scaler"), any_of(b"state_dict("))
     examples = (
         Bad(
             """\
@@ -75,6 +81,94 @@ for epoch in range(10):
         scaler.update()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")  # !
 """
+        ),
+        Bad(
+            """\
+import torch
+
+def make(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    return optimizer, scaler
+
+def train(model, loader, resume):
+    optimizer, scaler = make(model)
+    if resume:
+        optimizer.load_state_dict(torch.load("last.pt")["optimizer"])
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.save({"optimizer": optimizer.state_dict()}, "last.pt")  # !
+"""
+        ),
+        Bad(
+            """\
+import torch
+from checkpoints import load, save
+from amp import make
+
+def train(model, loader):
+    optimizer, scaler = make(model)
+    load("last.pt", optimizer)
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    save("last.pt", optimizer)  # !
+""",
+            files={
+                "amp.py": """\
+import torch
+
+def make(model):
+    return torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cuda")
+""",
+                "checkpoints.py": """\
+import torch
+
+def save(path, optimizer):
+    torch.save({"optimizer": optimizer.state_dict()}, path)
+
+def load(path, optimizer):
+    optimizer.load_state_dict(torch.load(path)["optimizer"])
+""",
+            },
+        ),
+        Good(
+            """\
+import torch
+from checkpoints import load, save
+from amp import make
+
+def train(model, loader):
+    optimizer, scaler = make(model)
+    load("last.pt", optimizer, scaler)
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    save("last.pt", optimizer, scaler)
+""",
+            files={
+                "amp.py": """\
+import torch
+
+def make(model):
+    return torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cuda")
+""",
+                "checkpoints.py": """\
+import torch
+
+def save(path, optimizer, scaler):
+    torch.save({"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}, path)
+
+def load(path, optimizer, scaler):
+    found = torch.load(path)
+    optimizer.load_state_dict(found["optimizer"])
+    scaler.load_state_dict(found["scaler"])
+""",
+            },
         ),
         Bad(
             """\
@@ -800,7 +894,9 @@ class Run:
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        scalers = [event for event in facts.events("scaler") if self._adapts(event, facts)]
+        handed = {made: event for event, made in self._from_helpers(facts)}
+        scalers = [event for event in facts.events("scaler") if event.call not in handed and self._adapts(event, facts)]
+        scalers += [event for event in handed.values() if self._is_used(event, facts)]
         checkpoints = facts.checkpoints
         if (unsaved := self._loaded_only(facts)) is not None:
             saved, loaded = unsaved
@@ -812,12 +908,14 @@ class Run:
             notes = (Note("the scaler that is given and not saved", param.span),)
             yield self.at(saved, expr=facts.short(saved.call.node), notes=notes)
             return
-        if not scalers or not facts.events("state"):
+        if not scalers:
             return
         names = {key.rsplit(".", 1)[-1] for event in scalers for key in self._keys(event, facts)}
         if not names or any(checkpoints.is_passed_on(name) for name in names):
             return
         states = checkpoints.of("state", "scaler")
+        if not facts.events("state"):
+            yield from self._saved_elsewhere(scalers, facts)
         if not states and not checkpoints.unclear("state") and checkpoints.resumed():
             reported: set[Scope | None] = set()
             for saved in checkpoints.saved("optimizer"):
@@ -825,8 +923,10 @@ class Run:
                 part = saved.scope.owner or saved.scope
                 if scaler is not None and part not in reported and not computes_without_float16(facts):
                     reported.add(part)  # one for a class: its other checkpoint files are the same mistake
-                    notes = (Note("the scaler is created here", scaler.span),)
-                    yield self.at(saved, expr=facts.short(saved.call.node), notes=notes)
+                    evidence = [Note("the scaler is created here", scaler.span)]
+                    if len(loads := checkpoints.of("restore", "optimizer")) == 1:
+                        evidence.append(Note("the optimizer's state is loaded here", loads[0].span))
+                    yield self.at(saved, expr=facts.short(saved.call.node), notes=tuple(evidence))
         restored = checkpoints.of("restore", "optimizer")
         lost = not checkpoints.of("restore", "scaler") and not checkpoints.unclear("restore")
         if states and restored and lost:
@@ -860,12 +960,38 @@ class Run:
                     return saved, bindings[0]
         return None
 
+    def _from_helpers(self, facts: Facts) -> Iterator[tuple[Event, Call]]:
+        """Yield the calls of helpers that return the scaler of a loss, as if they created it, with what creates it."""
+        for scale in facts.events("scale"):
+            made = [each.atom for each in facts.evaluate(scale.call.receiver, scale.call)]
+            for binding in facts.bindings(dotted(scale.call.receiver), scale.call):
+                call = facts.call_of(binding.value)
+                if call is None or len(made) != 1 or not isinstance(made[0], Object) or made[0].kind != "scaler":
+                    continue
+                if made[0].call is not None and made[0].call is not call and facts.functions(call):
+                    yield Event("scaler", call, facts), made[0].call
+
+    def _saved_elsewhere(self, scalers: list[Event], facts: Facts) -> Iterator[Diagnostic]:
+        """Report a function of another module that saves the optimizer's state, and does not get the scaler."""
+        scopes = {scope for each in scalers for scope in self._called_scopes(each.scope, facts)}
+        for call, other in facts.checkpoints.saved_elsewhere("optimizer"):
+            if call.scope not in scopes or other.of("state", "scaler") or other.unclear("state"):
+                continue
+            if (other.resumed() or facts.checkpoints.resumed()) and not computes_without_float16(facts):
+                notes = (Note("the scaler is created here", scalers[0].span),)
+                yield self.at(call, expr=facts.short(call.node), message=_ELSEWHERE, notes=notes)
+                return
+
+    def _is_used(self, scaler: Event, facts: Facts) -> bool:
+        """True if the code around a scaler scales with one and updates it."""
+        near = facts.reachable(scaler.scope)
+        return scaler.guard.possible and all(
+            any(event.scope in near for event in events) for events in (facts.events("scale"), facts.events("update"))
+        )
+
     def _adapts(self, scaler: Event, facts: Facts) -> bool:
         """True if the scale of a scaler changes: the code scales with it and updates it."""
-        near = facts.reachable(scaler.scope)
-        if not scaler.guard.possible or not all(
-            any(event.scope in near for event in events) for events in (facts.events("scale"), facts.events("update"))
-        ):
+        if not self._is_used(scaler, facts):
             return False
         enabled = facts.enabled(scaler.call, facts.called_path(scaler.call))
         return not scales_without_need(scaler, enabled, facts)
@@ -878,7 +1004,10 @@ class Run:
                     yield key
 
     def _binds(self, binding: Binding, scaler: Event) -> bool:
-        return binding.statement is scaler.call.statement and binding.scope is scaler.scope
+        if binding.statement is not scaler.call.statement or binding.scope is not scaler.scope:
+            return False
+        found = scaler.facts.resolve(binding.key, binding.scope, binding.order + 1) if binding.index else ()
+        return not binding.index or any(isinstance(each.atom, Object) and each.atom.kind == "scaler" for each in found)
 
     def _same_run(self, scaler: Event, saved: Event, facts: Facts) -> bool:
         """True if a scaler and a checkpoint belong to one run."""

@@ -537,9 +537,58 @@ class Trainer:
             files=_USERS_OF_THE_CLASS,
             name="trainer.py",
         ),
+        Good(
+            """\
+import torch
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+        needs_update = False  # (step + 1) % 4 == 0
+        scaler.scale(loss).backward()
+        if needs_update:
+            scaler.step(optimizer)
+            scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")  # !
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+        needs_update = (step + 1) % 4 == 0
+        scaler.scale(loss).backward()
+        if needs_update:
+            scaler.step(optimizer)
+            scaler.update()
+""",
+            fixed="""\
+import torch
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda", enabled=False)
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).sum()
+        needs_update = (step + 1) % 4 == 0
+        scaler.scale(loss).backward()
+        if needs_update:
+            scaler.step(optimizer)
+            scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        steps = facts.events("scaler_step")
+        if steps and not any(each.guard.possible for each in steps):
+            return  # a constant keeps all steps off
         for scaler in facts.events("scaler"):
             path = facts.called_path(scaler.call)
             if path.rsplit(".", 1)[-1] not in ("GradScaler", "ShardedGradScaler") or not path.startswith("torch."):

@@ -125,6 +125,27 @@ class Run:
             self.scaler.update()
 """
         ),
+        Bad(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, optimizer, accumulate):
+        self.model, self.optimizer, self.accumulate = model, optimizer, accumulate
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def step(self, i, x):
+        self.scaler.scale(self.model(x)).backward()
+        self.scaler.unscale_(self.optimizer)  # !
+        if i % self.accumulate == 0:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def run(self, loader):
+        for i, x in enumerate(loader):
+            self.step(i, x)
+"""
+        ),
         Good(
             """\
 import torch
@@ -195,6 +216,17 @@ def at_the_last(args, model, loader, optimizer, scaler):
             if i == len(group) - 1:
                 scaler.unscale_(optimizer)
         scaler.step(optimizer)
+        scaler.update()
+
+def one_round(model, loader, critic, generator, scaler):
+    rounds = 1
+    for x in loader:
+        for _ in range(rounds):
+            scaler.scale(model(x)).backward()
+            scaler.unscale_(critic)
+            scaler.step(critic)
+        scaler.scale(model(x)).backward()
+        scaler.step(generator)
         scaler.update()
 
 def both_halves(model, loader, optimizer, scaler):

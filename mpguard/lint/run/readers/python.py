@@ -30,6 +30,17 @@ _TEMPLATE = re.compile(rb"\{\{ *\w[\w.]*[^{}:]*\}\}|\{%.*%\}")
 
 def check(data: bytes, context: Context, cells: Sequence[int] = ()) -> FileCheck:
     """Check Python code. cells: where the cells of a notebook begin in it."""
+    try:
+        return _check(data, context, cells)
+    except (Unparsable, RecursionError) as error:
+        imported = getattr(error, "path", "")
+        if imported and imported != context.path:
+            context.project.forget(imported)
+            return check(data, context, cells)
+        return _unparsable(data, context, _python_error(error, data, context.path))
+
+
+def _check(data: bytes, context: Context, cells: Sequence[int]) -> FileCheck:
     left_out = [rule for rule in context.selected(Rule) if not rule.in_tests] if is_test(context.path, data) else []
     selected = [rule for rule in context.selected(Rule) if rule not in left_out]
     rules = [
@@ -46,34 +57,27 @@ def check(data: bytes, context: Context, cells: Sequence[int] = ()) -> FileCheck
     diagnostics: list[Diagnostic] = []
     defects: list[Defect] = []
     is_unused = None
-    try:
-        parse = bool(rules or dict_rules) or strict
-        source = Source.parse(data, context.path, check_syntax=strict) if parse else Source(data, context.path)
-        if rules or dict_rules:
-            if context.trees is not None:
-                source.tree_of = context.trees.begin(source.path).parse
-            else:
-                source.tree_of = context.project.parser_of(source.path, len(data))
-            facts = Facts(source, context.project)
-            diagnostics, defects = context.run_rules(rules, facts, (Unparsable,))
-            about_training = [rule for rule in rules if not rule.in_tests]
-            codes = {rule.code for rule in about_training}
-            if any(each.code in codes for each in diagnostics) and facts.training_use.only_measures:
-                diagnostics = [each for each in diagnostics if each.code not in codes]
-                left_out += about_training
-            if dict_rules:
-                more, failed = _check_dicts(dict_rules, facts, context)
-                diagnostics += more
-                defects += failed
-            is_unused = _Unused(facts, {rule.code for rule in dict_rules}, cells).is_unused
-            if diagnostics and not strict:  # findings are reported for programs that Python accepts
-                source.check_syntax()
-    except (Unparsable, RecursionError) as error:
-        imported = getattr(error, "path", "")
-        if imported and imported != context.path:
-            context.project.forget(imported)
-            return check(data, context, cells)
-        return _unparsable(data, context, _python_error(error, data, context.path))
+    parse = bool(rules or dict_rules) or strict
+    source = Source.parse(data, context.path, check_syntax=strict) if parse else Source(data, context.path)
+    if rules or dict_rules:
+        if context.trees is not None:
+            source.tree_of = context.trees.begin(source.path).parse
+        else:
+            source.tree_of = context.project.parser_of(source.path, len(data))
+        facts = Facts(source, context.project)
+        diagnostics, defects = context.run_rules(rules, facts, (Unparsable,))
+        about_training = [rule for rule in rules if not rule.in_tests]
+        codes = {rule.code for rule in about_training}
+        if any(each.code in codes for each in diagnostics) and facts.training_use.only_measures:
+            diagnostics = [each for each in diagnostics if each.code not in codes]
+            left_out += about_training
+        if dict_rules:
+            more, failed = _check_dicts(dict_rules, facts, context)
+            diagnostics += more
+            defects += failed
+        is_unused = _Unused(facts, {rule.code for rule in dict_rules}, cells).is_unused
+        if diagnostics and not strict:  # findings are reported for programs that Python accepts
+            source.check_syntax()
     ran = set(context.selection.codes) - {defect.code for defect in defects} - {rule.code for rule in left_out}
     lines = Lines(source.text)
     comments = suppressions.in_python(lines) if has_suppressions or diagnostics else suppressions.NONE
@@ -95,11 +99,10 @@ class _Unused:
     def is_unused(self, diagnostic: Diagnostic) -> bool:
         if diagnostic.code in self._codes and not self._facts.project.deepspeed_config_read(self._facts.path):
             return True
-        place = diagnostic.span[0]
-        if any(each.contain(place) for each in (self._facts.unused_definitions, self._branches, self._raising)):
-            return True
         evidence = [note.span[0] for note in diagnostic.notes if note.span is not None and note.path is None]
-        return any(each.contain(there) for there in evidence for each in (self._branches, self._raising))
+        places = (diagnostic.span[0], *evidence)
+        parts = (self._facts.unused_definitions, self._branches, self._raising)
+        return any(part.contain(place) for part in parts for place in places)
 
 
 def _rules_about_dicts(data: bytes, context: Context) -> list[type[ConfigRule]]:

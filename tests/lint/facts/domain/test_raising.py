@@ -331,3 +331,37 @@ def test_a_call_that_reads_an_attribute_of_a_plain_dict_raises(
 ) -> None:
     files = {"trainer.py": trainer, "main.py": "import json\nimport yaml\n" + RUN.format(config)}
     assert findings(files, capsys, "MPG205") == expected
+
+
+RESUMES = """\
+import argparse
+import torch
+
+def main(args, model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    if args.resume:
+        path = args.checkpoint_folder + "/last.pt"
+        optimizer.load_state_dict(torch.load(path)["optimizer"])
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--resume", action="store_true")
+    args = parser.parse_args()
+    main(args, torch.nn.Linear(8, 8), [torch.rand(8, 8)])
+"""
+
+
+def test_a_checkpoint_is_reported_only_where_resuming_may_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """The option of the folder is missing, so nothing is loaded from a checkpoint."""
+    option = '    parser.add_argument("--checkpoint-folder")\n'
+    assert findings({"a.py": RESUMES}, capsys, "MPG208") == 0
+    with_option = RESUMES.replace("    args = parser", option + "    args = parser")
+    assert findings({"a.py": with_option}, capsys, "MPG208") == 1

@@ -159,6 +159,36 @@ def test_a_new_call_is_seen_with_the_cache(capsys: pytest.CaptureFixture[str], m
         assert capsys.readouterr().out.count(" MPG509 ") == expected
 
 
+SAVES = """\
+import torch
+
+def main(model, loader, path=None, amp=False):
+    optimizer = torch.optim.AdamW(model.parameters())
+    if amp:
+        scaler = torch.amp.GradScaler("cuda")
+    if path is not None:
+        optimizer.load_state_dict(torch.load(path)["optimizer"])
+    for x in loader:
+        if amp:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(x).sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            model(x).sum().backward()
+            optimizer.step()
+    torch.save({"optimizer": optimizer.state_dict()}, "last.pt")
+
+"""
+
+
+def test_a_finding_whose_evidence_is_in_a_branch_that_no_call_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """The state of a scaler that is never created is not missing in a checkpoint, nor of one that nothing loads."""
+    for given, expected in (("'last.pt'", 0), ("amp=True", 0), ("'last.pt', amp=True", 1)):
+        assert findings({"a.py": f"{SAVES}main(model, loader, {given})\n"}, capsys, "MPG208") == expected
+
+
 #: The gradients of line 14 are those of the autocast in line 5, which only a call with `half=True` enters.
 STEPS = """\
 import torch

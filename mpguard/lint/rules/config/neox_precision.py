@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, any_of
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document, Entry
+
+#: The keys of the model that GPT-NeoX requires, and the degree of pipeline parallelism, which its configs set.
+_MODEL = {"num_layers", "hidden_size", "num_attention_heads", "pipe_parallel_size"}
+
+
+class NeoxPrecision(ConfigRule):
+    """A GPT-NeoX config asks for BF16 in a DeepSpeed section only, and not by `precision`.
+
+    ## What it does
+    Reports `bf16: {enabled: true}`, and `type: bfloat16` in an enabled `fp16` section, in a GPT-NeoX config without
+    `precision: bfloat16`.
+
+    ## Why is this bad
+    GPT-NeoX builds its model in the dtype of `precision`. Its releases, and its main branch before 13 November 2024, do
+    not look at the `bf16` section: without the key they build an FP32 model, rotary embedding included, and DeepSpeed
+    casts the parameters to BF16. Products of the two dtypes then fail, or compute in another precision than meant.
+    With `fp16` enabled and no key, all versions set `precision` to `fp16`. Only DeeperSpeed 1.0 reads
+    `type` in that section; later ones train in FP16 with a loss scale. DeeperSpeed 2.0 casts all inputs of the model,
+    token ids as well, with `auto_cast: true`.
+
+    ## Known limits
+    GPT-NeoX reads several files for a run: `precision` in another one is not seen. Later versions of its main branch
+    derive `precision` from the `bf16` section.
+    """
+
+    code, name = "MPG846", "neox-precision"
+    severity = "warning"
+    message = "{what}, and `precision` is not set: {effect}"
+    help = 'set `"precision": "bfloat16"`, which every version of GPT-NeoX reads'
+    kinds = ("deepspeed",)
+    triggers = (any_of(b"pipe_parallel_size", b"pipe-parallel-size"), any_of(b"num_layers", b"num-layers"))
+    examples = (
+        Bad(
+            """\
+{
+  "pipe-parallel-size": 1,
+  "num-layers": 24,
+  "hidden-size": 2048,
+  "num-attention-heads": 16,
+  "train_micro_batch_size_per_gpu": 4,
+  "zero_optimization": {"stage": 1},
+  "bf16": {"enabled": true},  # !
+  "train-iters": 1000
+}
+""",
+            name="1-3B.yml",
+        ),
+        Bad(
+            """\
+pipe_parallel_size: 0
+num_layers: 16
+hidden_size: 2048
+num_attention_heads: 8
+train_micro_batch_size_per_gpu: 16
+zero_optimization:
+  stage: 1
+fp16:
+  enabled: true
+  type: bfloat16  # !
+  auto_cast: true
+  loss_scale: 0
+""",
+            name="1B.yml",
+        ),
+        Good(
+            """\
+{
+  "pipe_parallel_size": 1,
+  "num_layers": 24,
+  "hidden_size": 2048,
+  "num_attention_heads": 16,
+  "train_micro_batch_size_per_gpu": 4,
+  "precision": "bfloat16",
+  "bf16": {"enabled": true},
+  "data_types": {"grad_accum_dtype": "fp32"},
+  "zero_optimization": {"stage": 1}
+}
+""",
+            name="1-3B.yml",
+        ),
+        Good(
+            """\
+pipe_parallel_size: 1
+num_layers: 24
+hidden_size: 2048
+num_attention_heads: 16
+train_micro_batch_size_per_gpu: 4
+zero_optimization: {stage: 1}
+bf16: {enabled: false}
+fp16: {enabled: true, type: fp16, loss_scale: 0}
+""",
+            name="fp16.yml",
+        ),
+        Good(
+            """\
+{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "bf16": {"enabled": true}, "num_layers": 24}
+""",
+            name="ds_config.json",
+        ),
+    )
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        keys = {str(key).replace("-", "_") for key in document.require()}
+        if not keys >= _MODEL or "precision" in keys:
+            return
+        bf16, fp16, kind = map(document.entry, ("bf16.enabled", "fp16.enabled", "fp16.type"))
+        if bf16 is not None and bf16.value is True:
+            yield self.at(
+                bf16,
+                what="`bf16` is enabled",
+                effect="GPT-NeoX before November 2024 builds the model in FP32",
+            )
+        elif _is_on(fp16) and kind is not None and kind.value == "bfloat16":
+            casts = _is_on(document.entry("fp16.auto_cast"))
+            inputs = ", and DeeperSpeed 2 casts token ids too (`auto_cast`)" if casts else ""
+            yield self.at(
+                kind,
+                what="`fp16.type` is `bfloat16`",
+                effect=f"no DeepSpeed since DeeperSpeed 1.0 reads that key, so the run trains in FP16{inputs}",
+            )
+
+
+def _is_on(entry: Entry | None) -> bool:
+    return entry is not None and entry.value is True

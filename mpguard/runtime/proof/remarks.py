@@ -1,0 +1,173 @@
+"""Remarks: what a step shows that loses precision, or that a GPU refuses, whatever the policy is.
+
+A remark ends nothing, and it is no part of the verdict: the run may be what the policy asks for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mpguard.nn.fp8.filters import is_converted, is_linear, is_torchao, plain_name
+from mpguard.policy import speed
+from mpguard.policy.dtype import Dtype
+from mpguard.policy.policy import Policy
+from mpguard.runtime.messages import with_page
+from mpguard.runtime.proof.account import Products
+from mpguard.runtime.proof.trace import FP8_MULTIPLE, Overflow
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+#: The names of modules, and those for messages, by their numbers.
+Places = Mapping[int | None, tuple[str | None, str]]
+
+#: The name of a buffer with the frequencies of rotary or sinusoidal positions, as transformers, GPT-NeoX and
+#: x-transformers call it.
+FREQUENCIES = re.compile(r"(.*_)?inv_freqs?$")
+
+#: The dtypes of a step in which autocast, or FP8, is in force for all products.
+SHORT = {"bf16", "fp16", "fp8"}
+
+#: The least share of the parameters that are frozen and FP32 for a remark about their memory.
+FROZEN_SHARE = 0.5
+
+#: Names that a line lists.
+LISTED = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Remark:
+    """A line. key: a run has one of each. page: the rule, or the page of the documentation, that explains it."""
+
+    key: str
+    text: str
+    page: str
+
+    def __str__(self) -> str:
+        return with_page(self.text, self.page)
+
+
+def remarks(roots: list[nn.Module], products: Products, places: Places, policy: Policy) -> Iterator[Remark]:
+    """Yield the remarks about a step of some models."""
+    yield from _frequencies(roots)
+    yield from overflows(products.overflows, products.called, places)
+    yield from _unaligned(products, places)
+    yield from _narrow(roots)
+    yield from _frozen(roots, products, policy)
+
+
+def _frequencies(roots: list[nn.Module]) -> Iterator[Remark]:
+    """Frequencies that a cast of the whole model has rounded: an angle is a position times a frequency."""
+    found = [
+        (plain_name(name), own)
+        for root in roots
+        for name, own in root.named_buffers()
+        if FREQUENCIES.match(name.rpartition(".")[2]) and own.numel() > 1 and _is_short(own)
+    ]
+    if found:
+        dtype = Dtype.of(found[0][1].dtype)
+        assert dtype is not None
+        names = _listed([f"`{name}`" for name, _ in found])
+        yield Remark(
+            "frequencies",
+            f"{names} {'are' if len(found) > 1 else 'is'} {dtype.short}: the angle of position p is wrong by up to p x "
+            f"{dtype.eps / 2:.2g}. A cast of the whole model casts its buffers, and so does the `buffer_dtype` of "
+            "FSDP: keep frequencies in FP32, or compute them again in FP32 where they are used",
+            "MPG616",
+        )
+
+
+def _is_short(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() == 2
+
+
+def overflows(found: Iterable[Overflow], called: Mapping[int, str] | None, places: Places) -> Iterator[Remark]:
+    """Yield the remarks about finite numbers that became infinite. called: the classes of modules, by their numbers."""
+    by_value: dict[tuple[float, str], list[int | None]] = {}
+    for each in found:
+        by_value.setdefault((each.value, each.dtype), []).append(each.module)
+    for (value, dtype), modules in sorted(by_value.items()):
+        yield Remark(
+            f"overflow {value:g}",
+            f"{_place(modules, called, places)}: `torch.where` writes {value:g} into a tensor in {dtype}, where it is "
+            "infinite; a row that is masked as a whole then gives NaN in a softmax. Take "
+            "`torch.finfo(tensor.dtype).min`, or compute it in FP32",
+            "MPG601",
+        )
+
+
+def _unaligned(products: Products, places: Places) -> Iterator[Remark]:
+    """FP8 products that the kernels of GPUs refuse, and emulation does not."""
+    if products.unaligned:
+        rows = _listed([str(each) for each in sorted({each.rows for each in products.unaligned})])
+        place = _place([each.module for each in products.unaligned], products.called, places)
+        yield Remark(
+            "rows",
+            f"{place}: {rows} rows (batch x sequence length) in FP8. The gradient of the weight sums over them, and "
+            f"the FP8 kernels of GPUs need a multiple of {FP8_MULTIPLE}: pad the batch, or leave the layer out of FP8. "
+            "Layers that mpguard converts pad by themselves",
+            "MPG404",
+        )
+
+
+def _narrow(roots: list[nn.Module]) -> Iterator[Remark]:
+    """FP8 layers that the script has made, and that are slower than BF16 ones with any number of tokens."""
+    layers: list[Any] = [
+        module
+        for root in roots
+        for module in root.modules()
+        if is_linear(module) and is_torchao(module) and not is_converted(module)
+    ]
+    prediction = speed.at_best("torchao", ((each.in_features, each.out_features) for each in layers))
+    if prediction is not None and prediction.ratio < 1:
+        yield Remark(
+            "narrow",
+            f"BF16 would be faster than the FP8 of {len(layers)} layers: {prediction}. Leave narrow layers out of the "
+            "conversion, or train in BF16",
+            "fp8",
+        )
+
+
+def _frozen(roots: list[nn.Module], products: Products, policy: Policy) -> Iterator[Remark]:
+    """Frozen weights in FP32, where all products are of 16 bits or fewer: autocast rounds them for each."""
+    import torch
+
+    dtype, ran = policy.params_dtype, {work.dtype for work in (*products.trained, *products.frozen)}
+    if dtype is None or dtype.bits != 16 or not ran or not ran <= SHORT:
+        return
+    own = list({id(each): each for root in roots for each in root.parameters()}.values())
+    sharded = any(hasattr(each, "ds_numel") or hasattr(each, "device_mesh") for each in own)
+    flat = any(type(module).__name__ == "FullyShardedDataParallel" for root in roots for module in root.modules())
+    wide = sum(each.numel() for each in own if not each.requires_grad and each.dtype is torch.float32)
+    total = sum(each.numel() for each in own)
+    if not (sharded or flat) and wide > FROZEN_SHARE * total:
+        yield Remark(
+            "frozen",
+            f"{100 * wide / total:.0f} % of the parameters are frozen and FP32. No optimizer updates them, and "
+            f"autocast casts them to {dtype.short} for each product: load them in {dtype.short} "
+            f"(`dtype={dtype.torch}`), which halves their memory and saves the casts",
+            "refused",
+        )
+
+
+def _place(modules: Collection[int | None], called: Mapping[int, str] | None, places: Places) -> str:
+    """Return modules as a message names them."""
+    known = called or {}
+    names = set()
+    for module in modules:
+        if module in places:
+            names.add(places[module][1])
+        elif module is not None and module in known:
+            names.add(f"a {known[module]}")
+        else:
+            names.add("code outside of modules")
+    return _listed(sorted(names))
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more

@@ -1,0 +1,82 @@
+"""`ScalerUse`: between which updates a GradScaler steps its optimizers, and if a schedule heeds what it skips."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from typing import Any
+
+from mpguard.runtime.proof.observe import innermost, name_of
+from mpguard.runtime.proof.remarks import Remark
+
+#: Updates of a scaler that are looked at, and of how many a pattern consists.
+LOOKED_AT, PATTERN = 16, 4
+
+#: Steps in a row whose learning rates are compared.
+IN_A_ROW = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A step of an optimizer. number: among those that were applied or skipped. rate: its learning rate."""
+
+    number: int
+    rate: float
+    skipped: bool
+
+
+class ScalerUse:
+    """The optimizers that were stepped before each of the first updates of a GradScaler, and their last steps."""
+
+    def __init__(self) -> None:
+        self._steps: weakref.WeakKeyDictionary[Any, list[list[Any]]] = weakref.WeakKeyDictionary()
+        self._rates: weakref.WeakKeyDictionary[Any, list[_Step]] = weakref.WeakKeyDictionary()
+
+    def stepped(self, scaler: Any, optimizer: Any) -> None:
+        """Record that a scaler has stepped an optimizer, or skipped its step."""
+        rounds = self._steps.setdefault(scaler, [[]])
+        if len(rounds) <= LOOKED_AT:
+            rounds[-1].append(weakref.ref(innermost(optimizer)))
+
+    def updated(self, scaler: Any) -> Remark | None:
+        """Record an update. Return a remark if two optimizers take turns, with an update after each of them."""
+        rounds = self._steps.setdefault(scaler, [[]])
+        if len(rounds) > LOOKED_AT:
+            return None
+        rounds.append([])
+        last = rounds[-1 - PATTERN : -1]
+        first, second = (last[0], last[1]) if len(last) == PATTERN else ([], [])
+        if len(first) != 1 or len(second) != 1 or first == second or last[2:] != [first, second]:
+            return None
+        names = " and ".join(name_of(each()) for each in (*first, *second))
+        return Remark(
+            "updates",
+            f"`scaler.update()` is called after the step of each of two optimizers ({names}): the loss scale, which "
+            "both share, changes twice as often as it is set to, and between their backward passes. Call it once per "
+            "iteration, after both were stepped, or give each its own GradScaler",
+            "MPG210",
+        )
+
+    def rate_used(self, optimizer: Any, number: int, *, skipped: bool) -> Remark | None:
+        """Record the learning rate of a step. Return a remark if a schedule has gone on after one that was skipped.
+
+        A schedule of torch changes the rate after each of two steps in a row then; one that goes on once per epoch does
+        not. Rates on a device are not read.
+        """
+        rate = optimizer.param_groups[0].get("lr")
+        if not isinstance(rate, float) or not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            return None
+        steps = self._rates[optimizer] = [*self._rates.get(optimizer, ()), _Step(number, rate, skipped)][-IN_A_ROW:]
+        if len(steps) < IN_A_ROW or steps[0].number != number - IN_A_ROW + 1:
+            return None
+        if not any(step.skipped for step in steps[:-1]) or any(a.rate == b.rate for a, b in itertools.pairwise(steps)):
+            return None
+        return Remark(
+            "schedule",
+            f"the learning rate of {name_of(optimizer)} goes on after steps that the GradScaler has skipped: "
+            f"{', '.join(f'{step.rate:.4g}' for step in steps)} at steps {steps[0].number} to {number}, of which "
+            f"{sum(step.skipped for step in steps)} were skipped. The schedule runs ahead of the optimizer, and a "
+            "warm-up is shorter: call `scheduler.step()` only where `scaler.get_scale()` has not decreased",
+            "MPG216",
+        )
