@@ -85,9 +85,11 @@ class UntakenBranches:
         return re.search(rf"(?<!\bself)\.{name}\s*=(?!=)|\bsetattr\(", self._facts.file_text) is not None
 
     def _passed(self, param: Binding, depth: int) -> list[object] | None:
-        """Return the constants that all calls of a function pass for a parameter."""
+        """Return the constants that all calls of a function in code that is used pass for a parameter."""
         found: list[object] = []
         for call in self.all_calls(param.scope) or ():
+            if self._facts.of(call).unused_definitions.contain(call.span[0]):
+                continue
             given = self._facts.argument_for(call, param)
             values = self._value(given, call if given is not param.value else param, depth)
             if values is None:

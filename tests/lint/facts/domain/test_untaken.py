@@ -187,3 +187,43 @@ def test_a_finding_whose_evidence_is_in_a_branch_that_no_call_takes(capsys: pyte
     """The state of a scaler that is never created is not missing in a checkpoint, nor of one that nothing loads."""
     for given, expected in (("'last.pt'", 0), ("amp=True", 0), ("'last.pt', amp=True", 1)):
         assert findings({"a.py": f"{SAVES}main(model, loader, {given})\n"}, capsys, "MPG208") == expected
+
+
+#: The gradients of line 14 are those of the autocast in line 5, which only a call with `half=True` enters.
+STEPS = """\
+import torch
+
+def loss_of(model, x, half=False):
+    if half:
+        with torch.autocast("cuda", dtype=torch.float16):
+            return model(x).sum()
+    return model(x).sum()
+
+def train(model, loader, half=False):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        optimizer.zero_grad()
+        loss = loss_of(model, x, half=half)
+        loss.backward()
+        optimizer.step()
+
+def tune(model, loader):
+    for x in loader:
+        print(loss_of(model, x, half=True))
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("main", "reported"),
+    [
+        ("train(model, loader, half=False)\n", 0),
+        ("train(model, loader)\n", 0),
+        ("train(model, loader, half=True)\n", 1),
+        ("train(model, loader, half=args.half)\n", 1),
+    ],
+)
+def test_an_autocast_that_no_call_enters_is_no_evidence(
+    main: str, reported: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert findings({"train.py": STEPS + main}, capsys, "MPG201") == reported
