@@ -14,6 +14,8 @@ PACKAGE = Path(mpguard.__file__).parent
 #: Cached functions whose result depends on their arguments and the installation alone.
 PURE = {
     "_code",
+    "_found_nearby",
+    "_nearby_search",
     "_fields",
     "_joined",
     "_consistent",
