@@ -38,7 +38,8 @@ so there):
   function that only a comment calls (all since `wide15`);
 - `torch.float16` in code that imports torch under another name, a function that other files only define themselves (a
   copy of the file is no user), and code that a statement which raises whenever it runs precedes, as the linter finds
-  it: a name that nothing binds, an import of what a module of the project lacks (all since `wide17`).
+  it: a name that nothing binds, an import of what a module of the project lacks; a scaler where each autocast is
+  switched off by `enabled=False` (all since `wide17`).
 
 A batch of integers that is cast to FP16 counts as found by MPG110 too, which reports just that.
 """
@@ -295,7 +296,12 @@ def _autocast_with(dtype: str) -> Callable[[cst.Call], cst.BaseExpression | None
 # -- loss scaling -------------------------------------------------------------------------------------
 
 OTHER = r"apex|deepspeed|accelerat|lightning|\bpl\.|colossalai"
-FP16_LOOP = (r"GradScaler\(", r"autocast\(", r"\.scale\(.*\)\.backward\(", r"[sS]caler\.step\(")
+FP16_LOOP = (
+    r"GradScaler\(",
+    r"autocast\((?![^()\n]*enabled *= *False)",
+    r"\.scale\(.*\)\.backward\(",
+    r"[sS]caler\.step\(",
+)
 
 
 #: A constant that switches autocast off.

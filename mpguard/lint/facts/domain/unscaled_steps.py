@@ -136,6 +136,7 @@ def may_be_scaled(
                     and compatible(use.guard, guard)
                     and _may_scale(use, program, facts)
                     and not _data_scaler(use, facts)
+                    and not (loss is not None and _scales_own_loss(use, loss, facts))
                     and facts.of(use).call_of(facts.of(use).parent(use.node)) not in others
                 ):
                     return True
@@ -188,6 +189,29 @@ def arm_scales(loss: Event, facts: Facts) -> bool:
             )
         )
         for scale in facts.events("scale")
+    )
+
+
+def _scales_own_loss(use: Use, loss: Event, facts: Facts) -> bool:
+    """True for `scaler.scale(other).backward()` in a function that is called after a backward pass.
+
+    It adds the gradients of a loss that it computes itself, as adversarial training does.
+    """
+    own = facts.of(use)
+    scale = own.call_of(own.parent(use.node))
+    if scale is None or scale.scope is loss.scope or len(scale.positional) != 1:
+        return False
+    above = own.parent(scale.node)
+    if not (isinstance(above, cst.Attribute) and above.attr.value == "backward"):
+        return False
+    made = own.bindings(dotted(scale.positional[0]), scale)
+    return (
+        bool(made)
+        and all(each.kind in ("assign", "element") for each in made)
+        and any(
+            call.order > loss.order and any(each.scope is scale.scope for each in facts.functions(call))
+            for call in loss.scope.calls
+        )
     )
 
 

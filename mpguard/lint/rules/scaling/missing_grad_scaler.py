@@ -78,6 +78,28 @@ class Exact(Renderer):
 }
 
 
+#: An object that scales a loss of its own, or one that it gets.
+_ADVERSARIAL = {
+    "pyproject.toml": "",
+    "adversarial.py": """\
+import torch
+
+class Perturbed:
+    def __init__(self, model, scaler):
+        self.model = model
+        self.scaler = scaler
+
+    def train(self, x):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = self.model(x + 0.1 * torch.randn_like(x)).mean()
+        self.scaler.scale(loss).backward()
+
+    def scaled(self, loss):
+        self.scaler.scale(loss).backward()
+""",
+}
+
+
 class MissingGradScaler(Rule):
     """FP16 autocast, or FP16 weights, and the gradients are never scaled.
 
@@ -1957,6 +1979,42 @@ def train(unet, loader):
         scaler.update()
         Preview(unet).save_pretrained("last")
 """,
+        ),
+        Bad(
+            """\
+import torch
+from adversarial import Perturbed
+
+def train(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    perturbed = Perturbed(model, scaler)
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).mean()
+        loss.backward()  # !
+        perturbed.train(x)
+        optimizer.step()
+""",
+            files=_ADVERSARIAL,
+        ),
+        Good(
+            """\
+import torch
+from adversarial import Perturbed
+
+def train(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    perturbed = Perturbed(model, scaler)
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).mean()
+        perturbed.scaled(loss)
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            files=_ADVERSARIAL,
         ),
     )
 
