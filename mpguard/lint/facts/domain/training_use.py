@@ -634,11 +634,11 @@ class TrainingUse:
         return all(self._is_timed(call) and self._on_synthetic_batch(call) for call in calls)
 
     def _only_its_time_is_kept(self, call: Call) -> bool:
-        """True if a loss is read for its backward pass only, in a function that measures times."""
+        """True if a loss is read for its backward pass only, and each step is timed."""
         loss = dotted(call.receiver)
         read = [use for use in call.scope.uses.get(loss, ()) if use.path != f"{loss}.backward"]
         clocks = [each for each in call.scope.calls if _CLOCK.search(each.name)]
-        return bool(loss) and "." not in loss and not read and any(set(each.loops) & set(call.loops) for each in clocks)
+        return bool(loss) and "." not in loss and not read and any(each.loops == call.loops for each in clocks)
 
     def _is_timed(self, call: Call) -> bool:
         """True if a clock is read before and after a call, in its function, and the difference is taken."""
