@@ -659,17 +659,11 @@ class TrainingUse:
         )
 
     def _only_its_time_is_kept(self, call: Call) -> bool:
-        """True if a loss is read for its backward pass only, in code of the file that measures times.
-
-        What a function trains that nothing in the file calls may be kept by its callers.
-        """
-        function = next((each for each in call.scope.within() if each.kind == "function"), None)
-        if function is not None and not self.facts.callers(function):
-            return False
+        """True if a loss is read for its backward pass only, and each step is timed."""
         loss = dotted(call.receiver)
         read = [use for use in call.scope.uses.get(loss, ()) if use.path != f"{loss}.backward"]
         clocks = [each for each in call.scope.calls if _CLOCK.search(each.name)]
-        return bool(loss) and "." not in loss and not read and any(set(each.loops) & set(call.loops) for each in clocks)
+        return bool(loss) and "." not in loss and not read and any(each.loops == call.loops for each in clocks)
 
     def _is_timed(self, call: Call) -> bool:
         """True if a clock is read before and after a call, in its function, and the difference is taken."""

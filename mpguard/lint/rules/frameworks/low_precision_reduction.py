@@ -240,6 +240,8 @@ def build(precision):
         return MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
     elif precision == "bfloat16":
         return MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)  # !
+    elif precision == "half":
+        return MixedPrecision(param_dtype=torch.float16)  # !
     return None
 """,
             fixed="""\
@@ -251,6 +253,8 @@ def build(precision):
         return MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
     elif precision == "bfloat16":
         return MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    elif precision == "half":
+        return MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
     return None
 """,
         ),
@@ -448,12 +452,12 @@ def shard(model, master_type="fp32"):
                 continue
             if isinstance(above, (cst.Comparison, cst.ComparisonTarget)) or self._only_frozen(policy, facts):
                 continue
-            if unused.is_unused_value(policy.call, facts) or self._is_chosen(policy, facts):
+            if unused.is_unused_value(policy.call, facts):
                 continue
             given = policy.call.argument(1, "reduce_dtype")
             if given is None or constant(given) == (None,):
                 yield from self._default(policy, given, facts)
-            elif (dtype := self._reduces(policy, given, facts)) is not None:
+            elif not self._is_chosen(policy, facts) and (dtype := self._reduces(policy, given, facts)) is not None:
                 yield self.at(
                     facts.span(given, policy.call),
                     by="FSDP",

@@ -418,6 +418,17 @@ def main(args, model, loader):
             if policy_argument is not None and policy.call is policy_argument[0]:
                 yield from policy.may_be(Dtype.FP16)
 
+    def _never_made(self, backward: Event, guard: PathCondition, facts: Facts) -> bool:
+        """True if the scalers of the other branches are all made under conditions in which nothing is sharded."""
+        made = [
+            each
+            for scale in facts.events("scale")
+            if scale.scope is backward.scope
+            for each in facts.evaluate(scale.subject, scale.call)
+            if isinstance(each.atom, Object) and each.atom.kind == "scaler"
+        ]
+        return bool(made) and not any(compatible(guard, each.guard) for each in made)
+
     # -- a scaler that is not sharded ---------------------------------------------------------------
 
     def _plain(self, scale: Event, wrap: Wrap, guard: PathCondition, facts: Facts) -> Diagnostic | None:
@@ -480,7 +491,7 @@ def main(args, model, loader):
     def _missing(self, backward: Event, wrap: Wrap, guard: PathCondition, facts: Facts) -> Diagnostic | None:
         if facts.may_keep_masters or facts.base_unknown(backward.scope.owner):
             return None
-        if unscaled_steps.arm_scales(backward, facts):
+        if unscaled_steps.arm_scales(backward, facts) and not self._never_made(backward, guard, facts):
             return None
         program = facts.reachable(backward.scope)
         step = unscaled_steps.plain_step(backward, guard, program, facts)
