@@ -73,6 +73,16 @@ deepspeed_config:
         ),
         Good(
             """\
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+deepspeed_config:
+  zero_stage: 2
+  bf16: {enabled: true}
+""",
+            name="ds.yaml",
+        ),
+        Good(
+            """\
 encoder: {depth: 12, width: 768}
 weights: pretrained/model.bin
 data: {batch_size: 16}
@@ -93,12 +103,20 @@ deepspeed_config:
             return
         misplaced = deepspeed_keys.KEYS | set(deepspeed_keys.RENAMED)
         misplaced -= accelerate_keys.DEEPSPEED.keys | accelerate_keys.ARGUMENTS
+        precision = document.entry("mixed_precision")
         for entry in document.entries():
+            if precision is not None and entry.key == str(precision.value) and _is_enabled_only(entry):
+                continue
             if len(entry.path) != 2 or entry.path[0] != "deepspeed_config":
                 continue
             if entry.key in misplaced and not _asks_for_what_is(entry):
                 instead = _INSTEAD.get(deepspeed_keys.RENAMED.get(entry.key, entry.key))
                 yield self.at(entry, key=entry.key, help=f"write {instead}" if instead else None)
+
+
+def _is_enabled_only(entry: Entry) -> bool:
+    """True for a section that switches a precision on, and says no more."""
+    return entry.value in (True, {"enabled": True})
 
 
 def _asks_for_what_is(entry: Entry) -> bool:

@@ -63,6 +63,38 @@ class FsdpNeedsShardedScaler(Rule):
     examples = (
         Bad(
             """\
+from contextlib import nullcontext
+
+import torch
+from torch.amp import GradScaler, autocast
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+class Trainer:
+    def __init__(self, model, strategy="ddp", mixed_precision=True):
+        self.strategy = strategy
+        self.scaler = GradScaler("cuda") if mixed_precision and strategy == "ddp" else None
+        if self.strategy == "ddp":
+            self.model = DDP(model)
+        elif self.strategy == "fsdp":
+            self.model = FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.float16))
+
+    def train_step(self, batch, optimizer):
+        loss = self.model(batch).mean()
+        if self.scaler:
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()  # !
+        if self.scaler:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizer.step()
+"""
+        ),
+        Bad(
+            """\
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 

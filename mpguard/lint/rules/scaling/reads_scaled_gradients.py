@@ -88,6 +88,58 @@ class ReadsScaledGradients(Rule):
     )
     triggers_nearby = (any_of(b".grad"),)
     examples = (
+        Good(
+            """\
+import torch
+
+
+class AWP:
+    def __init__(self, model, optimizer, scaler, adv_lr):
+        self.model, self.optimizer, self.scaler, self.adv_lr = model, optimizer, scaler, adv_lr
+
+    def attack(self):
+        for name, param in self.model.named_parameters():
+            norm1 = torch.norm(param.grad)
+            norm2 = torch.norm(param.data.detach())
+            if norm1 != 0 and not torch.isnan(norm1):
+                param.data.add_(self.adv_lr * param.grad / (norm1 + 1e-6) * (norm2 + 1e-6))
+
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    awp = AWP(model, optimizer, scaler, 1.0)
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        awp.attack()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).sum()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Bad(
+            """\
+import torch
+
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        for param in model.parameters():
+            norm = torch.norm(param.grad)  # !
+            if norm > 1.0:
+                param.grad.data = param.grad.data / (norm + 1e-6)
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
         Bad(
             """\
 import torch
@@ -395,6 +447,36 @@ def clipped_first(model, loader, optimizer):
             elif isinstance(parent, (cst.AugAssign, cst.Assign)) and parent.value is not node:
                 return False
             elif isinstance(parent, (cst.BaseSmallStatement, cst.BaseCompoundStatement)):
-                return measured
+                return measured and not _cancels(parent, use, facts)
             node = parent
         return measured
+
+
+def _cancels(statement: cst.CSTNode, use: Use, facts: Facts) -> bool:
+    """True if a norm is only what its gradient is divided by, as adversarial training does: the scale cancels."""
+    if not isinstance(statement, cst.Assign) or len(statement.targets) != 1:
+        return False
+    name = dotted(statement.targets[0].target)
+    later = [each for each in use.scope.uses.get(name, ()) if each.path == name and each.order > use.order]
+    divides = [each for each in later if _divides_gradient(each, facts)]
+    return bool(divides) and all(each in divides or _is_only_tested(each, facts) for each in later)
+
+
+def _divides_gradient(use: Use, facts: Facts) -> bool:
+    """True in the divisor of a quotient of a gradient: `p.grad / (norm + 1e-6)`."""
+    node: cst.CSTNode = use.node
+    parent = facts.parent(node)
+    while isinstance(parent, cst.BinaryOperation) and not isinstance(parent.operator, cst.Divide):
+        node, parent = parent, facts.parent(parent)
+    return isinstance(parent, cst.BinaryOperation) and parent.right is node and ".grad" in facts.text(parent.left, use)
+
+
+def _is_only_tested(use: Use, facts: Facts) -> bool:
+    """True for a comparison with 0, and a test for infinities or NaN."""
+    parent = facts.parent(use.node)
+    if isinstance(parent, cst.Arg):
+        call = facts.parent(parent)
+        return isinstance(call, cst.Call) and dotted(call.func).rsplit(".", 1)[-1] in _SCALE_INDEPENDENT
+    return isinstance(parent, cst.Comparison) and all(
+        constant(each.comparator) in ((0,), (0.0,)) for each in parent.comparisons
+    )
