@@ -34,12 +34,14 @@ so there):
 - a key in a DeepSpeed config of a project whose conda environment pins a DeepSpeed which still has it (since `wide13`);
 - `loss.backward()` and torch's clipping under an Accelerator that a constant makes BF16, or sets to no mixed precision,
   without a plugin (and, for `backward`, without accumulation), which does the same (since `wide14`);
+- `loss.backward()` and torch's clipping under an Accelerator in a repository that names neither a precision, a plugin
+  nor accelerate's launcher (since `wide18`);
 - an autocast that only `torch.inference_mode()` enters, a batch that is rounded and cast back to FP32 at once, and a
   function that only a comment calls (all since `wide15`);
 - `torch.float16` in code that imports torch under another name, a function that other files only define themselves (a
   copy of the file is no user), and code that a statement which raises whenever it runs precedes, as the linter finds
   it: a name that nothing binds, an import of what a module of the project lacks; a scaler where each autocast is
-  switched off by `enabled=False` (all since `wide17`).
+  switched off by `enabled=False` (all since `wide18`).
 
 A batch of integers that is cast to FP16 counts as found by MPG110 too, which reports just that.
 """
@@ -91,8 +93,8 @@ class Kind(NamedTuple):
     """One kind of mistake. rules: one of them has to see it; words: what a program contains; never: what it does not.
 
     alone: words that no Python file and no list of requirements of the repository contains. imported: words that no
-    module of the repository that the program imports contains. trains: the mistake is none in a program that only
-    measures speed.
+    module of the repository that the program imports contains. somewhere: what some text of the repository contains.
+    trains: the mistake is none in a program that only measures speed.
     """
 
     name: str
@@ -104,6 +106,7 @@ class Kind(NamedTuple):
     imported: str = ""
     suffixes: tuple[str, ...] = (".py",)
     trains: bool = False
+    somewhere: str = ""
 
     def fits(self, text: str) -> bool:
         run = re.sub(r"(?m)^ *#.*", "", text)  # a word in a comment is none of the program
@@ -121,13 +124,14 @@ def kind(
     imported: str = "",
     suffixes: tuple[str, ...] = (".py",),
     trains: bool = False,
+    somewhere: str = "",
 ) -> Callable[[Mutate], Mutate]:
     """Register a function `text -> mutated text, or None` as a kind of mistake."""
 
     def register(mutate: Mutate) -> Mutate:
         name = mutate.__name__.replace("_", "-")
         rules = tuple(f"MPG{code}" for code in codes.split())
-        KINDS.append(Kind(name, rules, mutate, words, never, alone, imported, suffixes, trains))
+        KINDS.append(Kind(name, rules, mutate, words, never, alone, imported, suffixes, trains, somewhere))
         return mutate
 
     return register
@@ -801,7 +805,17 @@ def _renamed(old: str, new: str, of: str) -> Callable[[cst.Call], cst.BaseExpres
 _ADDS_NOTHING = r"\bAccelerator\((?![^)]*(?:{}))[^)]*\bmixed_precision *= *[\"'](?:bf16|no)[\"']"
 
 
-@kind("501", r"accelerator\.prepare\(", r"accelerator\.backward\(", never=_ADDS_NOTHING.format("steps|plugin"))
+#: What gives an Accelerator a precision, or an engine.
+_LAUNCHES = r"accelerate launch|accelerate config|accelerate\.commands|mixed_precision|[Pp]lugin"
+
+
+@kind(
+    "501",
+    r"accelerator\.prepare\(",
+    r"accelerator\.backward\(",
+    never=_ADDS_NOTHING.format("steps|plugin"),
+    somewhere=_LAUNCHES,
+)
 def backward_outside_accelerator(text: str) -> str | None:
     def how(call: cst.Call) -> cst.BaseExpression | None:
         if called(call, "backward", "accelerator$") and isinstance(call.args[0].value, cst.Name):
@@ -817,6 +831,7 @@ def backward_outside_accelerator(text: str) -> str | None:
     r"accelerator\.clip_grad_norm_\(",
     r"(?m)^import torch *(?:,|#|$)",
     never=rf"unscale_\(|{_ADDS_NOTHING.format('plugin')}",
+    somewhere=_LAUNCHES,
 )
 def clip_outside_accelerator(text: str) -> str | None:
     return changed(text, Replace(_renamed("clip_grad_norm_", "torch.nn.utils.clip_grad_norm_", "accelerator$")))
@@ -1186,6 +1201,15 @@ class Users:
             }
         return any(name in words for path, words in self._words[program.repository].items() if path != program.path)
 
+    def contain(self, program: Program, pattern: str) -> bool:
+        """True if a text of the repository contains a pattern."""
+        where = self.folder / program.repository.replace("/", "+")
+        return any(
+            re.search(pattern, path.read_text("utf-8", "replace"))
+            for path in where.rglob("*")
+            if path.suffix in _TEXTS and path.is_file() and path.stat().st_size <= LARGEST
+        )
+
     def run(self, program: Program, mutant: str) -> bool:
         """True if something may run the place where a mutant begins to differ."""
         old, new = program.text.splitlines(), mutant.splitlines()
@@ -1233,6 +1257,8 @@ def run(folder: Path, which: str, per_kind: int, kinds: Iterable[Kind]) -> Itera
             if is_test(path) and not any(_reports_in_tests(RULES[code]) for code in each.rules):
                 continue
             if each.alone and words_of(folder, program.repository, each.alone, alone):
+                continue
+            if each.somewhere and not users.contain(program, each.somewhere):
                 continue
             if each.imported and imports(folder, program, each.imported):
                 continue
