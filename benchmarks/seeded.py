@@ -1177,7 +1177,7 @@ def raises(program: Program, line: int) -> bool:
     """True if a statement that raises whenever it runs is run before a line, counted from 0, or before what trains."""
     facts = Facts(Source.parse(program.text.encode(), str(program.path)), Project())
     lines = program.text.splitlines(True)
-    place = next((i for i in range(line, len(lines)) if lines[i].strip()), line)  # that of a statement
+    place = next((i for i in range(line, len(lines)) if re.match(r" *[^\s#]", lines[i])), line)  # that of a statement
     return Raising(facts, UntakenBranches(facts)).contain(len("".join(lines[:place])))
 
 

@@ -10,6 +10,7 @@ from mpguard.lint.facts.syntax.nodes import constant
 from mpguard.lint.facts.syntax.path_condition import ALWAYS
 from mpguard.lint.facts.syntax.records import Call
 from mpguard.lint.facts.values import api_names
+from mpguard.lint.facts.values.dtypes import PossibleDtypes
 from mpguard.lint.facts.values.lattice import Class, Constant, Function, Object, Ref
 from mpguard.policy.dtype import Dtype
 
@@ -39,7 +40,7 @@ def _casts(facts: Facts) -> Iterator[Event]:
         for argument in [given] if given is not None else call.positional[:2]:
             dtypes = () if last_name(argument) == "device" else facts.dtypes(argument, call)
             if any(dtype is not None for _, dtype in dtypes):
-                if _is_torch(facts, call):
+                if _widens(dtypes) or _is_torch(facts, call):
                     yield Event("cast", call, facts, call.receiver, dtypes)
                 break
     for call in called(facts, "type"):
@@ -51,8 +52,13 @@ def _casts(facts: Facts) -> Iterator[Event]:
             dtypes = facts.dtypes(given, call)
         else:
             dtypes = ((ALWAYS, Dtype.FP16),) if text[0] in api_names.HALF_TENSOR_STRINGS else ()
-        if any(dtype is not None for _, dtype in dtypes) and _is_torch(facts, call):
+        if any(dtype is not None for _, dtype in dtypes) and (_widens(dtypes) or _is_torch(facts, call)):
             yield Event("cast", call, facts, call.receiver, dtypes)
+
+
+def _widens(dtypes: PossibleDtypes) -> bool:
+    """True if a cast is to FP32 only: what has it is not asked, which may need other files."""
+    return all(dtype is Dtype.FP32 for _, dtype in dtypes)
 
 
 def _is_torch(facts: Facts, call: Call) -> bool:

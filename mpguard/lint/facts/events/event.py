@@ -14,7 +14,7 @@ from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import PathCondition
 from mpguard.lint.facts.syntax.records import Call, Record, Scope
 from mpguard.lint.facts.values import api_names
-from mpguard.lint.facts.values.dtypes import AnyDtype, PossibleDtypes, guards_of
+from mpguard.lint.facts.values.dtypes import AnyDtype, PossibleDtypes, as_dtype, guards_of
 from mpguard.lint.facts.values.lattice import Class, Object
 
 if TYPE_CHECKING:
@@ -105,7 +105,10 @@ class Event:
 
     def may_be(self, dtype: AnyDtype | str) -> list[PathCondition]:
         """Return the path conditions under which the dtype is this one."""
-        return guards_of(dtype, self.dtypes, self.guard)
+        wanted = as_dtype(dtype)
+        if not any(each is wanted for _, each in self.dtypes):
+            return []  # its path condition may need other files
+        return guards_of(wanted, self.dtypes, self.guard)
 
 
 #: In the name of a parameter that takes a class.

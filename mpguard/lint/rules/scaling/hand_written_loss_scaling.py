@@ -171,10 +171,8 @@ class ScaledStep:
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.may_keep_masters:
-            return
         divisions = list(self._divisions(facts))
-        if not divisions:
+        if not divisions or facts.may_keep_masters:
             return
         for backward in facts.events("backward"):
             if facts.is_inference(backward.call) or self._checks_overflows(backward):

@@ -2019,10 +2019,11 @@ def train(model, loader):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.declared == "inference" or facts.may_keep_masters:
+        losses = facts.events("backward")
+        if not losses or facts.declared == "inference" or facts.may_keep_masters:
             return
         reported: set[Scope] = set()
-        for backward in facts.events("backward"):
+        for backward in losses:
             if backward.scope in reported or facts.is_inference(backward.call) or _is_scaled(backward):
                 continue
             program = facts.reachable(backward.scope)
