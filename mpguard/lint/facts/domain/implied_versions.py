@@ -49,8 +49,13 @@ _NAMES: dict[str, dict[str, _Version]] = {
              "cpp_extensions.gemm", "cpp_extensions.fp8_cast_transpose_fused"), (2, 0)),
     },
 }  # fmt: skip
-#: Library -> an attribute of its tensors -> the version that removed it.
-_ATTRIBUTES: dict[str, dict[str, _Version]] = {"transformer_engine": {"_fp8_meta": (2, 0)}}
+#: Library -> a word, and what reads an attribute with it (of a tensor or module) -> the version that removed it.
+_ATTRIBUTES: dict[str, dict[tuple[str, str], _Version]] = {
+    "transformer_engine": {
+        ("_fp8_meta", r"(?<!\bself)\._fp8_meta\b"): (2, 0),
+        ("scale_inv", r"\.fp8_meta\[[\"']scaling_(?:fwd|bwd)[\"']\]\.scale_inv\b"): (2, 0),
+    }
+}
 
 #: Modules that put a port to other hardware in the place of a library, and a version that those ports do not follow.
 _PORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+(?:musa_patch|torch_musa|torch_npu|mindspeed)\b", re.M)
@@ -72,8 +77,8 @@ def _removals(facts: Facts, library: str) -> Iterator[_Version]:
     """Yield the versions that removed what a file calls or reads. A call for old versions only bounds nothing."""
     if _PORT.search(facts.file_text):
         yield _NOT_PORTED
-    for name, version in _ATTRIBUTES.get(library, {}).items():
-        if name in facts.file_text and re.search(rf"(?<!\bself)\.{name}\b", stripped(facts.file_text)):
+    for (word, reads), version in _ATTRIBUTES.get(library, {}).items():
+        if word in facts.file_text and re.search(reads, stripped(facts.file_text)):
             yield version
     if library not in facts.file_text:
         return

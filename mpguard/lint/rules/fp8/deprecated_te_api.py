@@ -252,6 +252,18 @@ pretrain(build)
         ),
         Good(
             """\
+import transformer_engine.pytorch as te
+
+
+def convert(model, scale):
+    with te.fp8_model_init(enabled=True):
+        layer = te.Linear(model.in_features, model.out_features)
+    layer.fp8_meta["scaling_fwd"].scale_inv[0].copy_(1 / scale)
+    return layer
+""",
+        ),
+        Good(
+            """\
 try:
     import musa_patch
 except ImportError:

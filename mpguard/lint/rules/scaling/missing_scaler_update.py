@@ -141,6 +141,30 @@ class MissingScalerUpdate(Rule):
         any_of(b".step("),
     )
     examples = (
+        Good(
+            """\
+from torch.cuda.amp import GradScaler
+
+from hooks import Hook
+
+
+class Fp16Hook(Hook):
+    def __init__(self, loss_scale=512.0):
+        self._scale_update_param = None
+        if loss_scale == "dynamic":
+            self.loss_scaler = GradScaler()
+        elif isinstance(loss_scale, float):
+            self._scale_update_param = loss_scale
+            self.loss_scaler = GradScaler(init_scale=loss_scale)
+
+    def after_train_iter(self, runner):
+        self.loss_scaler.scale(runner.outputs["loss"]).backward()
+        self.loss_scaler.step(runner.optimizer)
+        self.loss_scaler.update(self._scale_update_param)
+""",
+            name="fp16.py",
+            files={"pyproject.toml": "", "hooks.py": "class Hook:\n    pass\n"},
+        ),
         Bad(
             """\
 import torch
@@ -1247,7 +1271,7 @@ def train(options, model, loader, optimizer):
         owner = step.record.scope.owner
         if owner is not None and facts.class_kind(owner) in ("framework", "trainer"):
             return False
-        if any(each.kind == "scaler_step" for each in trace[place + 1 :]):
+        if any(each.kind in ("scaler_step", "update") for each in trace[place + 1 :]):
             return False  # only the last step is reported
         for index, each in enumerate(trace):
             before = index < place and _COMES_BEFORE.search(each.call.name) if each.kind == "passed" else True

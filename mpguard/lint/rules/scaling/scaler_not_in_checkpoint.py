@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from mpguard.lint import (
@@ -21,6 +22,8 @@ from mpguard.lint import (
     scales_without_need,
 )
 
+#: In the name of a parameter that is an optimizer.
+_OPTIMIZER = re.compile("(?i)optim")
 #: What a call of another module is said to be.
 _ELSEWHERE = "`{expr}` saves the optimizer's state, but not the GradScaler's"
 
@@ -61,6 +64,62 @@ class ScalerNotInCheckpoint(Rule):
     )
     triggers_nearby = (any_of(b"Scaler"), any_of(b"state_dict("))
     examples = (
+        Bad(
+            """\
+import os
+
+import torch
+from torch.cuda.amp import GradScaler, autocast
+
+
+def run_fold(fold, model, loader, path):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = GradScaler()
+    if os.path.exists(path):
+        states = torch.load(path)
+        model.load_state_dict(states["model"])
+        optimizer.load_state_dict(states["optimizer"])
+    for epoch in range(10):
+        for x in loader:
+            with autocast():
+                loss = model(x).mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)  # !
+
+
+for fold in range(5):
+    run_fold(fold, build(), loader, f"fold{fold}.pt")
+""",
+        ),
+        Good(
+            """\
+import torch
+from torch.cuda.amp import GradScaler, autocast
+
+
+def train_epoch(model, loader, optimizer, epoch):
+    scaler = GradScaler()
+    for x in loader:
+        with autocast():
+            loss = model(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def main(model, loader, optimizer, path):
+    states = torch.load(path)
+    model.load_state_dict(states["model"])
+    optimizer.load_state_dict(states["optimizer"])
+    for epoch in range(10):
+        train_epoch(model, loader, optimizer, epoch)
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+""",
+        ),
         Bad(
             """\
 import torch
@@ -949,6 +1008,7 @@ class Run:
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         handed = {made: event for event, made in self._from_helpers(facts)}
         scalers = [event for event in facts.events("scaler") if event.call not in handed and self._adapts(event, facts)]
+        scalers = [event for event in scalers if not self._is_made_anew(event, facts)]
         scalers += [event for event in handed.values() if self._is_used(event, facts)]
         checkpoints = facts.checkpoints
         if (unsaved := self._loaded_only(facts)) is not None:
@@ -1041,6 +1101,17 @@ class Run:
         return scaler.guard.possible and all(
             any(event.scope in near for event in events) for events in (facts.events("scale"), facts.events("update"))
         )
+
+    def _is_made_anew(self, event: Event, facts: Facts) -> bool:
+        """True if each epoch creates the scaler, in a function that gets the optimizer: there is no state to restore.
+
+        A function that is called once a fold creates both.
+        """
+        if event.scope.kind != "function" or event.key.startswith("self."):
+            return False
+        calls = list(facts.callers(event.scope))
+        gets_optimizer = any(_OPTIMIZER.search(param.name) for param in event.scope.params)
+        return bool(calls) and gets_optimizer and all(call.loops for call in calls)
 
     def _adapts(self, scaler: Event, facts: Facts) -> bool:
         """True if the scale of a scaler changes: the code scales with it and updates it."""
