@@ -28,7 +28,7 @@ _OPTIMIZER_STEP = re.compile(r"(?i)(?:^|[._])opt(?:im|imizer)?s?\.step$")
 #: Names of arguments about an optimizer: `compile_optimizer=args.compile`.
 _OF_OPTIMIZER = re.compile(r"(?i)optim|(?:^|_)opt(?:_|$)")
 #: Functions that a flag is passed to and that do not compile.
-_ONLY_READS = re.compile(r"(?i)print|log|info|warn|str$|bool$|add_argument|write")
+_ONLY_READS = re.compile(r"(?i)print|log|info|warn|str$|bool$|^int$|^get(?:env)?$|add_argument|write")
 _COMPILE_OPTIONS = frozenset(
     {"dynamo_backend", "dynamo_plugin", "torch_compile", "torch_compile_backend", "torch_compile_mode"}
 )
@@ -166,9 +166,11 @@ def _differ(event: Event, model: Event | None, facts: Facts) -> bool:
         return True
     if _are_parameters(event, model, facts):
         return True
+    atoms = [each.atom for each in facts.evaluate(event.subject, event.call)]
+    if atoms and all(isinstance(atom, Ref) and atom.path.startswith("torch.") for atom in atoms):
+        return True  # a function of torch, as flex_attention
     if facts is not model.facts:
         return False  # the model may have another name there
-    atoms = [each.atom for each in facts.evaluate(event.subject, event.call)]
     name = model.key.rsplit(".", 1)[-1]
     return bool(atoms) and all(isinstance(atom, Function) and _without(name, atom.scope) for atom in atoms)
 

@@ -111,6 +111,84 @@ class Fp8WithoutCompile(Rule):
     examples = (
         Bad(
             """\
+import os
+
+import torch
+from torchao.float8 import convert_to_float8_training
+
+torch_compile = 0
+torch_compile = int(os.environ.get("TORCH_COMPILE", torch_compile))
+model = torch.nn.Linear(1024, 1024)
+if torch_compile:
+    print("compiled")
+convert_to_float8_training(model)  # !
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+""",
+            fixed="""\
+import os
+
+import torch
+from torchao.float8 import convert_to_float8_training
+
+torch_compile = 0
+torch_compile = int(os.environ.get("TORCH_COMPILE", torch_compile))
+model = torch.nn.Linear(1024, 1024)
+if torch_compile:
+    print("compiled")
+convert_to_float8_training(model)
+model = torch.compile(model)
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+""",
+        ),
+        Bad(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+from attention import Attention
+
+
+def train(loader):
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), Attention(1024))
+    convert_to_float8_training(model)  # !
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+            name="train.py",
+            files={
+                "pyproject.toml": "",
+                "attention.py": "import torch\nfrom torch.nn.attention.flex_attention import flex_attention\n\n\n"
+                "class Attention(torch.nn.Module):\n    def __init__(self, width):\n        super().__init__()\n"
+                "        self.sdpa = torch.compile(flex_attention, dynamic=False)\n\n"
+                "    def forward(self, x):\n        return self.sdpa(x, x, x)\n",
+            },
+            fixed="""\
+import torch
+from torchao.float8 import convert_to_float8_training
+from attention import Attention
+
+
+def train(loader):
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), Attention(1024))
+    convert_to_float8_training(model)
+    model = torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+        ),
+        Bad(
+            """\
 import torch
 from torchao.float8 import convert_to_float8_training
 
