@@ -66,6 +66,7 @@ HEADINGS = {
     "wide16": "The other 123 of that list",
     "wide17": "115 more, closed before the rules were changed because of all lots before",
     "wide18": "The other 116 of that list",
+    "wide19": "122 more, closed before the rules were changed because of those two",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")
