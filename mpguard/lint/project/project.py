@@ -399,6 +399,12 @@ class Project:
         with tracked_fs.recording_for(path):
             return references.passes_option(tree.top_of(Path(path).absolute().parent), name)
 
+    def gives_option(self, path: str, name: str, value: str) -> bool:
+        """True if a config or script of the project of a file gives an option this value."""
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(Path(path).absolute().parent)
+            return tree.is_project(top) and references.gives_option(top, name, value)
+
     def gives_unhandled(self, path: str, name: str, value: str) -> bool:
         """True if a config or script of the project gives an option a value that no code of the project mentions."""
         with tracked_fs.recording_for(path):

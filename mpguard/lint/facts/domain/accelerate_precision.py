@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+import libcst as cst
+
 from mpguard.lint.facts.domain.regions import Region
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible, negated
@@ -96,9 +98,10 @@ def leaves_autocast_out(facts: Facts) -> bool:
 def backward_is_plain(facts: Facts, guard: PathCondition, accumulates: bool = False) -> bool:
     """True if the Accelerators of a file add nothing to `loss.backward()` and torch's clipping at a place.
 
-    Their precision is BF16 or none: by a constant in the code, which the launcher does not change, by all launch
-    configs of the file, because another branch has the one with a precision, or because nothing in the project launches
-    with accelerate. The file, its launch configs and its launch lines use no engine and no sharding.
+    Their precision is BF16 or none: by a constant in the code, which the launcher does not change, by all configs of
+    the project that have the key from which it is read, by all launch configs of the file, because another branch has
+    the one with a precision, or because nothing in the project launches with accelerate. The file, its
+    launch configs and its launch lines use no engine and no sharding.
 
     guard: the path condition of the place. accumulates: they may accumulate gradients.
     """
@@ -120,7 +123,7 @@ def backward_is_plain(facts: Facts, guard: PathCondition, accumulates: bool = Fa
         given = call.keywords.get("mixed_precision")
         modes: set[object] = {config.mixed_precision for config in configs}
         if given is not None:
-            modes = set(facts.constants(given, call))
+            modes = set(facts.constants(given, call)) or _in_configs(given, facts)
         if given is None and not modes and not _may_be_launched(facts):
             modes = {"no"}
         if not modes or not modes <= {"no", "bf16"}:
@@ -132,6 +135,12 @@ def backward_is_plain(facts: Facts, guard: PathCondition, accumulates: bool = Fa
         or any(_NOT_PLAIN.search(word.text or "") for word in launch.arguments)
         for launch in facts.project.launches_of(facts.path)
     )
+
+
+def _in_configs(given: cst.BaseExpression, facts: Facts) -> set[object]:
+    """Return the precisions that configs of the project give a key: `config.train.precision`."""
+    _, _, key = dotted(given).rpartition(".")
+    return {mode for mode in sorted(MODES) if key and facts.project.gives_option(facts.path, key, mode)}
 
 
 def _may_be_launched(facts: Facts) -> bool:

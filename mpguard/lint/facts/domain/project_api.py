@@ -106,6 +106,9 @@ class ProjectApi(Protocol):
     def passes_option(self, path: str, name: str) -> bool:
         """True if a script, config or text of the project of a file passes an option that asks for low precision."""
 
+    def gives_option(self, path: str, name: str, value: str) -> bool:
+        """True if a config or script of the project of a file gives an option this value."""
+
     def gives_unhandled(self, path: str, name: str, value: str) -> bool:
         """True if a config or script of the project gives an option a value that no code of the project mentions."""
 
@@ -201,6 +204,9 @@ class NoProject:
         return False
 
     def passes_option(self, path: str, name: str) -> bool:  # noqa: ARG002
+        return False
+
+    def gives_option(self, path: str, name: str, value: str) -> bool:  # noqa: ARG002
         return False
 
     def gives_unhandled(self, path: str, name: str, value: str) -> bool:  # noqa: ARG002

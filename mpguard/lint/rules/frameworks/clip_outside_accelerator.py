@@ -84,6 +84,53 @@ class ClipOutsideAccelerator(Rule):
     triggers_nearby = (any_of(b".prepare"),)
     yields_to = ("MPG205",)
     examples = (
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+from omegaconf import OmegaConf
+
+config = OmegaConf.load("train.yaml")
+accelerator = Accelerator(mixed_precision=config.train.precision)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    accelerator.backward(model(x).sum())
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+""",
+            name="train.py",
+            files={"pyproject.toml": "", "train.yaml": "train:\n  precision: bf16\n"},
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+from omegaconf import OmegaConf
+
+config = OmegaConf.load("train.yaml")
+accelerator = Accelerator(mixed_precision=config.train.precision)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    accelerator.backward(model(x).sum())
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # !
+    optimizer.step()
+""",
+            name="train.py",
+            files={"pyproject.toml": "", "train.yaml": "train:\n  precision: fp16\n"},
+            fixed="""\
+import torch
+from accelerate import Accelerator
+from omegaconf import OmegaConf
+
+config = OmegaConf.load("train.yaml")
+accelerator = Accelerator(mixed_precision=config.train.precision)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    accelerator.backward(model(x).sum())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+""",
+        ),
         Bad(
             """\
 import torch
