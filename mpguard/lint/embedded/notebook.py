@@ -28,10 +28,13 @@ _PYTHON_MAGICS = frozenset({"capture", "prun", "time", "timeit"})
 _CELL_MAGIC = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\r?\n)*[ \t]*%%(\w+)")
 _TOKEN = re.compile(rf"({STRING}|#[^\n]*|\\\r?\n)|([(\[{{])|([)\]}}])|\n", re.DOTALL)
 _LINE = r"(?:[^\\\n]|\\(?!\r?\n)|\\\r?\n)*"
-#: The statements that IPython interprets itself: `%pip`, `!ls`, `?x`, `x?`, and `pip install` without a `%`.
-_MAGIC = re.compile(
-    rf"[ \t]*(?:([%!?]{_LINE})|([\w.]+\?\??[ \t]*)(?=\r?$)|((?:pip|conda)[ \t]+install\b{_LINE}))", re.M
+#: Commands that IPython takes without a `%`, where no Python can follow: `pip install ...`, `cd folder`.
+_COMMAND = (
+    r"(?:pip|conda)[ \t]+install\b"
+    r"|(?:cd|ls|mkdir|rmdir|cat|cp|mv|rm)[ \t]+(?!(?:and|else|for|if|in|is|not|or)\b)[\w~$\"'.]"
 )
+#: The statements that IPython interprets itself: `%pip`, `!ls`, `?x`, `x?`, and commands without a `%`.
+_MAGIC = re.compile(rf"[ \t]*(?:([%!?]{_LINE})|([\w.]+\?\??[ \t]*)(?=\r?$)|((?:{_COMMAND}){_LINE}))", re.M)
 _ASSIGNED = re.compile(rf"[ \t]*[\w.,* \[\]]+=[ \t]*([%!]{_LINE})")
 #: A cell that begins with an indented line of code.
 _INDENTED = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\r?\n)*[ \t]+[^\s#]")
@@ -266,7 +269,7 @@ def _without_magics(text: str) -> tuple[str | None, list[tuple[int, int]]]:
         place = len(text) if place < 0 else place
         spans.append((first, place))
         place += 1
-    if not re.search(r"[%!?]|^[ \t]*(?:pip|conda)[ \t]", text[place:], re.M):
+    if not re.search(rf"[%!?]|^[ \t]*(?:{_COMMAND})", text[place:], re.M):
         return _blank(text, spans), spans
     depth = 0
     while place <= len(text):
