@@ -231,8 +231,13 @@ def _different_dtypes(frames: _Frames) -> Cause:
     )
 
 
+def _tensors_of_script(frames: _Frames) -> dict[str, torch.Tensor]:
+    """Return the tensors of the first function of the script that has some."""
+    return next(filter(None, map(_tensors, filter(_is_of_script, frames))), {})
+
+
 def _beyond_range(frames: _Frames) -> Cause:
-    tensors: dict[str, torch.Tensor] = next(filter(None, map(_tensors, filter(_is_of_script, frames))), {})
+    tensors = _tensors_of_script(frames)
     half = {name: tensor for name, tensor in tensors.items() if _short(tensor) in ("fp16", "bf16")}
     return Cause(
         f"a number is written into a 16-bit tensor that cannot hold it{f' ({_listed(half)})' if half else ''}"
@@ -243,7 +248,7 @@ def _beyond_range(frames: _Frames) -> Cause:
 
 
 def _flash_attention(frames: _Frames) -> Cause:
-    tensors: dict[str, torch.Tensor] = next(filter(None, map(_tensors, filter(_is_of_script, frames))), {})
+    tensors = _tensors_of_script(frames)
     wide = {name: tensor for name, tensor in tensors.items() if _short(tensor) not in ("fp16", "bf16")}
     verb = "is" if len(wide) == 1 else "are"
     return Cause(

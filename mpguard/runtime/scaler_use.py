@@ -1,4 +1,4 @@
-"""`ScalerUse`: between which updates a GradScaler steps its optimizers, and if a schedule heeds what it skips."""
+"""`ScalerUse`: the optimizers that a GradScaler steps between its updates, and schedules that ignore skipped steps."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class ParsedModule:
             warnings.simplefilter("ignore")
             self.tree = ast.parse(text)
         self.path, self.text = path, text
-        self.bound = bound_in(self.tree)
+        self.bound = {name: [*nodes] for name, nodes in bound_in(self.tree).items()}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Global):
                 for name in node.names:
@@ -68,6 +68,7 @@ class ParsedModule:
         return frozenset(found)
 
 
+@tracked_fs.cached_per_run
 def bound_in(scope: ast.AST) -> dict[str, list[ast.AST]]:
     """Return the names that a module, class or function binds, each with the nodes that bind it.
 

@@ -140,7 +140,7 @@ def backward_is_plain(facts: Facts, guard: PathCondition, accumulates: bool = Fa
 def _in_configs(given: cst.BaseExpression, facts: Facts) -> set[object]:
     """Return the precisions that configs of the project give a key: `config.train.precision`."""
     _, _, key = dotted(given).rpartition(".")
-    return {mode for mode in sorted(MODES) if key and facts.project.gives_option(facts.path, key, mode)}
+    return {mode for mode in MODES if key and facts.project.gives_option(facts.path, key, mode)}
 
 
 def _may_be_launched(facts: Facts) -> bool:

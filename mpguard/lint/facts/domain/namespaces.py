@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 
 from mpguard.core import tracked_fs
+from mpguard.lint.facts.syntax import executed
 from mpguard.lint.facts.syntax.executed import DefinitionNode, FunctionNode
 from mpguard.lint.project import modules
 from mpguard.lint.project.modules import ParsedModule
@@ -77,8 +79,11 @@ def _value(
     if not isinstance(node.func, ast.Name) or method != "parse_args":
         return None
     home, function = _function(node.func.id, module)
-    returns = [each for each in _own(function) if isinstance(each, ast.Return)] if function is not None else []
-    if home is None or function is None or len(returns) != 1 or function.decorator_list or not depth:
+    if home is None or function is None or function.decorator_list or not depth:
+        return None
+    own = itertools.chain.from_iterable(map(executed.nested, function.body))
+    returns = [each for each in own if isinstance(each, ast.Return)]
+    if len(returns) != 1:
         return None
     return _value(returns[0].value, method, home, (function,), depth - 1) if _is_whole(home) else None
 
@@ -184,14 +189,6 @@ def _function(name: str, module: ParsedModule, depth: int = 3) -> tuple[ParsedMo
         original = next(each.name for each in node.names if (each.asname or each.name) == name)
         return _function(original, home, depth - 1) if home is not None else (None, None)
     return None, None
-
-
-def _own(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a function, without those of functions and classes in it."""
-    for child in ast.iter_child_nodes(scope):
-        yield child
-        if not isinstance(child, (*DefinitionNode.__args__, ast.Lambda)):
-            yield from _own(child)
 
 
 def _calls(node: ast.AST, around: tuple[DefinitionNode, ...]) -> Iterator[tuple[ast.Call, tuple[DefinitionNode, ...]]]:

@@ -86,8 +86,12 @@ class _Context(NamedTuple):
         for place, (outer, inner) in enumerate(itertools.pairwise(self.around)):
             if isinstance(outer, ast.ClassDef) and isinstance(inner, FunctionNode) and inner.args.args:
                 decorators, name = {_path(each) for each in inner.decorator_list}, inner.args.args[0].arg
-                is_same = not any(name in _bound_in(each) for each in self.around[place + 2 :])
-                if not decorators & {"staticmethod", "classmethod"} and is_same and len(_bound_in(inner)[name]) == 1:
+                is_same = not any(name in modules.bound_in(each) for each in self.around[place + 2 :])
+                if (
+                    not decorators & {"staticmethod", "classmethod"}
+                    and is_same
+                    and len(modules.bound_in(inner)[name]) == 1
+                ):
                     return outer, name
         return None
 
@@ -266,8 +270,8 @@ class CertainErrors:
             return False
         options = _options(name, context)
         if options is not None:
-            is_set = node.attr in options or self._project.attribute_set_elsewhere(context.module.path, node.attr)
-            return not is_set
+            path = context.module.path
+            return node.attr not in options and not self._project.attribute_set_elsewhere(path, node.attr)
         module = _module_named(name, context)
         if module is not None:
             return node.attr not in module.attributes and _lacks(module, node.attr)
@@ -282,7 +286,9 @@ class CertainErrors:
         hierarchy = _hierarchy(module, cls)
         if hierarchy is None or hasattr(object, name) or name == "__dict__":
             return False
-        if any(name in _bound_in(each) or name in home.attributes or not home.sets_all for home, each in hierarchy):
+        if any(
+            name in modules.bound_in(each) or name in home.attributes or not home.sets_all for home, each in hierarchy
+        ):
             return False
         path = module.path
         return not self._has_subclass(module, cls) and not self._project.attribute_set_elsewhere(path, name)
@@ -344,11 +350,13 @@ class CertainErrors:
 
     def _method(self, module: ParsedModule, cls: ast.ClassDef, name: str) -> tuple[_Context, FunctionNode] | None:
         """Return the method that a class has, its own or from a known base; None if it is unknown."""
-        own = _bound_in(cls).get(name)
+        own = modules.bound_in(cls).get(name)
         if own is None:
             bases = (_hierarchy(module, cls) or ())[1:]
-            return next((self._method(home, each, name) for home, each in bases if name in _bound_in(each)), None)
-        is_plain = not cls.decorator_list and not cls.keywords and "__new__" not in _bound_in(cls)
+            return next(
+                (self._method(home, each, name) for home, each in bases if name in modules.bound_in(each)), None
+            )
+        is_plain = not cls.decorator_list and not cls.keywords and "__new__" not in modules.bound_in(cls)
         is_replaced = len(own) > 1 or name in module.attributes
         if is_replaced or not is_plain or any(_OTHER_CONSTRUCTORS.search(ast.unparse(each)) for each in cls.bases):
             return None
@@ -409,18 +417,13 @@ def _is_plain_dict(node: cst.Attribute, at: Record, facts: Facts) -> bool:
 # -- names --------------------------------------------------------------------------------------------
 
 
-@tracked_fs.cached_per_run
-def _bound_in(scope: ast.AST) -> dict[str, list[ast.AST]]:
-    return modules.bound_in(scope)
-
-
 def _is_unbound(name: str, context: _Context) -> bool:
     module = context.module
     if name in _ALWAYS_BOUND or name in module.bound or not module.is_whole:
         return False
     if module.path.endswith(NOTEBOOK) and name in sys.stdlib_module_names:  # imported by hand, in another cell
         return False
-    return not any(name in _bound_in(each) for each in context.around) and modules.is_program(module)
+    return not any(name in modules.bound_in(each) for each in context.around) and modules.is_program(module)
 
 
 def _lacks(module: ParsedModule, name: str) -> bool:
@@ -439,7 +442,7 @@ def _defined(name: str, context: _Context) -> _Context | None:
     """Return the function or class that a name stands for, in the functions around or in the module."""
     for place in range(len(context.around), 0, -1):
         scope = context.around[place - 1]
-        bound = _bound_in(scope).get(name)
+        bound = modules.bound_in(scope).get(name)
         if bound is not None and not (isinstance(scope, ast.ClassDef) and place < len(context.around)):
             return _one(name, bound, _Context(context.module, context.around[:place]), _DEPTH)
     return _in_module(name, context.module)
@@ -474,7 +477,7 @@ def _module_named(name: str, context: _Context) -> ParsedModule | None:
     """Return the module of the project that a name stands for."""
     module = context.module
     bound = module.bound.get(name, ())
-    if len(bound) != 1 or any(name in _bound_in(each) for each in context.around):
+    if len(bound) != 1 or any(name in modules.bound_in(each) for each in context.around):
         return None
     (node,) = bound
     if not isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -494,7 +497,7 @@ def _options(name: str, context: _Context) -> frozenset[str] | None:
     found = dict(context.given).get(name)
     if found is None:
         return namespaces.options(name, context.module, context.around)
-    return found if len(_bound_in(context.around[-1])[name]) == 1 else None
+    return found if len(modules.bound_in(context.around[-1])[name]) == 1 else None
 
 
 def _given(
@@ -568,7 +571,7 @@ def _may_train(call: ast.Call) -> bool:
 
 def _is_unknown_field(call: ast.Call, cls: ast.ClassDef) -> bool:
     """True if a call passes what is no field of a dataclass."""
-    if cls.bases or not cls.decorator_list or "__init__" in _bound_in(cls):
+    if cls.bases or not cls.decorator_list or "__init__" in modules.bound_in(cls):
         return False
     fields = {_path(each.target) for each in cls.body if isinstance(each, ast.AnnAssign)}
     passed = {each.arg for each in call.keywords if each.arg is not None}
@@ -578,7 +581,7 @@ def _is_unknown_field(call: ast.Call, cls: ast.ClassDef) -> bool:
 def _is_policy_call(call: ast.Call, context: _Context) -> bool:
     """True if a wrap policy of FSDP is called without the module: `functools.partial` is missing."""
     name = _path(call.func)
-    scopes = (context.module.bound, *map(_bound_in, context.around)) if name in _WRAP_POLICIES else ()
+    scopes = (context.module.bound, *map(modules.bound_in, context.around)) if name in _WRAP_POLICIES else ()
     imported = [each for bound in scopes for each in bound.get(name, ())]
     return (
         bool(imported)

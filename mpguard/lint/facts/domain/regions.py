@@ -264,9 +264,7 @@ class Regions:
             decides = isinstance(node.operator, cst.Or)
             sides = {self._truth(node.left, call), self._truth(node.right, call)}
             return decides if decides in sides else None if None in sides else not decides
-        known = {
-            each.atom.value if isinstance(each.atom, Constant) else None for each in self.facts.evaluate(node, call)
-        }
+        known = set(self.facts.constants(node, call))
         return True if known == {True} else False if known == {False} else None
 
     def _dtypes_by_default(self, given: cst.BaseExpression, call: Call) -> PossibleDtypes:

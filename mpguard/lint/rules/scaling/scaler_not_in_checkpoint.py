@@ -24,7 +24,7 @@ from mpguard.lint import (
 
 #: In the name of a parameter that is an optimizer.
 _OPTIMIZER = re.compile("(?i)optim")
-#: What a call of another module is said to be.
+#: The message about a call of a function of another module.
 _ELSEWHERE = "`{expr}` saves the optimizer's state, but not the GradScaler's"
 
 
@@ -1007,8 +1007,8 @@ class Run:
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         handed = {made: event for event, made in self._from_helpers(facts)}
-        scalers = [event for event in facts.events("scaler") if event.call not in handed and self._adapts(event, facts)]
-        scalers = [event for event in scalers if not self._is_made_anew(event, facts)]
+        own = (event for event in facts.events("scaler") if event.call not in handed)
+        scalers = [event for event in own if self._adapts(event, facts) and not self._is_made_anew(event, facts)]
         scalers += [event for event in handed.values() if self._is_used(event, facts)]
         checkpoints = facts.checkpoints
         if (unsaved := self._loaded_only(facts)) is not None:
