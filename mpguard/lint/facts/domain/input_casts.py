@@ -30,9 +30,10 @@ FREQUENCIES = re.compile(r"(?:^|[._])inv(?:erse)?_freqs?$")
 #: Functions whose values are at most 1; those that join tensors; methods that change only their shape or place.
 _WAVES = frozenset({"sin", "cos"})
 _JOINS = frozenset({"cat", "concat", "stack"})
+_FROM_NUMBERS = frozenset({"from_numpy", "tensor", "as_tensor"})
 _SHAPES = frozenset({
     "reshape", "view", "expand", "repeat", "repeat_interleave", "unsqueeze", "squeeze", "flatten", "transpose",
-    "permute", "contiguous", "to", "cuda", "clone", "detach",
+    "permute", "contiguous", "to", "cuda", "clone", "detach", "float",
 })  # fmt: skip
 #: Names of methods and of dtypes that make a value FP16 or BF16.
 _LOW = frozenset({"half", "float16", "bfloat16"})
@@ -128,6 +129,8 @@ def _is_wave(facts: Facts, node: cst.CSTNode | None, at: Record, depth: int = 4)
         if call.name in _JOINS and call.positional and isinstance(call.positional[0], (cst.List, cst.Tuple)):
             parts = call.positional[0].elements
             return bool(parts) and all(_is_wave(facts, each.value, call, depth - 1) for each in parts)
+        if call.name in _FROM_NUMBERS and call.positional:
+            return _is_wave(facts, call.positional[0], call, depth - 1)
         return call.name in _SHAPES and _is_wave(facts, call.receiver, call, depth)
     if isinstance(node, cst.Subscript):
         return _is_wave(facts, node.value, at, depth)

@@ -1268,6 +1268,7 @@ class Run:
         ),
         Good(
             """\
+import math
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
@@ -1301,9 +1302,10 @@ class Rotary(torch.nn.Module):
         sin = torch.sin(angles).repeat_interleave(2, dim=-1)
         return tuple(t.to(torch.float16).pin_memory() for t in (cos, sin))
 
-    def forward(self, x):
+    def forward(self, x, margin=0.5):
         cos, sin = self.tables(8)
-        return x * cos + x * sin
+        cos_margin = torch.tensor(math.cos(margin)).float().to(torch.float16)
+        return (x * cos + x * sin) * cos_margin
 
 def rotate(loader):
     model = Rotary()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import libcst as cst
@@ -8,6 +9,7 @@ from mpguard.lint import (
     RIGHT_SCALER_CLASS,
     SCALER_CLASS_FILES,
     Bad,
+    Call,
     Constant,
     Diagnostic,
     Dtype,
@@ -30,6 +32,8 @@ from mpguard.lint import (
     scaler_class,
     trace_facts,
 )
+
+_NO_LIMIT = 1e6  # the first scale is 65536: a gradient of norm 15 stays below
 
 _CLIPPER = """\
 import torch
@@ -90,7 +94,7 @@ class ClipBeforeUnscale(Rule):
     Follows one function, the helpers of its file, and one of another module that clips; a `backward` in another module
     is not found. Silent if something in between may unscale: `get_scale`, or a call of unknown code that takes the
     scaler. Silent for a model whose class creates layers in BF16: a scaler that is enabled raises at the gradients of
-    such weights.
+    such weights. Silent for a norm limit of a million or more (`float("inf")`): it limits no scaled gradients either.
     """
 
     code, name = "MPG205", "clip-before-unscale"
@@ -755,6 +759,24 @@ class Trainer:
             self.scaler.update()
 """,
         ),
+        Good(
+            """\
+import torch
+
+class CFG:
+    max_grad_norm = 1e7
+
+def measure(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=CFG.max_grad_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        print(float(norm))
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -773,6 +795,8 @@ class Trainer:
                     continue
                 if facts.training_use.has_layers_in(Dtype.BF16, clip.call.argument(0, "parameters"), clip.call):
                     continue  # `scaler.step` raises
+                if self._limits_nothing(clip.call, facts):
+                    continue
                 backward = self._scaled(trace, place, facts)
                 if backward is None:
                     continue
@@ -793,6 +817,16 @@ class Trainer:
             return True  # the wrapper's own `clip_grad_norm_`
         clips = [atom for atom in atoms if atom != Constant(None)]  # None: the clipping is switched off
         return bool(clips) and all(isinstance(atom, Object) and atom.path in library_names.CLIPS for atom in clips)
+
+    def _limits_nothing(self, clip: Call, facts: Facts) -> bool:
+        """True for a norm limit that also scaled gradients do not reach: the call only measures the norm."""
+        limit = clip.argument(1, "max_norm")
+        if clip.name != "clip_grad_norm_" or limit is None:
+            return False
+        if re.search(r"\binf\b", facts.short(limit)):  # `float("inf")`, `math.inf`
+            return True
+        limits = facts.constants(limit, clip)
+        return bool(limits) and all(isinstance(each, (int, float)) and each >= _NO_LIMIT for each in limits)
 
     def _scaled(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
         """Return the backward pass whose gradients are clipped while they are still scaled."""
