@@ -67,6 +67,9 @@ HEADINGS = {
     "wide17": "115 more, closed before the rules were changed because of all lots before",
     "wide18": "The other 116 of that list",
     "wide19": "122 more, closed before the rules were changed because of those two",
+    "wide20": "98 more, closed before the rules were changed because of all lots before",
+    "wide21": "99 more of that list, after the rules were changed because of the first",
+    "wide22": "The last 79 of that list, after the rules were changed because of these two",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")
