@@ -13,11 +13,9 @@ from mpguard.core.tracked_fs import cached_per_run
 if TYPE_CHECKING:
     from packaging.version import Version
 
-#: Files that name requirements; `*require*.txt` too, there and in the folders below.
-_FILES = (
-    "pyproject.toml", "setup.py", "setup.cfg", "environment.yml", "environment.yaml", "requirements.in", "Dockerfile",
-    "docker/Dockerfile",
-)  # fmt: skip
+#: Files that name requirements; `*require*.txt` too, there and in the folders below, and environments of conda.
+_FILES = ("pyproject.toml", "setup.py", "setup.cfg", "requirements.in", "Dockerfile", "docker/Dockerfile")
+_ENVIRONMENT = re.compile(r"(?i)conda|(?:^|[_-])env(?:ironment)?s?(?:[_.-]|$)")
 _FOLDERS = ("requirements", "docker")
 #: Texts whose commands install packages: `pip install deepspeed==0.6.3`.
 _INSTRUCTIONS = (
@@ -141,6 +139,9 @@ def _files(folder: Path) -> list[Path]:
     """Return the files of a folder that may name requirements, the instructions last."""
     found = [folder / name for name in _FILES if tracked_fs.is_file(folder / name)]
     found += [folder / name for name in tracked_fs.list_names(folder, (".txt",)) if "require" in name]
+    found += [
+        folder / name for name in tracked_fs.list_names(folder, (".yml", ".yaml")) if _ENVIRONMENT.search(name)
+    ]
     wheels = tracked_fs.list_names(folder, (".dist-info",))
     if len(wheels) == 1:  # an unpacked wheel; several are an environment
         found.append(folder / wheels[0] / "METADATA")

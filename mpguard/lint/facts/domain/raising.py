@@ -1,6 +1,6 @@
 """Code that is reached only through a statement which raises whenever it runs, or from which no training follows.
 
-Such a statement reads a name that nothing binds, imports what a module of the project does not have, calls a function
+Such a statement reads a name that nothing binds, or that its function binds further down only, imports what a module of the project does not have, calls a function
 of the project with arguments that it does not take, or reads an attribute of `self` or of a class that nothing sets, of
 a dict as if it were an object (`cfg.norm` with `cfg = yaml.safe_load(file)`), or of parsed arguments whose parser does
 not define it. Only what is certain counts: a name may come from `exec`, an attribute from `setattr`, and a decorator
@@ -223,7 +223,7 @@ class CertainErrors:
         if isinstance(node, ast.Raise):
             return True
         if isinstance(node, ast.Name):
-            return _is_unbound(node.id, context)
+            return _is_unbound(node.id, context) or _is_bound_later(node, context)
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             return self._import_fails(node, context.module, depth)
         if isinstance(node, ast.Attribute):
@@ -424,6 +424,33 @@ def _is_unbound(name: str, context: _Context) -> bool:
     if module.path.endswith(NOTEBOOK) and name in sys.stdlib_module_names:  # imported by hand, in another cell
         return False
     return not any(name in modules.bound_in(each) for each in context.around) and modules.is_program(module)
+
+
+def _is_bound_later(node: ast.Name, context: _Context) -> bool:
+    """True if a function reads one of its variables before the only assignments to it: an UnboundLocalError."""
+    function = context.around[-1] if context.around else None
+    if not isinstance(function, FunctionNode) or not isinstance(node.ctx, ast.Load):
+        return False
+    bound = modules.bound_in(function).get(node.id, [])
+    assigned = [each for each in bound if isinstance(each, ast.Assign) and _assigns(each, node.id)]
+    if not assigned or len(assigned) < len(bound):
+        return False
+    first = min(assigned, key=lambda each: each.lineno)
+    if first.lineno <= node.lineno and not any(each is node for each in ast.walk(first.value)):
+        return False
+    return not any(
+        isinstance(each, (ast.Global, ast.Nonlocal)) and node.id in each.names for each in ast.walk(function)
+    )
+
+
+def _assigns(statement: ast.Assign, name: str) -> bool:
+    """True if a statement binds a name by its targets, not in a comprehension, a lambda or by `:=`."""
+    inner = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, ast.NamedExpr)
+    return not any(isinstance(each, inner) for each in ast.walk(statement)) and any(
+        isinstance(each, ast.Name) and each.id == name and isinstance(each.ctx, ast.Store)
+        for target in statement.targets
+        for each in ast.walk(target)
+    )
 
 
 def _lacks(module: ParsedModule, name: str) -> bool:

@@ -87,6 +87,8 @@ _DATA = re.compile(r"(?i)loader|dataset|batch(?:es)?$|^(?:next|iter|open|loadtxt
 #: Names of functions that save something; steps of a program that only measures memory.
 _SAVES = re.compile(r"^(?:torch_)?save(?!_for_backward)|(?<!load_)state_dict$")
 _FEW = 10
+#: A list of numbers, of which a loss is no more than a number.
+_NUMBERS = re.compile(r"\[[\[\]\d.,\s-]*\]")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -633,19 +635,19 @@ class TrainingUse:
 
         Either each backward pass is in loops that only count, between two readings of a clock whose difference is
         taken. The batch is made once, or in each step at random, outside of functions of models, nothing gives other
-        data, and the file has a word for speed or memory. Or nothing but the time is kept of it, or the peak memory of
-        a few steps is read.
+        data, and the file has a word for speed or memory, or the batch is a list of numbers in the code. Or nothing but
+        the time is kept of it, or the peak memory of a few steps is read.
         """
         calls = self.facts.calls.get("backward", ())
         if calls and not any(map(_KEEPS.search, self.facts.calls)) and all(map(self._only_its_time_is_kept, calls)):
             return True
-        if not calls or not _SPEED.search(self.facts.source.text):
+        if not calls:
             return False
-        if not any(map(_DATA.search, self.facts.calls)) and all(
-            self._is_timed(call) and self._on_synthetic_batch(call) for call in calls
-        ):
-            return True
-        return not any(map(_SAVES.search, self.facts.calls)) and all(map(self._is_for_memory, calls))
+        names_speed = _SPEED.search(self.facts.source.text) is not None
+        if not any(map(_DATA.search, self.facts.calls)) and all(map(self._is_timed, calls)):
+            if all(self._on_written_batch(call) or (names_speed and self._on_synthetic_batch(call)) for call in calls):
+                return True
+        return names_speed and not any(map(_SAVES.search, self.facts.calls)) and all(map(self._is_for_memory, calls))
 
     def _is_for_memory(self, call: Call) -> bool:
         """True if a call is one of a few steps of a new optimizer, before and after which the peak memory is read."""
@@ -681,18 +683,29 @@ class TrainingUse:
 
     def _on_synthetic_batch(self, call: Call) -> bool:
         """True if a call is repeated by counting only, in a function that makes tensors before the loop, or noise."""
+        makes = self._tensors_near(call)
+        return bool(makes) and all(
+            each.order < call.order and (not each.loops or (each.loops == call.loops and each.name in _NOISE))
+            for each in makes
+        )
+
+    def _on_written_batch(self, call: Call) -> bool:
+        """True if a call is repeated by counting only, in a function whose tensors are all lists of numbers."""
+        return bool(makes := self._tensors_near(call)) and all(
+            each.name == "tensor" and each.positional and _NUMBERS.fullmatch(self.facts.short(each.positional[0]))
+            for each in makes
+        )
+
+    def _tensors_near(self, call: Call) -> list[Call]:
+        """Return what makes tensors in the function of a call that is repeated by counting only."""
         if not call.loops or not all(isinstance(loop, cst.For) and _only_counts(loop) for loop in call.loops):
-            return False
-        makes = [
+            return []
+        return [
             each
             for name in api_names.TENSOR_MAKERS
             for each in self.facts.calls.get(name, ())
             if each.scope is call.scope and self.facts.called_path(each).startswith("torch.")
         ]
-        return bool(makes) and all(
-            each.order < call.order and (not each.loops or (each.loops == call.loops and each.name in _NOISE))
-            for each in makes
-        )
 
     def _starts_from_artificial(self, call: Call) -> bool:
         """True if a backward pass starts from an artificial or detached gradient."""

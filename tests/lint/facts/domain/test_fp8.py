@@ -141,6 +141,8 @@ def test_versions_that_a_project_excludes(specifier: str, versions: str, exclude
         ("README.md", "Faster with torch==2.9 (`pip install ours`).\n", Required()),
         ("INSTALL.md", "conda install pytorch=1.12 torchvision==0.13.1 -c pytorch\n", Required((1, 12), (1, 13))),
         ("environment.yml", "dependencies:\n  - pytorch=2.3.1=py3.11_cuda12.1\n", Required((2, 3, 1), (2, 3, 2))),
+        ("conda_env_gpu.yaml", "dependencies:\n  - pytorch==2.0.0\n", Required((2, 0, 0), (2, 0, 1))),
+        ("envelope.yaml", "pytorch==2.0.0\n", Required()),
         ("requirements.txt", "pytorch-lightning==1.9\n", Required()),
         ("docker/requirement.txt", "torch==2.1\n", Required((2, 1), (2, 2))),
         ("docker/Dockerfile", "RUN pip install torch==2.1\n", Required((2, 1), (2, 2))),

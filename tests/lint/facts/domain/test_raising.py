@@ -84,6 +84,11 @@ def with_options(before: str, top: str = "import argparse\n" + PARSER, after: st
 
 
 RAISES = {
+    "a variable that is assigned further down": {"a.py": program("print(model)")},
+    "a variable in its own first assignment": {"a.py": program("model = print(model)")},
+    "a variable of a function that is called": {
+        "a.py": program("f()", top="model = 1\ndef f():\n    model.eval()\n    model = build()\n")
+    },
     "an option that the parser lacks": {"a.py": with_options("x = args.epochs")},
     "an option that the parser of another file lacks": {
         "options.py": "import argparse\n" + PARSER,
@@ -146,6 +151,12 @@ RAISES = {
     },
 }  # fmt: skip
 RUNS = {
+    "a variable of the module": {"a.py": program("print(other)", top="other = 1\n")},
+    "a variable that is declared global": {"a.py": program("global model\nprint(model)", top="model = 1\n")},
+    "a variable that a branch assigns": {"a.py": program("if sys.argv:\n    model = 1\nprint(model)")},
+    "a variable of a comprehension": {"a.py": program("print([model for model in sys.argv])")},
+    "a variable that a loop assigns": {"a.py": program("for model in sys.argv:\n    print(model)")},
+    "a variable that an inner function reads": {"a.py": program("f = lambda: model\nprint(f)")},
     "options of the parser": {"a.py": with_options("x = args.lr, args.batch_size, args.__class__")},
     "an attribute that a class has": {
         "a.py": program("x = CFG.rate, CFG.__name__, CFG.mro()", top="class CFG:\n    rate = 1\n")
