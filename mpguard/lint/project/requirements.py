@@ -139,9 +139,7 @@ def _files(folder: Path) -> list[Path]:
     """Return the files of a folder that may name requirements, the instructions last."""
     found = [folder / name for name in _FILES if tracked_fs.is_file(folder / name)]
     found += [folder / name for name in tracked_fs.list_names(folder, (".txt",)) if "require" in name]
-    found += [
-        folder / name for name in tracked_fs.list_names(folder, (".yml", ".yaml")) if _ENVIRONMENT.search(name)
-    ]
+    found += [folder / name for name in tracked_fs.list_names(folder, (".yml", ".yaml")) if _ENVIRONMENT.search(name)]
     wheels = tracked_fs.list_names(folder, (".dist-info",))
     if len(wheels) == 1:  # an unpacked wheel; several are an environment
         found.append(folder / wheels[0] / "METADATA")

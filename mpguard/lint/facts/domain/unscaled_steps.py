@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: Names that may stand for a loss scaler or contain one. They do not prove that there is one, but its absence is no
 #: longer certain.
-_MAY_BE_SCALER = re.compile(r"(?i)scaler|scale_loss|loss_scale|grad_scale|init_scale|lossscale|amp_handle")
+_MAY_BE_SCALER = re.compile(r"[Ss]caler|SCALER|(?i:scale_loss|loss_scale|grad_scale|lossscale|amp_handle)")
 #: Numbers with such a name are weights of parts of a loss (`simple_loss_scale * simple_loss + ...`), or only read,
 #: unless a whole loss is multiplied by one.
 _NUMBER = re.compile(r"(?i)(?:loss|grad|init)_?scale$")

@@ -192,6 +192,60 @@ class Config:
 """
             },
         ),
+        Bad(
+            """\
+import albumentations
+import torch
+
+class Head(torch.nn.Module):
+    def __init__(self, width, init_scale=0.02):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, 2)
+        torch.nn.init.trunc_normal_(self.linear.weight, std=init_scale)
+
+    def forward(self, x):
+        return self.linear(x)
+
+def augment(x):
+    return albumentations.Compose([albumentations.ShiftScaleRotate(scale_limit=0.2)])(image=x)
+
+def train(loader):
+    model = Head(8).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(augment(x)).sum()
+        loss.backward()  # !
+        optimizer.step()
+""",
+            fixed="""\
+import albumentations
+import torch
+
+class Head(torch.nn.Module):
+    def __init__(self, width, init_scale=0.02):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, 2)
+        torch.nn.init.trunc_normal_(self.linear.weight, std=init_scale)
+
+    def forward(self, x):
+        return self.linear(x)
+
+def augment(x):
+    return albumentations.Compose([albumentations.ShiftScaleRotate(scale_limit=0.2)])(image=x)
+
+def train(loader):
+    model = Head(8).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(augment(x)).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
         Good(
             """\
 import argparse
