@@ -1,10 +1,10 @@
 """Code that is reached only through a statement which raises whenever it runs, or from which no training follows.
 
-Such a statement reads a name that nothing binds, or that its function binds further down only, imports what a module of the project does not have, calls a function
-of the project with arguments that it does not take, or reads an attribute of `self` or of a class that nothing sets, of
-a dict as if it were an object (`cfg.norm` with `cfg = yaml.safe_load(file)`), or of parsed arguments whose parser does
-not define it. Only what is certain counts: a name may come from `exec`, an attribute from `setattr`, and a decorator
-may change a signature.
+Such a statement reads a name that nothing binds, or that its function binds further down only, imports what a module of
+the project does not have, calls a function of the project with arguments that it does not take, or reads an attribute
+of `self` or of a class that nothing sets, of a dict as if it were an object (`cfg.norm` with
+`cfg = yaml.safe_load(file)`), or of parsed arguments whose parser does not define it. Only what is certain counts: a
+name may come from `exec`, an attribute from `setattr`, and a decorator may change a signature.
 """
 
 from __future__ import annotations

@@ -644,9 +644,11 @@ class TrainingUse:
         if not calls:
             return False
         names_speed = _SPEED.search(self.facts.source.text) is not None
-        if not any(map(_DATA.search, self.facts.calls)) and all(map(self._is_timed, calls)):
-            if all(self._on_written_batch(call) or (names_speed and self._on_synthetic_batch(call)) for call in calls):
-                return True
+        if not any(map(_DATA.search, self.facts.calls)) and all(
+            self._is_timed(call) and (self._on_written_batch(call) or (names_speed and self._on_synthetic_batch(call)))
+            for call in calls
+        ):
+            return True
         return names_speed and not any(map(_SAVES.search, self.facts.calls)) and all(map(self._is_for_memory, calls))
 
     def _is_for_memory(self, call: Call) -> bool:

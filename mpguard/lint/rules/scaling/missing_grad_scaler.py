@@ -194,8 +194,11 @@ class Config:
         ),
         Bad(
             """\
-import albumentations
 import torch
+
+class ShiftScaleRotate(torch.nn.Module):
+    def forward(self, x):
+        return x.flip(-1)
 
 class Head(torch.nn.Module):
     def __init__(self, width, init_scale=0.02):
@@ -207,7 +210,7 @@ class Head(torch.nn.Module):
         return self.linear(x)
 
 def augment(x):
-    return albumentations.Compose([albumentations.ShiftScaleRotate(scale_limit=0.2)])(image=x)
+    return ShiftScaleRotate()(x)
 
 def train(loader):
     model = Head(8).cuda()
@@ -219,8 +222,11 @@ def train(loader):
         optimizer.step()
 """,
             fixed="""\
-import albumentations
 import torch
+
+class ShiftScaleRotate(torch.nn.Module):
+    def forward(self, x):
+        return x.flip(-1)
 
 class Head(torch.nn.Module):
     def __init__(self, width, init_scale=0.02):
@@ -232,7 +238,7 @@ class Head(torch.nn.Module):
         return self.linear(x)
 
 def augment(x):
-    return albumentations.Compose([albumentations.ShiftScaleRotate(scale_limit=0.2)])(image=x)
+    return ShiftScaleRotate()(x)
 
 def train(loader):
     model = Head(8).cuda()
