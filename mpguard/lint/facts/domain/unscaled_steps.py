@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 #: Names that may stand for a loss scaler or contain one. They do not prove that there is one, but its absence is no
 #: longer certain.
-_MAY_BE_SCALER = re.compile(r"[Ss]caler|SCALER|(?i:scale_loss|loss_scale|grad_scale|lossscale|amp_handle)")
+_MAY_BE_SCALER = re.compile(
+    r"(?<![Uu]p)(?<!own)(?<![Rr]e)[Ss]caler|SCALER|(?i:scale_loss|loss_scale|grad_scale|lossscale|amp_handle)"
+)
 #: Numbers with such a name are weights of parts of a loss (`simple_loss_scale * simple_loss + ...`), or only read,
 #: unless a whole loss is multiplied by one.
-_NUMBER = re.compile(r"(?i)(?:loss|grad|init)_?scale$")
+_NUMBER = re.compile(r"(?i)(?:loss|grad)_?scale$")
 #: Scalers of data, not of gradients.
 _DATA_SCALER = re.compile(
     r"(?i)(?:standard|min_?max|robust|max_?abs|data|feature|target|image|score|\b[xy])_?scaler|scaler_(?:mean|std|var)\b"

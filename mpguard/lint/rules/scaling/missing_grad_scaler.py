@@ -207,7 +207,10 @@ class Head(torch.nn.Module):
         torch.nn.init.trunc_normal_(self.linear.weight, std=init_scale)
 
     def forward(self, x):
-        return self.linear(x)
+        return self.linear(upscaler(x))
+
+def upscaler(x):
+    return x * 2
 
 def augment(x):
     return ShiftScaleRotate()(x)
@@ -235,7 +238,10 @@ class Head(torch.nn.Module):
         torch.nn.init.trunc_normal_(self.linear.weight, std=init_scale)
 
     def forward(self, x):
-        return self.linear(x)
+        return self.linear(upscaler(x))
+
+def upscaler(x):
+    return x * 2
 
 def augment(x):
     return ShiftScaleRotate()(x)
