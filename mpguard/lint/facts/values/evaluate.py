@@ -531,6 +531,9 @@ class Values:
             scope = atom.scope if isinstance(atom, Class) else atom.cls
             if scope is not None and atom.facts is not None:
                 bindings = atom.facts.graph.attributes(scope).get(name)
+                given = self._field(atom, name) if isinstance(atom, Object) else None
+                if given is not None:
+                    return given
                 if bindings:
                     return tuple(each for binding in bindings for each in atom.facts.values.bound(binding))
                 inherited = atom.facts.graph.inherited(scope, name)
@@ -542,6 +545,23 @@ class Values:
                 kind = atom.facts.class_kind(atom.scope)
                 return (Alternative(ALWAYS, Method(Object(kind, None, atom.scope.name, atom.scope, atom.facts), name)),)
         return NOTHING_KNOWN
+
+    def _field(self, atom: Object, name: str) -> Alternatives | None:
+        """Return what an object got for a field when it was created; None if it has the field's default.
+
+        That is an object of a dataclass, or of another class that takes its fields as arguments.
+        """
+        call, cls = atom.call, atom.cls
+        if call is None or cls is None or not call.node.args or cls.method("__init__") is not None:
+            return None
+        fields = [key for key in cls.bindings if "." not in key]
+        if name not in fields:
+            return None
+        values = self.facts.of(call).values
+        if name in call.keywords:
+            return values.evaluate(call.keywords[name], call.scope, call.order)
+        may_be_given = bool(cls.decorators) and (call.starred or bool(call.positional))
+        return NOTHING_KNOWN if may_be_given else None
 
     def result(self, call: Call) -> Alternatives:
         """Return the alternatives of a call's result."""

@@ -260,6 +260,60 @@ def train(loader):
         ),
         Good(
             """\
+import dataclasses
+import torch
+
+@dataclasses.dataclass
+class Params:
+    lr: float = 1e-3
+    dtype: torch.dtype = torch.float16
+
+class Trainer:
+    def __init__(self, model, params: Params):
+        self.model, self.params = model, params
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=params.lr)
+
+    def step(self, x):
+        with torch.autocast("cuda", dtype=self.params.dtype):
+            loss = self.model(x).sum()
+        loss.backward()
+        self.optimizer.step()
+
+def main(model, loader):
+    trainer = Trainer(model, Params(dtype=torch.bfloat16))
+    for x in loader:
+        trainer.step(x)
+"""
+        ),
+        Bad(
+            """\
+import dataclasses
+import torch
+
+@dataclasses.dataclass
+class Params:
+    lr: float = 1e-3
+    dtype: torch.dtype = torch.bfloat16
+
+class Trainer:
+    def __init__(self, model, params: Params):
+        self.model, self.params = model, params
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=params.lr)
+
+    def step(self, x):
+        with torch.autocast("cuda", dtype=self.params.dtype):
+            loss = self.model(x).sum()
+        loss.backward()  # !
+        self.optimizer.step()
+
+def main(model, loader):
+    trainer = Trainer(model, Params(lr=1e-4, dtype=torch.float16))
+    for x in loader:
+        trainer.step(x)
+"""
+        ),
+        Good(
+            """\
 import argparse
 import torch
 
