@@ -348,10 +348,19 @@ def _uses(user: str, file: str, name: str) -> bool:
     word = re.compile(rb"\b%s\b" % re.escape(wanted))
     if user.endswith(PYTHON):
         code = stripped(data)
-        return word.search(code) is not None and _code_uses(code, user, file, name)
+        if word.search(code) is None or (name and _only_imports(code, user, wanted, word)):
+            return False
+        return _code_uses(code, user, file, name)
     if user.lower().endswith(MARKDOWN):
         return any(word.search(part) for part in _MARKDOWN_CODE.findall(data))
     return word.search(data) is not None
+
+
+def _only_imports(code: bytes, user: str, name: bytes, word: re.Pattern[bytes]) -> bool:
+    """True if code imports a name under this name and does nothing with it; a package passes it on."""
+    if user.endswith("__init__.py") or re.search(rb"\b%s\s+as\b" % re.escape(name), code):
+        return False
+    return word.search(summaries.IMPORT.sub(b"", b"\n" + code)) is None
 
 
 def _may_call(user: str, method: bytes) -> bool:
@@ -454,12 +463,20 @@ def _code_uses(code: bytes, user: str, file: str, name: str) -> bool:
     explicit = [module for module, names in imports if name in names]
     modules = [module for module, names in imports if not (name and names) or "*" in names]
     inner = [_inner(module, each) for module, names in imports for each in names]
-    if any(_may_be(module, user, file, extended) for module in (*explicit, *modules, *inner)):
+    named = (*explicit, *modules, *inner)
+    if any(_may_be(module, user, file, extended) for module in named):
         return True
+    if name and any(_imports(tree.file_of(module, user), name) for module in named):
+        return True  # of a module that takes it from the file, perhaps
     wanted = re.escape((name or _module_name(file)).encode())
     if explicit or (name and re.search(rb"^(?:(?:async[ \t]+)?def|class)[ \t]+%s\b" % wanted, code, re.M)):
         return False
     return re.search(rb"[\"'](?:[\w./-]*[.:/])?%s(?:\.py)?[\"']" % wanted, code) is not None
+
+
+def _imports(file: str | None, name: str) -> bool:
+    """True if a module imports a name from another one."""
+    return file is not None and any(name in names for _, names in summaries.summarize(_content(file)).imports)
 
 
 def _inner(package: str, name: str) -> str:

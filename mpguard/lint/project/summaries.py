@@ -39,7 +39,7 @@ LIBRARIES = frozenset({"torch", "numpy", "os", "sys", "typing", "transformers", 
 _IMPORTS, _DERIVES, _USES = "", "class ", "use "
 #: Both begin with a newline, which makes the search three times as fast as `^` does.
 _BASES = re.compile(rb"\n[ \t]*class[ \t]+\w+[ \t]*\(([^()]*)\)[ \t]*:")
-_IMPORT = re.compile(
+IMPORT = re.compile(
     rb"\n[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]*(\([^)]*\)|[^#;(\r\n]*)|import[ \t]+([^#;\r\n]*))"
 )
 _COMMENT = re.compile(r"#.*|\\")
@@ -89,7 +89,7 @@ def summarize(data: bytes) -> ModuleSummary:
     data = b"\n" + data.replace(b"\r", b"\n") if b"\r" in data else b"\n" + data
     imports: dict[str, set[str]] = {}
     whole = dict[str, None]()
-    for module, names, modules in _IMPORT.findall(data):
+    for module, names, modules in IMPORT.findall(data):
         if module:
             imports.setdefault(module.decode(), set()).update(_names(names))
         whole.update(dict.fromkeys(_names(modules)))

@@ -57,7 +57,8 @@ class ManualHalfCast(Rule):
     where no policy is active and no FP16 weights are trained, for sines and cosines, for copies written to a
     checkpoint, for `.half().float()` rounding, for masks, for the targets of a loss, which have no gradient, and for
     the inputs of a DeepSpeed engine, also that of Lightning's `strategy`, whose parameters may be FP16; nor is a model
-    that `deepspeed.initialize` takes, since its FP16 engine keeps FP32 masters of it. A dtype that follows
+    that `deepspeed.initialize` takes, since its FP16 engine keeps FP32 masters of it, nor anything in a script that is
+    launched with DeepSpeed in FP16. A dtype that follows
     `accelerator.mixed_precision` follows the policy, except for weights that an optimizer takes. An optimizer alone, or
     a `backward`, does not count as training if the file takes no step. Where something may keep FP32 masters
     (`FP16_Optimizer`, `optimizer.backward(loss)`, a framework's own FP16 module, an optimizer of the tree whose code
@@ -1315,6 +1316,28 @@ def rotate(loader):
         optimizer.step()
 """
         ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+from diffusers import UNet2DConditionModel
+
+def train(loader):
+    accelerator = Accelerator()
+    unet = UNet2DConditionModel.from_pretrained("unet").to(torch.float16)
+    optimizer = torch.optim.AdamW(unet.parameters())
+    unet, optimizer = accelerator.prepare(unet, optimizer)
+    for batch in loader:
+        x = batch["x"].to(torch.float16)
+        accelerator.backward(torch.nn.functional.mse_loss(unet(x), batch["noise"]))
+        optimizer.step()
+""",
+            files={
+                "run.sh": "accelerate launch --config_file zero2.yaml example.py\n",
+                "zero2.yaml": "distributed_type: DEEPSPEED\nmixed_precision: fp16\ndeepspeed_config:\n"
+                "  zero_stage: 2\n",
+            },
+        ),
         Bad(
             """\
 import losses
@@ -2020,6 +2043,8 @@ def train(unet, vae, loader):
         ]
         if not casts or facts.declared == "inference" or facts.may_keep_masters:
             return
+        if _runs_in_half_engine(facts):
+            return
         found = []
         norms = list(_norms_in_float32(facts))
         optimized = {
@@ -2058,6 +2083,14 @@ def train(unet, vae, loader):
                 fix=fix if all_fixable else None,
                 help=None if policy else "remove the cast, and compute in FP16 under autocast with a GradScaler",
             )
+
+
+def _runs_in_half_engine(facts: Facts) -> bool:
+    """True if all configs that the file is launched with choose DeepSpeed and FP16: its parameters are FP16 anyway."""
+    configs = facts.project.configs_for(facts.path)
+    return bool(configs) and all(
+        each.distributed_type == "DEEPSPEED" and each.mixed_precision == "fp16" for each in configs
+    )
 
 
 def _follows(cast: Event, weights: list[Event], facts: Facts) -> bool:

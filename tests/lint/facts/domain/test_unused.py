@@ -73,6 +73,10 @@ UNUSED = {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "b.py": "def fit(model): ...\n\nfit(1)\n",
     },
+    "another file imports it, and does nothing with it": {
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
+        "b.py": "from a import fit, other\n\nother(1)\n",
+    },
     "another file imports that of a third": {
         "demo/a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "a.py": "def fit(model): ...\n",
@@ -112,6 +116,15 @@ USED = {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "b.py": "from a import fit\n\nfit(1)\n",
     },
+    "another file imports it under another name": {
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
+        "b.py": "from a import fit as train\n\ntrain(1)\n",
+    },
+    "a third file gets it from one that imports it": {
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
+        "b.py": "from a import fit\n",
+        "c.py": "import b\n\nb.fit(1)\n",
+    },
     "another file imports its module": {
         "src/a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "b.py": "import src.a as a\n\na.fit(1)\n",
@@ -127,7 +140,7 @@ USED = {
     "a package re-exports it": {
         "pkg/a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "pkg/__init__.py": "from .a import *\n",
-        "b.py": "from pkg import fit\n",
+        "b.py": "from pkg import fit\n\nfit(1)\n",
     },
     "the search path is extended": {
         "demo/a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
@@ -221,7 +234,7 @@ def test_findings_follow_the_references_between_runs(capsys: pytest.CaptureFixtu
     write(UNUSED["nothing refers to it"])
     assert reported(capsys) == []
     for name in ("run.sh", "run.yaml", "b.py"):
-        write({name: "from a import fit\n"})
+        write({name: "from a import fit\n\nfit(1)\n"})
         assert reported(capsys) == ["a.py:9"], name
         Path(name).unlink()
         assert reported(capsys) == [], name
