@@ -274,3 +274,11 @@ def test_broken_notebook_says_where() -> None:
     with pytest.raises(BrokenNotebook) as raised:
         Notebook(b'{"cells": [\n {"source" 1}]}')
     assert raised.value.offset == 23
+
+
+@pytest.mark.parametrize(("loop", "reported"), [("", 0), ("for x in loader:\n    ", 1)])
+def test_single_steps_by_hand_train_nothing(loop: str, reported: int, capsys: pytest.CaptureFixture[str]) -> None:
+    model = "import torch\nmodel = torch.nn.Linear(8, 8).bfloat16()\noptimizer = torch.optim.AdamW(model.parameters())"
+    step = f"{loop}model(x).sum().backward(); optimizer.step()"
+    write(notebook(code(model), code(step)))
+    assert [each["code"] for each in lint(capsys, status=bool(reported))] == ["MPG107"] * reported

@@ -28,6 +28,7 @@ from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
 from mpguard.lint.facts.values import api_names, project_words
 from mpguard.lint.facts.values.dtypes import AnyDtype, as_dtype
 from mpguard.lint.facts.values.lattice import Class, Function, Object, Ref
+from mpguard.lint.source.files import NOTEBOOK
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
@@ -605,7 +606,8 @@ class TrainingUse:
 
         Either all backward passes start from artificial gradients, as in the test of a layer
         (`out.backward(torch.ones_like(out))`), or a few run without data between a profiler's marks, or each of their
-        loops stops in a debugger at each step, or the file only measures speed.
+        loops stops in a debugger at each step, or the file only measures speed, or they are in cells of a notebook that
+        is run by hand, outside of loops and functions.
         """
         calls = self.facts.calls.get("backward", ())
         if not calls or self.facts.calls.get("manual_backward"):
@@ -613,6 +615,8 @@ class TrainingUse:
         if self.only_measures or all(self._starts_from_artificial(call) for call in calls):
             return True
         if all(map(self._is_debugged, calls)):
+            return True
+        if self.facts.path.endswith(NOTEBOOK) and all(not call.loops and call.scope.kind == "module" for call in calls):
             return True
         if not _PROFILES.search(self.facts.source.text):
             return False
