@@ -199,7 +199,9 @@ def _literal(text: str, like: str) -> str:
 
 
 def _cells(text: str) -> tuple[bool, list[Cell]]:
-    """Return True if the notebook is in Python, and its code cells with their positions."""
+    """Return True if the notebook is in Python, and its code cells with their positions; an empty file has none."""
+    if not text.strip():
+        return True, []
     scanner = JsonScanner(text)
     notebook = _members(scanner, scanner.skip_space(0))
     if "cells" not in notebook:

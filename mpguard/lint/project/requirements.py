@@ -13,20 +13,13 @@ from mpguard.core.tracked_fs import cached_per_run
 if TYPE_CHECKING:
     from packaging.version import Version
 
-#: Files that name requirements; `*require*.txt` too, there and in the folders below, and environments of conda.
+#: Files that name requirements; `*requir*.txt` too, there and in the folders below, and environments of conda.
 _FILES = ("pyproject.toml", "setup.py", "setup.cfg", "requirements.in", "Dockerfile", "docker/Dockerfile")
 _ENVIRONMENT = re.compile(r"(?i)conda|(?:^|[_-])env(?:ironment)?s?(?:[_.-]|$)")
 _FOLDERS = ("requirements", "docker")
-#: Texts whose commands install packages: `pip install deepspeed==0.6.3`.
-_INSTRUCTIONS = (
-    "README.md",
-    "README.rst",
-    "INSTALL.md",
-    "docs/INSTALL.md",
-    "docs/install.md",
-    "install.sh",
-    "setup.sh",
-)
+#: Texts whose commands install packages: `pip install deepspeed==0.6.3`; `*install*.md` too, there and in the folders.
+_INSTRUCTIONS = ("README.md", "README.rst", "install.sh", "setup.sh")
+_DOCUMENTS = ("", "docs", "doc", "documents")
 _INSTALLS = re.compile(r"\b(?:pip3?|conda|mamba) install\b((?:[^\n`\\]|\\\n)*)")
 _LARGEST = 1 << 18
 #: The number of folders that are searched: a file's own, and those above it.
@@ -35,6 +28,13 @@ _CUDA = re.compile(r"(?:\bcu(1[1-3])(\d)\b|\bnvidia/cuda:(\d\d)\.(\d+))")
 #: NVIDIA's images by year and month, and a version that was released later than the images before this one.
 _IMAGE = re.compile(r"\bnvcr\.io/nvidia/pytorch:(\d\d)\.(\d\d)-")
 _NOT_IN_IMAGES = {"transformer_engine": ((25, 9), "<2.9")}
+#: A package, its lowest version that needs a newer torch, and that torch: 1.0 of accelerate, 2.0 of Lightning.
+_NEEDS_TORCH = {
+    "accelerate": ((1, 0), (1, 10)),
+    "lightning": ((2, 0), (1, 11)),
+    "pytorch_lightning": ((2, 0), (1, 11)),
+    "pytorch-lightning": ((2, 0), (1, 11)),
+}
 #: One bound of a rule's `versions`.
 RANGE = re.compile(r"(>=|<)(\d+(?:\.\d+)*)")
 _CLAUSE = re.compile(r"([<>=!~^]=?=?)\s*v?(\d+(?:\.\d+)*)")
@@ -83,7 +83,8 @@ def required(folder: str, top: str, package: str) -> Required:
     """Return what the nearest files that name a package require of it, from a folder up to the top of its tree.
 
     Where they have no upper bound, that of files further up holds: the list of a copied example does not lift the pin
-    of the project around it. What a README installs counts where no list names the package, not even without a version.
+    of the project around it. What a README installs counts where no list names the package, not even without a version;
+    what a script installs counts always.
 
     The files are searched as text: only some of them (pyproject.toml, METADATA) have requirements in the syntax that
     `packaging.requirements` reads, and the others are setup.py, Dockerfiles, and tables of Poetry and conda.
@@ -116,7 +117,7 @@ def required(folder: str, top: str, package: str) -> Required:
             text = _text(file)
             if not _is_instruction(file):
                 is_named = is_named or named.search(text) is not None
-            elif is_named:
+            elif is_named and file.suffix != ".sh":
                 continue
             specifiers += wanted.findall(text)
             specifiers += [f"=={version}" for version in (tagged.findall(text) or repository.findall(text))]
@@ -132,21 +133,26 @@ def required(folder: str, top: str, package: str) -> Required:
                 break
         if place == last:
             break
-    return found or Required()
+    found = found or Required()
+    below, needed = _NEEDS_TORCH.get(package, (None, ()))
+    return found.bounded(below) if needed and required(folder, top, "torch").before(needed) else found
 
 
 def _files(folder: Path) -> list[Path]:
     """Return the files of a folder that may name requirements, the instructions last."""
     found = [folder / name for name in _FILES if tracked_fs.is_file(folder / name)]
-    found += [folder / name for name in tracked_fs.list_names(folder, (".txt",)) if "require" in name]
+    found += [folder / name for name in tracked_fs.list_names(folder, (".txt",)) if "requir" in name]
     found += [folder / name for name in tracked_fs.list_names(folder, (".yml", ".yaml")) if _ENVIRONMENT.search(name)]
     wheels = tracked_fs.list_names(folder, (".dist-info",))
     if len(wheels) == 1:  # an unpacked wheel; several are an environment
         found.append(folder / wheels[0] / "METADATA")
     for place in (folder / name for name in _FOLDERS):
         names = tracked_fs.list_names(place, (".txt",))
-        found += [place / name for name in names if "require" in name or place.name == "requirements"]
-    return found + [folder / name for name in _INSTRUCTIONS if tracked_fs.is_file(folder / name)]
+        found += [place / name for name in names if "requir" in name or place.name == "requirements"]
+    found += [folder / name for name in _INSTRUCTIONS if tracked_fs.is_file(folder / name)]
+    for place in (folder / name for name in _DOCUMENTS):
+        found += [place / name for name in tracked_fs.list_names(place, (".md",)) if "install" in name.lower()]
+    return found
 
 
 def _is_instruction(file: Path) -> bool:

@@ -110,7 +110,7 @@ def test_suppressions_in_cells(capsys: pytest.CaptureFixture[str]) -> None:
     ("content", "line", "column", "message"),
     [
         ('{"cells": [\n  {"cell_type": }', 2, 17, "not JSON"),
-        ("", 1, 1, "not a notebook"),
+        ("[]", 1, 1, "not a notebook"),
         ("[]", 1, 1, "not a notebook"),
         ('{"nbformat": 4}', 1, 1, "`cells`, a list, is needed"),
         ('{"worksheets": []}', 1, 1, "format 3 or older"),
@@ -282,3 +282,8 @@ def test_single_steps_by_hand_train_nothing(loop: str, reported: int, capsys: py
     step = f"{loop}model(x).sum().backward(); optimizer.step()"
     write(notebook(code(model), code(step)))
     assert [each["code"] for each in lint(capsys, status=bool(reported))] == ["MPG107"] * reported
+
+
+def test_an_empty_file_is_no_broken_notebook(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.ipynb").write_text("\n")
+    assert lint(capsys, status=0) == []

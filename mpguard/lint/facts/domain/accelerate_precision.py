@@ -57,6 +57,12 @@ def precision(facts: Facts) -> str | None:
     return found[0] if found is not None and isinstance(found[0], str) else None
 
 
+def is_fixed(facts: Facts) -> bool:
+    """True if the code gives all Accelerators of the file a constant precision: no launch config changes it."""
+    created = facts.events("accelerator")
+    return bool(created) and all(constant(each.call.keywords.get("mixed_precision")) is not None for each in created)
+
+
 def may_be_mixed(facts: Facts) -> bool:
     """True if something visible sets a `mixed_precision` for the Accelerators of the file, or if it creates none.
 

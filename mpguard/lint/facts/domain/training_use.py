@@ -230,6 +230,9 @@ class TrainingUse:
         """True if a cast rounds nothing: of a mask, or of other zeros and ones."""
         if isinstance(cast.subject, (cst.Comparison, cst.BooleanOperation)):
             return True
+        bound = self.facts.bindings(cast.key, cast.call) if cast.key and "." not in cast.key else []
+        if bound and all(each.kind == "assign" and isinstance(each.value, cst.Comparison) for each in bound):
+            return True
         if isinstance(cast.subject, cst.Call):
             return dotted(cast.subject.func).rsplit(".", 1)[-1] in _ZEROS_AND_ONES
         return bool(_MASK.search(cast.key.rsplit(".", 1)[-1])) and not self.is_module(cast)

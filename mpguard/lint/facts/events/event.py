@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import libcst as cst
 
-from mpguard.lint.facts.syntax.nodes import dotted
+from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import PathCondition
 from mpguard.lint.facts.syntax.records import Call, Record, Scope
 from mpguard.lint.facts.values import api_names
@@ -167,9 +167,11 @@ def _is_function(call: Call) -> bool:
 
 
 def is_scaler(facts: Facts, node: cst.CSTNode, at: Record) -> bool:
-    """True if an expression is a GradScaler, or, if its kind is unknown, is named like one."""
+    """True if an expression is a GradScaler, or, if its kind is unknown, is named like one: `state["scaler"]` too."""
     kinds = facts.kinds(node, at)
-    return "scaler" in kinds or (kinds <= {""} and "scaler" in last_name(node).lower())
+    key = node.slice[0].slice if isinstance(node, cst.Subscript) and len(node.slice) == 1 else None
+    name = constant(key.value) if isinstance(key, cst.Index) else (last_name(node),)
+    return "scaler" in kinds or (kinds <= {""} and name is not None and "scaler" in str(name[0]).lower())
 
 
 def is_optimizer(facts: Facts, node: cst.CSTNode, at: Record) -> bool:

@@ -6,6 +6,8 @@ import bisect
 import builtins
 import dataclasses
 import functools
+import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import libcst as cst
@@ -63,6 +65,12 @@ class _Search:
         self.steps = 0
         self.cuts: set[object] = set()
         self.partial: dict[cst.CSTNode, tuple[Alternatives, set[object], int]] = {}
+
+
+#: Comparisons that two constants decide.
+_COMPARES: dict[type[cst.BaseCompOp], Callable[[object, object], bool]] = {
+    cst.Equal: operator.eq, cst.Is: operator.eq, cst.NotEqual: operator.ne, cst.IsNot: operator.ne,
+}  # fmt: skip
 
 
 class Values:
@@ -246,12 +254,35 @@ class Values:
         )
 
     def _truth(self, test: cst.CSTNode, scope: Scope, order: int) -> bool | None:
-        """Return the truth of a tested name if all of its alternatives are constants that agree, else None."""
-        if not dotted(test):
-            return None
-        atoms = [each.atom for each in self.evaluate(test, scope, order)]
-        truths = {bool(atom.value) if isinstance(atom, Constant) else None for atom in atoms}
+        """Return the truth of a tested name, or of a comparison with constants, if all values agree, else None."""
+        if isinstance(test, cst.Comparison):
+            truths = self._compared(test, scope, order)
+        else:
+            values = self._constants(test, scope, order) if dotted(test) else []
+            truths = {bool(value) for value in values}
         return truths.pop() if len(truths) == 1 else None
+
+    def _compared(self, test: cst.Comparison, scope: Scope, order: int) -> set[bool]:
+        """Return the truth values of a comparison of a name with constants; nothing if a value is unknown."""
+        if len(test.comparisons) != 1 or not dotted(test.left):
+            return set()
+        how, other = test.comparisons[0].operator, test.comparisons[0].comparator
+        compare = _COMPARES.get(type(how))
+        values = self._constants(test.left, scope, order)
+        if compare is not None:
+            return {compare(value, each) for each in self._constants(other, scope, order) for value in values}
+        if isinstance(how, (cst.In, cst.NotIn)) and isinstance(other, (cst.Tuple, cst.List, cst.Set)):
+            wanted = [self._constants(each.value, scope, order) for each in other.elements]
+            if all(len(each) == 1 for each in wanted):
+                listed = [each[0] for each in wanted]
+                return {(value in listed) is isinstance(how, cst.In) for value in values}
+        return set()
+
+    def _constants(self, node: cst.CSTNode, scope: Scope, order: int) -> list[object]:
+        """Return the constants that an expression may be; nothing if it may be anything else."""
+        atoms = [each.atom for each in self.evaluate(node, scope, order)]
+        found = [atom.value for atom in atoms if isinstance(atom, Constant)]
+        return found if len(found) == len(atoms) else []
 
     # -- names --------------------------------------------------------------------------------------
 
@@ -560,8 +591,17 @@ class Values:
         values = self.facts.of(call).values
         if name in call.keywords:
             return values.evaluate(call.keywords[name], call.scope, call.order)
-        may_be_given = bool(cls.decorators) and (call.starred or bool(call.positional))
-        return NOTHING_KNOWN if may_be_given else None
+        if not cls.decorators:
+            return None
+        place = _fields(cls).index(name) if name in _fields(cls) else len(call.positional)
+        if place < len(call.positional):
+            return values.evaluate(call.positional[place], call.scope, call.order)
+        if not call.starred:
+            return None
+        mappings = [arg.value for arg in call.node.args if arg.star == "**"]
+        if len(mappings) != 1:
+            return NOTHING_KNOWN
+        return values._item(mappings[0], cst.SimpleString(repr(name)), call.scope, call.order) or None
 
     def result(self, call: Call) -> Alternatives:
         """Return the alternatives of a call's result."""
@@ -761,6 +801,13 @@ def _reaching_definitions(bindings: list[Binding], order: int, guard: PathCondit
 
 
 _BUILTINS = frozenset(dir(builtins))
+
+
+def _fields(cls: Scope) -> list[str]:
+    """Return the annotated names of a class, in order: the fields of a dataclass."""
+    body = cls.node.body.body if isinstance(cls.node, cst.ClassDef) else ()
+    lines = [part for line in body if isinstance(line, cst.SimpleStatementLine) for part in line.body]
+    return [dotted(part.target) for part in lines if isinstance(part, cst.AnnAssign)]
 
 
 def _condition_of(name: str, atom: Atom) -> Condition | None:

@@ -24,6 +24,8 @@ from mpguard.lint import (
 
 #: Names that hold only ids by the conventions of Hugging Face.
 _IDS = frozenset({"input_ids", "decoder_input_ids", "token_ids", "label_ids", "token_type_ids", "output_ids"})
+#: Words of speech models, whose `input_ids` may be frames of a spectrogram.
+_FRAMES = re.compile(r"(?i)whisper|spectrogram|log_?mel")
 _BATCH = re.compile(r"(?i)(?:^|_|\.)(?:batch|inputs?|model_inputs|examples?|samples?|encod(?:ing|ed)s?|features)$")
 _FLOATING = re.compile(r"is_floating|float|dtype|isinstance|pixel|not in|!=")
 
@@ -46,7 +48,8 @@ class IntegersCastToComputeDtype(Rule):
     (`v.half() if v.is_floating_point() else v`).
 
     ## Known limits
-    Ids are recognized by their names; `labels`, `indices` and boxes may be floats and are not reported.
+    Ids are recognized by their names; `labels`, `indices` and boxes may be floats and are not reported. Nothing is
+    reported in code about spectrograms or Whisper, where `input_ids` may be the frames.
     `BatchFeature.to` and `BatchEncoding.to` are not reported either: they cast floating point tensors only.
     """
 
@@ -140,6 +143,18 @@ def train(args, model, loader, optimizer):
         Good(
             """\
 import torch
+import whisper
+
+def transcribe(loader):
+    model = whisper.load_model("small").half()
+    for batch in loader:
+        input_ids = batch["input_ids"].half().cuda()
+        print(model.decode(input_ids, whisper.DecodingOptions()))
+"""
+        ),
+        Good(
+            """\
+import torch
 
 def train(model, loader, processor, optimizer):
     for batch in loader:
@@ -162,6 +177,8 @@ def convert(state_dict):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if _FRAMES.search(facts.file_text):
+            return
         for cast in facts.events("cast"):
             # BF16 first: it represents fewer integers exactly.
             low = next((dtype for dtype in reversed(HALF_DTYPES) if cast.may_be(dtype)), None)

@@ -1306,7 +1306,8 @@ class Rotary(torch.nn.Module):
     def forward(self, x, margin=0.5):
         cos, sin = self.tables(8)
         cos_margin = torch.tensor(math.cos(margin)).float().to(torch.float16)
-        return (x * cos + x * sin) * cos_margin
+        valid = x[:, 0] >= 0
+        return (x * cos + x * sin) * cos_margin * valid.to(torch.float16).mean()
 
 def rotate(loader):
     model = Rotary()

@@ -236,6 +236,20 @@ dynamo_config:
         ),
         Good(
             """\
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+dynamo_config:
+  dynamo_backend: INDUCTOR
+""",
+            name="ds.yaml",
+            files={
+                "run.sh": "accelerate launch --multi_gpu --config_file ds.yaml train.py\n",
+                "train.py": "",
+                "pyproject.toml": "",
+            },
+        ),
+        Good(
+            """\
 distributed_type: FSDP
 mixed_precision: fp8
 fp8_config:
@@ -305,7 +319,8 @@ fsdp_config:
         from mpguard.lint import FIELD_NAMES, mp_yaml
 
         unread = _unread_dynamo(document)
-        if unread is not None:
+        launches = self.project.launched_with(document.path) if unread is not None else ()
+        if unread is not None and not any(_CHOOSES & set(launch.options) for _, launch in launches):
             yield self.at(
                 unread,
                 message="`dynamo_config`: nothing reads it under `DEEPSPEED`, and nothing is compiled",
@@ -361,6 +376,10 @@ fsdp_config:
         else:
             hint = f"; the key that is read is `{prefix}{meant}`"
         yield self.at(entry, section=name, key=entry.key, hint=hint, fix=_rename(document, entry, meant, present))
+
+
+#: Options of `accelerate launch` that choose another kind of launch than the config.
+_CHOOSES = {"multi_gpu", "use_fsdp", "cpu", "use_megatron_lm"}
 
 
 def _is_about_precision(entry: Entry) -> bool:

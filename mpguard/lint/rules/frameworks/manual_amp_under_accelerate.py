@@ -51,10 +51,10 @@ class ManualAmpUnderAccelerate(Rule):
     ## Known limits
     Frozen models that were not prepared (a VAE, a text encoder), evaluation and disabled regions are not reported, nor
     is a region under a flag that is named after accelerate or DeepSpeed. Not reported either: a dtype that is derived
-    from `accelerator.mixed_precision` or from the option that the Accelerator takes, since it cannot differ; a region
-    of a script that launch lines, configs or plugins run with DeepSpeed or Megatron-LM, where Accelerate enters no
-    autocast, unless its dtype differs from the precision that is set; a region that is entered only if an attribute is
-    True that begins as False and is set under a condition.
+    from `accelerator.mixed_precision` or from the option that the Accelerator takes, or the constant that the code
+    gives the Accelerator too, since it cannot differ; a region of a script that launch lines, configs or plugins run
+    with DeepSpeed or Megatron-LM, where Accelerate enters no autocast, unless its dtype differs from the precision that
+    is set; a region that is entered only if an attribute is True that begins as False and is set under a condition.
     """
 
     code, name = "MPG502", "manual-amp-under-accelerate"
@@ -75,7 +75,7 @@ model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.AdamW(model.parameters())
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 for x in loader:
-    with torch.autocast("cuda", dtype=torch.bfloat16):  # !
+    with torch.autocast("cuda", dtype=torch.float16):  # !
         loss = model(x).sum()
     accelerator.backward(loss)
     optimizer.step()
@@ -179,6 +179,21 @@ def train(net, optimizer, loader, accelerator, use_accelerate):
 def main(net, optimizer, loader, accelerator):
     net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     train(net, optimizer, loader, accelerator, True)
+"""
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+def train(model, optimizer, loader):
+    accelerator = Accelerator(mixed_precision="fp16")
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        with torch.cuda.amp.autocast():
+            loss = model.module.encode(x).sum() + model(x).sum()
+        accelerator.backward(loss)
+        optimizer.step()
 """
         ),
         Good(
@@ -472,6 +487,8 @@ class Trainer:
             return False
         own = {dtype for _, dtype in region.dtypes}
         certain = _DTYPES.get(accelerate_precision.precision(facts) or "")
+        if certain is not None and own == {certain} and accelerate_precision.is_fixed(facts):
+            return False
         if accelerate_precision.leaves_autocast_out(facts):  # the region may be the only one
             return certain is not None and None not in own and certain not in own
         return certain is not None or None not in own

@@ -142,6 +142,8 @@ def test_versions_that_a_project_excludes(specifier: str, versions: str, exclude
         ("INSTALL.md", "conda install pytorch=1.12 torchvision==0.13.1 -c pytorch\n", Required((1, 12), (1, 13))),
         ("environment.yml", "dependencies:\n  - pytorch=2.3.1=py3.11_cuda12.1\n", Required((2, 3, 1), (2, 3, 2))),
         ("conda_env_gpu.yaml", "dependencies:\n  - pytorch==2.0.0\n", Required((2, 0, 0), (2, 0, 1))),
+        ("requirments.txt", "torch==1.10.2\n", Required((1, 10, 2), (1, 10, 3))),
+        ("documents/INSTALL.md", "```\npip install torch==1.12.1\n```\n", Required((1, 12, 1), (1, 12, 2))),
         ("envelope.yaml", "pytorch==2.0.0\n", Required()),
         ("requirements.txt", "pytorch-lightning==1.9\n", Required()),
         ("docker/requirement.txt", "torch==2.1\n", Required((2, 1), (2, 2))),
@@ -199,3 +201,19 @@ def test_every_recipe_of_te_has_its_requirements() -> None:
     assert set(api_names.FP8_RECIPES.values()) <= set(NEEDS)
     assert all(NEEDS[row].multiple > 1 for row in api_names.FP8_RECIPES.values())
     assert {row for row in BACKENDS if NEEDS[row].multiple == 1} == set()
+
+
+def test_a_script_that_installs_a_version_counts_next_to_a_list_without_one(tmp_path: Path) -> None:
+    for file, expected in (("README.md", Required()), ("setup.sh", Required((2, 1, 0), (2, 1, 1)))):
+        folder = tmp_path / file.partition(".")[0]
+        folder.mkdir()
+        (folder / "requirements.txt").write_text("torch\n")
+        (folder / file).write_text("pip install torch==2.1.0\n")
+        assert required(str(folder), str(folder), "torch") == expected
+
+
+@pytest.mark.parametrize(("torch", "old"), [("1.9.1", True), ("1.13", False)])
+def test_an_old_torch_bounds_what_needs_a_newer_one(torch: str, old: bool, tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text(f"torch=={torch}\naccelerate\npytorch-lightning>=1.5\n")
+    for package, version in (("accelerate", (1, 0)), ("pytorch-lightning", (2, 0))):
+        assert required(str(tmp_path), str(tmp_path), package).before(version) is old
