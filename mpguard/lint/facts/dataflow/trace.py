@@ -407,7 +407,7 @@ class Traces:
     def _may_use_scaler(self, call: Call) -> bool:
         """True if a call outside the file may use a scaler: one that is an argument, or that its object holds."""
         replaced = (function for function, _ in self._versions(call) if function.facts is not self.facts)
-        if any(_mentions_scaler(function.scope) for function in replaced):
+        if any(_may_use_scaler(function.scope) for function in replaced):
             return True
         if call.name[:1].isupper() or _DOES_NOT_STEP.search(call.name) or self._helpers(call):
             return False
@@ -597,8 +597,11 @@ class Traces:
         return {atom.call for atom in made if isinstance(atom, Object) and atom.call is not None}
 
 
-def _mentions_scaler(scope: Scope) -> bool:
-    return any("scaler" in use.path.lower() for uses in scope.uses.values() for use in uses)
+def _may_use_scaler(method: Scope) -> bool:
+    """True if a method may use the scaler of its object, itself or through what it calls."""
+    return any("scaler" in use.path.lower() for uses in method.uses.values() for use in uses) or any(
+        is_super(call.receiver) or _MAY_USE_OWN_SCALER.search(call.name) for call in method.calls
+    )
 
 
 def _is_torch_scaler(atom: Atom) -> bool:

@@ -845,6 +845,17 @@ def measure(model, loader, optimizer):
             },
             name="base.py",
         ),
+        *(
+            Good(
+                _HOOK.format(base=_UNSCALES, clip=_CLIPS),
+                files={
+                    "pyproject.toml": "",
+                    "train.py": "from base import Trainer\n" + _HOOK_USER.format(derived=derived),
+                },
+                name="base.py",
+            )
+            for derived in ("super().before_clip()", "self.amp.unscale(self.optimizer)")
+        ),
         Bad(
             _HOOK.format(base=_UNSCALES, clip=f"{_CLIPS}  # !"),
             files={
