@@ -53,6 +53,7 @@ class CallGraph:
         self._passed_names: set[str] = set()
         self._passed_names_at = -1
         self._neighbours_of: dict[Scope, list[Scope]] = {}
+        self._derived: dict[Scope, list[Class]] = {}
         self._depth = 0
         self._named: dict[str, list[Scope]] = {}
         self._named_at = 0
@@ -107,6 +108,87 @@ class CallGraph:
                 else:
                     found.append(each.atom.path if isinstance(each.atom, Ref) else "")
         return found
+
+    def derived(self, cls: Scope) -> list[Class]:
+        """Return the classes that derive from a class of the file, directly or not, as far as they are known.
+
+        They are in the file, or in another one of the tree that may train.
+        """
+        if cls not in self._derived:
+            found = self._derived[cls] = [each for other in self._where_derived(cls) for each in other._derives(cls)]
+            for each in tuple(found):
+                found += [further for further in each.facts.graph.derived(each.scope) if further not in found]
+        return self._derived[cls]
+
+    def _where_derived(self, cls: Scope) -> list[CallGraph]:
+        name = _name_outside(cls)
+        users = (self.facts.users(name) if name and self.facts.derived_elsewhere(cls) else None) or []
+        for other in users:
+            other.need_uses(name)
+        return [self, *(other.graph for other in users)]
+
+    def _derives(self, cls: Scope) -> list[Class]:
+        """Return the classes of this file with a class as a base."""
+        classes = (scope for scope in self.facts.index.scopes if scope.kind == "class" and scope.base_names)
+        return [
+            Class(scope, self.facts)
+            for scope in classes
+            if any(isinstance(base, Class) and base.scope is cls for base in self.bases(scope))
+        ]
+
+    def versions(self, owner: Scope, name: str) -> list[tuple[Function, list[Scope]]]:
+        """Return the methods that `self.name()` in a class may run, each with the classes of the objects it runs for.
+
+        These are the class and those that derive from it. One that is used only as a base class has no objects.
+        """
+        found: dict[Scope, tuple[Function, list[Scope]]] = {}
+        for each in (Class(owner, self.facts), *self.derived(owner)):
+            method = each.facts.graph.method(each.scope, name)
+            if method is not None and each.facts.graph._has_objects(each.scope):
+                found.setdefault(method.scope, (method, []))[1].append(each.scope)
+        return list(found.values())
+
+    def method(self, cls: Scope, name: str, above: bool = False) -> Function | None:
+        """Return a method of a class, which may be inherited from a class of the tree, or None.
+
+        above: the one that `super().name()` runs.
+        """
+        seen: set[Scope] = set()
+        pending = [Class(cls, self.facts)]
+        while pending:
+            current = pending.pop(0)
+            if current.scope in seen:
+                continue
+            method = current.scope.method(name) if seen or not above else None
+            if method is not None:
+                return Function(method, current.facts)
+            seen.add(current.scope)
+            bases = current.facts.graph.bases(current.scope)
+            pending = [*(base for base in bases if isinstance(base, Class)), *pending]
+        return None
+
+    def family(self, cls: Scope) -> str:
+        """Return the name of the topmost class of the tree that a class derives from, by its first bases."""
+        seen: set[Scope] = set()
+        top: Class | None = Class(cls, self.facts)
+        while top is not None and top.scope not in seen:
+            seen.add(top.scope)
+            cls, bases = top.scope, top.facts.graph.bases(top.scope)
+            top = next((base for base in bases if isinstance(base, Class)), None)
+        return cls.qualname
+
+    def _has_objects(self, cls: Scope) -> bool:
+        """True unless a class is used only as a base class."""
+        if cls.decorators or not self.derived(cls):
+            return True
+        name = _name_outside(cls)
+        users = self.facts.users(name) if name else []
+        return users is None or any(
+            use.path == name and not isinstance(other.index.parents.get(use.node), cst.ClassDef)
+            for other in (self.facts, *users)
+            for scope in other.index.scopes
+            for use in scope.uses.get(name, ())
+        )
 
     def ancestry(self, cls: Scope) -> Iterator[str]:
         """Yield the full names of all library classes among the ancestors of a class; "" for an unknown one."""

@@ -22,6 +22,8 @@ from mpguard.lint.facts.syntax.path_condition import (
     ALWAYS,
     MOST_CONDITIONS,
     All,
+    Any,
+    Condition,
     Flag,
     PathCondition,
     compatible,
@@ -152,7 +154,7 @@ class Traces:
             helper.scope
             for s in scopes
             for item in self._items_of(s)
-            if isinstance(item, Call)
+            if isinstance(item, Call) and not is_super(item.receiver)
             for helper in self._helpers(item)
         }
         roots = {scope: self._trace(scope) for scope in scopes if scope not in called}
@@ -236,8 +238,17 @@ class Traces:
                 continue
             helpers = [each for each in self._helpers(item) if each.scope not in stack]
             for number, helper in enumerate(helpers if len(stack) < _MAX_DEPTH else ()):
-                arm = both.given(Flag(f"call#{item.order}", number + 1)) if len(helpers) > 1 else both
+                arm = both.given(self._choice(item, helper, number)) if len(helpers) > 1 else both
                 yield from self._expand(helper.scope, arm, around, (*via, item), (*stack, helper.scope))
+
+    def _choice(self, call: Call, helper: Function, number: int) -> Condition:
+        """Return the condition under which a call runs one of several helpers: for methods, the class of the object."""
+        classes = next((found for each, found in self._versions(call) if each.scope is helper.scope), [])
+        if not classes or call.scope.owner is None:
+            return Flag(f"call#{call.order}", number + 1)
+        name = f"class#{self.facts.graph.family(call.scope.owner)}"
+        flags = tuple(Flag(name, each.qualname) for each in classes)
+        return flags[0] if len(flags) == 1 else Any(flags)
 
     def _runs_once(self, loop: cst.CSTNode, at: Record) -> bool:
         """True for a loop of a single round: `for _ in range(1)`, or over a constant that is 1."""
@@ -379,10 +390,25 @@ class Traces:
             return [atom for atom in atoms if isinstance(atom, Function) and atom.facts is facts]
         if not facts.graph.named(call.name):
             return ()
-        return [function for function in facts.functions(call) if function.facts is facts]
+        if is_super(call.receiver) and call.scope.owner is not None:
+            inherited = facts.graph.method(call.scope.owner, call.name, above=True)
+            found = [inherited] if inherited is not None else []
+        else:
+            found = [function for function, _ in self._versions(call)] or facts.functions(call)
+        return [function for function in found if function.facts is facts]
+
+    def _versions(self, call: Call) -> list[tuple[Function, list[Scope]]]:
+        """Return the methods that a call of `self.name()` may run where derived classes replace that of its class."""
+        owner = call.scope.owner
+        if owner is None or call.path != f"self.{call.name}" or not self.facts.graph.derived(owner):
+            return []
+        return self.facts.graph.versions(owner, call.name)
 
     def _may_use_scaler(self, call: Call) -> bool:
         """True if a call outside the file may use a scaler: one that is an argument, or that its object holds."""
+        replaced = (function for function, _ in self._versions(call) if function.facts is not self.facts)
+        if any(_may_use_scaler(function.scope) for function in replaced):
+            return True
         if call.name[:1].isupper() or _DOES_NOT_STEP.search(call.name) or self._helpers(call):
             return False
         given = [*call.positional, *call.keywords.values()]
@@ -532,6 +558,36 @@ class Traces:
         made, made_there = self._creating_calls(one, at), self._creating_calls(other, there)
         return made is not None and made_there is not None and not made & made_there
 
+    def optimized(self, step: TraceStep) -> list[Call | None]:
+        """Return the calls that create the models of the optimizers of an unscale or a step; None for an unknown one.
+
+        A model is known where an optimizer of torch gets `model.parameters()`, and no other parameters later.
+        """
+        found: list[Call | None] = []
+        for each in self.facts.evaluate(step.optimizer, step.record):
+            made = each.atom.call if isinstance(each.atom, Object) and each.atom.kind == "optimizer" else None
+            known = made is not None and "add_param_group" not in self.facts.of(made).calls
+            found.append(self.model_of(made.argument(0, "params"), made) if made is not None and known else None)
+        return found
+
+    def model_of(self, parameters: cst.CSTNode | None, at: Record) -> Call | None:
+        """Return the call that creates the model of `model.parameters()`; None if it is not known."""
+        atoms = [each.atom for each in self.facts.evaluate(parameters, at)]
+        call = atoms[0].call if len(atoms) == 1 and isinstance(atoms[0], Object) else None
+        if call is None or call.name != "parameters":
+            return None
+        made = self._creating_calls(call.receiver, call)
+        return made.pop() if made is not None and len(made) == 1 else None
+
+    def are_apart(self, one: Call, other: Call) -> bool:
+        """True if two calls create models of which none is a part of the other, or wraps it."""
+        owners = [call.scope.owner for call in (one, other)]
+        if owners[0] is not owners[1] and any(o is not None and self.facts.class_kind(o) == "model" for o in owners):
+            return False
+        given = [(each, call) for call in (one, other) for each in (*call.positional, *call.keywords.values())]
+        atoms = [each.atom for node, call in given for each in self.facts.evaluate(node, call)]
+        return one is not other and not any(isinstance(atom, Object) and atom.kind == "model" for atom in atoms)
+
     def _creating_calls(self, node: cst.CSTNode | None, at: Record) -> set[Call] | None:
         """Return the calls that may have created an object; None if one of them is unknown."""
         atoms = [each.atom for each in self.facts.evaluate(node, at)]
@@ -539,6 +595,13 @@ class Traces:
         if not made or any(not isinstance(atom, Object) or atom.call is None for atom in made):
             return None
         return {atom.call for atom in made if isinstance(atom, Object) and atom.call is not None}
+
+
+def _may_use_scaler(method: Scope) -> bool:
+    """True if a method may use the scaler of its object, itself or through what it calls."""
+    return any("scaler" in use.path.lower() for uses in method.uses.values() for use in uses) or any(
+        is_super(call.receiver) or _MAY_USE_OWN_SCALER.search(call.name) for call in method.calls
+    )
 
 
 def _is_torch_scaler(atom: Atom) -> bool:

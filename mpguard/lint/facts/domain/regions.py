@@ -375,7 +375,7 @@ class Regions:
         else:
             devices = [
                 (each.guard, str(each.atom.value).split(":", 1)[0] if isinstance(each.atom, Constant) else None)
-                for each in self.facts.evaluate(call.argument(0, "device_type"), call)
+                for each in self.facts.evaluate(call.argument(int(call.name == "partial"), "device_type"), call)
             ]
             device = devices[0][1] if len({name for _, name in devices}) == 1 else None
         given = call.argument(1, "dtype")

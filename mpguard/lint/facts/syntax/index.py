@@ -117,7 +117,7 @@ class Indexer:
             self.parents[statement] = line
             if type(statement) is cst.Expr:
                 self._expr(statement.value, statement)
-                ends = ends or ends_process(statement.value)
+                ends = ends or ends_process(statement.value) or self._rejects_arguments(statement.value)
             elif type(statement) is cst.Assign:
                 self._assign(statement)
             elif type(statement) is cst.AnnAssign:
@@ -155,6 +155,16 @@ class Indexer:
                 if key:
                     self._bind(key, "del", statement)
         return ends
+
+    def _rejects_arguments(self, node: cst.CSTNode) -> bool:
+        """True for `parser.error("...")` of an argparse parser, which ends the process."""
+        call = self.call_of.get(node)
+        parser = dotted(call.receiver) if call is not None and call.name == "error" else ""
+        if not parser:
+            return False
+        bindings = next((found for scope in self.scope.chain() if (found := scope.bindings.get(parser))), [])
+        made = (each.value for each in bindings if isinstance(each.value, cst.Call))
+        return parser == "parser" or any(dotted(each.func).endswith("ArgumentParser") for each in made)
 
     def _assign(self, node: cst.Assign) -> None:
         self._expr(node.value, node)

@@ -665,17 +665,9 @@ class Values:
         if path == "torch.set_grad_enabled":
             given = constant(call.argument(0, "mode"))
             return (Alternative(ALWAYS, Object("no_grad", call, path)),) if given == (False,) else NOTHING_KNOWN
-        if path == "functools.partial" and len(call.positional) == 1:
+        if path == "functools.partial" and call.positional:
             made = [each.atom for each in self.evaluate(call.positional[0], call.scope, call.order)]
-            paths = [
-                atom.path
-                for atom in made
-                if isinstance(atom, Ref)
-                and (
-                    atom.path in api_names.CLIPS
-                    or (atom.path in api_names.AUTOCASTS and "device_type" in call.keywords)
-                )
-            ]
+            paths = [atom.path for atom in made if isinstance(atom, Ref) and _is_known_partial(atom.path, call)]
             return (Alternative(ALWAYS, Object("partial", call, paths[0])),) if len(paths) == 1 else NOTHING_KNOWN
         kind = api_names.kind_of(path)
         if kind in ("engine", "apex"):
@@ -769,6 +761,17 @@ class Values:
             else each
             for each in self.evaluate(node, call.scope, call.order)
         )
+
+
+def _is_known_partial(path: str, call: Call) -> bool:
+    """True for a partial of what clips, and of an autocast with its device: `partial(torch.autocast, "cuda", ...)`.
+
+    Of positional arguments it may have the device only, with the dtype as a keyword.
+    """
+    if len(call.positional) == 1:
+        return path in api_names.CLIPS or (path in api_names.AUTOCASTS and "device_type" in call.keywords)
+    takes_device = path in api_names.AUTOCASTS and not path.startswith(("torch.cuda.", "torch.cpu."))
+    return takes_device and len(call.positional) == 2 and "dtype" in call.keywords
 
 
 def _is_of_amp(atom: Atom) -> bool:

@@ -71,13 +71,66 @@ _CLIPPER_USER = {
     "        amp.step(optimizer)\n",
 }
 
+_HOOK = """\
+import torch
+
+class Trainer:
+    def __init__(self, model, loader):
+        self.model, self.loader = model, loader
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def before_clip(self):
+        {base}
+
+    def fit(self):
+        for x in self.loader:
+            self.scaler.scale(self.model(x)).backward()
+            self.before_clip()
+            {clip}
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+"""
+
+_HOOK_USER = """
+class OwnTrainer(Trainer):
+    def before_clip(self):
+        {derived}
+
+def main(model, loader):
+    OwnTrainer(model, loader).fit()
+"""
+
+_UNSCALES = "self.scaler.unscale_(self.optimizer)"
+_CLIPS = "torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)"
+
+_TWO_MODELS = """\
+import torch
+
+def train(make, loader, given):
+    one, two = torch.nn.Linear(8, 8).cuda(), torch.nn.Linear(8, 8).cuda()
+    optimizer = torch.optim.AdamW(one.parameters())
+    other = torch.optim.AdamW({other}.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(two(one(x))).backward()
+        scaler.unscale_({unscaled})
+        {clip}
+        scaler.step(optimizer)
+        scaler.step(other)
+        scaler.update()
+"""
+
+_CLIPS_ONE = "torch.nn.utils.clip_grad_norm_(one.parameters(), 1.0)"
+
 
 class ClipBeforeUnscale(Rule):
     """Gradients are clipped while they are still multiplied by the loss scale.
 
     ## What it does
     Reports `clip_grad_norm_`, `clip_grad_value_` and `p.grad.clamp_` on gradients of a scaled loss if there is no
-    `scaler.unscale_(optimizer)` between `backward` and the clip.
+    `scaler.unscale_(optimizer)` between `backward` and the clip. One of an optimizer that has the parameters of another
+    model only does not count.
 
     ## Why is this bad
     The gradients are larger than the true ones by the scale, 65536 at first: all of them are clipped, and after
@@ -777,6 +830,140 @@ def measure(model, loader, optimizer):
         print(float(norm))
 """
         ),
+        Good(_HOOK.format(base="pass", clip=_CLIPS) + _HOOK_USER.format(derived=_UNSCALES)),
+        Good(_HOOK.format(base="raise NotImplementedError", clip=_CLIPS) + _HOOK_USER.format(derived=_UNSCALES)),
+        Bad(
+            _HOOK.format(base=_UNSCALES, clip=f"{_CLIPS}  # !") + _HOOK_USER.format(derived="pass"),
+            fixed=_HOOK.format(base=_UNSCALES, clip=f"{_UNSCALES}\n            {_CLIPS}")
+            + _HOOK_USER.format(derived="pass"),
+        ),
+        Good(
+            _HOOK.format(base="pass", clip=_CLIPS),
+            files={
+                "pyproject.toml": "",
+                "train.py": "from base import Trainer\n" + _HOOK_USER.format(derived=_UNSCALES),
+            },
+            name="base.py",
+        ),
+        *(
+            Good(
+                _HOOK.format(base=_UNSCALES, clip=_CLIPS),
+                files={
+                    "pyproject.toml": "",
+                    "train.py": "from base import Trainer\n" + _HOOK_USER.format(derived=derived),
+                },
+                name="base.py",
+            )
+            for derived in ("super().before_clip()", "self.amp.unscale(self.optimizer)")
+        ),
+        Bad(
+            _HOOK.format(base=_UNSCALES, clip=f"{_CLIPS}  # !"),
+            files={
+                "pyproject.toml": "",
+                "train.py": "from base import Trainer\n" + _HOOK_USER.format(derived="pass"),
+            },
+            name="base.py",
+            fixed=_HOOK.format(base=_UNSCALES, clip=f"{_UNSCALES}\n            {_CLIPS}"),
+        ),
+        Bad(_TWO_MODELS.format(other="two", unscaled="other", clip=f"{_CLIPS_ONE}  # !")),
+        Bad(
+            """\
+import torch
+
+class Gan:
+    def __init__(self):
+        self.one, self.two = torch.nn.Linear(8, 8).cuda(), torch.nn.Linear(8, 8).cuda()
+        optimizer = torch.optim.AdamW(self.one.parameters())
+        self.optimizers = {"one": optimizer, "two": torch.optim.AdamW(self.two.parameters())}
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def train(self, loader):
+        for x in loader:
+            self.scaler.scale(self.one(x)).backward()
+            for optimizer in (self.optimizers["two"],):
+                self.scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(self.one.parameters(), 1.0)  # !
+            self.scaler.step(self.optimizers["one"])
+            self.scaler.update()
+""",
+            fixed="""\
+import torch
+
+class Gan:
+    def __init__(self):
+        self.one, self.two = torch.nn.Linear(8, 8).cuda(), torch.nn.Linear(8, 8).cuda()
+        optimizer = torch.optim.AdamW(self.one.parameters())
+        self.optimizers = {"one": optimizer, "two": torch.optim.AdamW(self.two.parameters())}
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def train(self, loader):
+        for x in loader:
+            self.scaler.scale(self.one(x)).backward()
+            for optimizer in (self.optimizers["two"],):
+                self.scaler.unscale_(optimizer)
+            self.scaler.unscale_(self.optimizers["one"])
+            torch.nn.utils.clip_grad_norm_(self.one.parameters(), 1.0)
+            self.scaler.step(self.optimizers["one"])
+            self.scaler.update()
+""",
+        ),
+        Good(_TWO_MODELS.format(other="two", unscaled="optimizer", clip=_CLIPS_ONE)),
+        Good(_TWO_MODELS.format(other="two", unscaled="given", clip=_CLIPS_ONE)),
+        Good(_TWO_MODELS.format(other="make(one)", unscaled="other", clip=_CLIPS_ONE)),
+        Good(_TWO_MODELS.format(other="torch.nn.Sequential(one, two)", unscaled="other", clip=_CLIPS_ONE)),
+        Good(
+            """\
+import torch
+
+def unscaled_before_the_other_loss(loader):
+    one, two = torch.nn.Linear(8, 8).cuda(), torch.nn.Linear(8, 8).cuda()
+    optimizer, other = torch.optim.AdamW(one.parameters()), torch.optim.AdamW(two.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(one(x)).backward()
+        scaler.unscale_(optimizer)
+        scaler.scale(two(x)).backward()
+        scaler.unscale_(other)
+        torch.nn.utils.clip_grad_norm_(one.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(two.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.step(other)
+        scaler.update()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+class Trainer:
+    def fit(self, loader):
+        for x in loader:
+            self.backward(self.model(x))
+            self.clip()
+            self.step()
+
+class Half(Trainer):
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def clip(self):
+        pass
+
+    def step(self):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+class Full(Trainer):
+    def backward(self, loss):
+        loss.backward()
+
+    def clip(self):
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+    def step(self):
+        self.optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -787,7 +974,7 @@ def measure(model, loader, optimizer):
                     backward = self._scaled(trace, place, facts)
                     if backward is not None:
                         reported.add(clip.record)
-                        notes = (Note("the loss is scaled here", backward.span),)
+                        notes = self._notes(trace, place, backward)
                         help = self.help.format(scaler=facts.short(backward.scaler))
                         yield self.at(clip, expr=facts.short(clip.record.node), notes=notes, help=help)
                     continue
@@ -803,9 +990,17 @@ def measure(model, loader, optimizer):
                 fix = self._fix(trace, place, backward, reported, facts)
                 reported.add(clip.record)
                 scaler = facts.short(backward.scaler)
-                notes = (Note("the loss is scaled here", backward.span),)
+                notes = self._notes(trace, place, backward)
                 help = self.help.format(scaler=scaler)
                 yield self.at(clip, expr=facts.short(clip.call.func), notes=notes, fix=fix, help=help)
+
+    def _notes(self, trace: Trace, place: int, backward: TraceStep) -> tuple[Note, ...]:
+        others = [
+            Note("this unscales the gradients of another model", each.span)
+            for each in trace[trace.index(backward) : place]
+            if each.kind == "unscale" and compatible(each.guard, trace[place].guard, backward.guard)
+        ]
+        return (Note("the loss is scaled here", backward.span), *others)
 
     def _of_torch(self, clip: TraceStep, facts: Facts) -> bool:
         if facts.traces.clips_elsewhere(clip.call):
@@ -842,10 +1037,35 @@ def measure(model, loader, optimizer):
             between = trace_facts.between(
                 trace, index, place, "unscale", "scaler_step", "step", "passed", "get_scale", guard=guard
             )
+            if self._unscales_another(trace, place, backward, facts):
+                between = (each for each in between if each.kind != "unscale")
             if any(each.kind != "get_scale" or facts.traces.computes_with_scale(each.call) for each in between):
                 continue
             return backward
         return None
+
+    def _unscales_another(self, trace: Trace, place: int, backward: TraceStep, facts: Facts) -> bool:
+        """True if all that is unscaled before a clip are optimizers of other models than the one that is clipped.
+
+        The scaler steps another optimizer that has the parameters of the clipped model.
+        """
+        clip, traces = trace[place], facts.traces
+        before = [each for each in trace[:place] if each.kind == "unscale" and compatible(each.guard, clip.guard)]
+        if clip.kind != "clip" or not before:
+            return False
+        model = traces.model_of(clip.call.argument(0, "parameters"), clip.call)
+        unscaled = [each for step in before for each in traces.optimized(step)]
+        return (
+            model is not None
+            and all(each is not None and traces.are_apart(each, model) for each in unscaled)
+            and any(
+                step.kind == "scaler_step"
+                and compatible(step.guard, clip.guard)
+                and traces.same(backward.scaler, backward.record, step.scaler, step.record)
+                and model in traces.optimized(step)
+                for step in trace[place:]
+            )
+        )
 
     def _fix(self, trace: Trace, place: int, backward: TraceStep, reported: set[object], facts: Facts) -> Fix | None:
         clip = trace[place]

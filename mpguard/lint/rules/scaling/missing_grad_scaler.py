@@ -99,6 +99,26 @@ class Perturbed:
 """,
 }
 
+_REJECTS = """\
+import argparse
+import torch
+
+def train(model, loader, optimizer, args):
+    for x in loader:
+        with torch.autocast("cuda", dtype=getattr(torch, args.dtype)):
+            loss = model(x).sum()
+        loss.backward(){mark}
+        optimizer.step()
+
+def main(model, loader, optimizer):
+    options = argparse.ArgumentParser()
+    options.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
+    args = options.parse_args()
+    if args.dtype == "{dtype}":
+        options.error("not supported")
+    train(model, loader, optimizer, args)
+"""
+
 
 class MissingGradScaler(Rule):
     """FP16 autocast, or FP16 weights, and the gradients are never scaled.
@@ -312,6 +332,58 @@ def main(model, loader):
         trainer.step(x)
 """
         ),
+        Bad(
+            """\
+import functools
+import torch
+
+amp = functools.partial(torch.autocast, "cuda", dtype=torch.float16)
+
+def train(model, loader, optimizer):
+    for x in loader:
+        with amp():
+            loss = model(x).sum()
+        loss.backward()  # !
+        optimizer.step()
+""",
+            fixed="""\
+import functools
+import torch
+
+amp = functools.partial(torch.autocast, "cuda", dtype=torch.float16)
+
+def train(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with amp():
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+import functools
+import torch
+
+amp = functools.partial(torch.autocast, "cuda", dtype=torch.bfloat16)
+off = functools.partial(torch.autocast, "cuda", dtype=torch.float16, enabled=False)
+
+def train(model, loader, optimizer):
+    for x in loader:
+        with amp():
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        with off():
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+"""
+        ),
+        Good(_REJECTS.format(dtype="float16", mark="")),
+        Bad(_REJECTS.format(dtype="bfloat16", mark="  # !")),
         Good(
             """\
 import argparse

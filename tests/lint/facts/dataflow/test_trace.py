@@ -252,3 +252,43 @@ def test_a_backward_pass_under_a_flag_leaves_the_one_before_it_to_the_step() -> 
     assert [each.call.order for _, each in before(trace, place)] == sorted(
         (each.call.order for each in trace if each.kind == "backward"), reverse=True
     )
+
+
+def test_a_method_that_derived_classes_replace_runs_for_their_objects() -> None:
+    traces = traces_of(
+        """
+        import torch
+
+        class Base:
+            def run(self, loss):
+                self.differentiate(loss)
+                self.finish()
+
+            def differentiate(self, loss):
+                raise NotImplementedError
+
+            def finish(self):
+                self.scaler.update()
+
+        class One(Base):
+            def differentiate(self, loss):
+                self.scaler.scale(loss).backward()
+
+            def finish(self):
+                self.scaler.step(self.optimizer)
+                super().finish()
+
+        class Other(Base):
+            def differentiate(self, loss):
+                loss.backward()
+
+            def finish(self):
+                self.optimizer.step()
+        """
+    )
+    trace = next(each for each in traces if each[0].via)
+    assert [each.kind for each in trace if each.kind != "exit"] == [
+        "scale", "backward", "backward", "scaler_step", "update", "step",
+    ]  # fmt: skip
+    together = [compatible(each.guard, trace[-1].guard) for each in trace]
+    assert together == [False, False, True, False, False, True]
