@@ -30,6 +30,7 @@ from mpguard.lint.facts.domain.mentions import iterated
 from mpguard.lint.facts.domain.project_api import NoProject, ProjectApi
 from mpguard.lint.facts.domain.regions import Region, Regions
 from mpguard.lint.facts.domain.training_use import TrainingUse
+from mpguard.lint.facts.domain.untaken import UntakenBranches
 from mpguard.lint.facts.domain.unused import UnusedDefinitions
 from mpguard.lint.facts.domain.wrappers import WrapperFacts
 from mpguard.lint.facts.events import FINDERS, Event, EventKind, compiled, compiled_by
@@ -42,7 +43,16 @@ from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope, With
 from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.dtypes import AnyDtype, PossibleDtypes
 from mpguard.lint.facts.values.evaluate import DEPTH, Values
-from mpguard.lint.facts.values.lattice import Alternatives, Class, Constant, DtypeValue, Function, Object, Ref
+from mpguard.lint.facts.values.lattice import (
+    Alternatives,
+    Class,
+    Constant,
+    DtypeValue,
+    Function,
+    Object,
+    Ref,
+    constants_of,
+)
 from mpguard.lint.facts.values.options import Option, forgotten_dtypes
 from mpguard.lint.facts.values.precision import TensorDtypes
 from mpguard.lint.facts.values.scalars import Scalars
@@ -275,10 +285,17 @@ class Facts(FormerNames, former=_FORMER):
             return values.evaluate(node, at.scope, at.order)
 
     def constants(self, node: cst.CSTNode | None, at: Record) -> list[object]:
-        """Return the constants that an expression may be; empty without one, and if it may be anything else."""
-        atoms = [each.atom for each in self.evaluate(node, at)] if node is not None else []
-        found = [atom.value for atom in atoms if isinstance(atom, Constant)]
-        return found if len(found) == len(atoms) else []
+        """Return the constants that an expression may be; empty without one, and if it may be anything else.
+
+        A constant has no attribute `value`, but a member of an `Enum` has: `Precision.BF16.value`.
+        """
+        if node is None:
+            return []
+        found = constants_of(self.evaluate(node, at))
+        if not found and isinstance(node, cst.Attribute) and node.attr.value == "value":
+            members = constants_of(self.evaluate(node.value, at))
+            found = members if all(isinstance(each, (str, int, float)) for each in members) else []
+        return found
 
     def paths(self, call: Call) -> list[tuple[PathCondition, str]]:
         """Return the full dotted names of the library callables that a call may run, each with its path condition."""
@@ -440,6 +457,10 @@ class Facts(FormerNames, former=_FORMER):
     def callers(self, scope: Scope) -> list[Call]:
         """Return the calls of a function in the linted tree, those of its own file first."""
         return self.of(scope).graph.callers(scope)
+
+    def all_calls(self, scope: Scope) -> list[Call] | None:
+        """Return the calls of a function in all files of the project; None if there may be others."""
+        return self.untaken_branches.all_calls(scope)
 
     def functions(self, call: Call) -> list[Function]:
         """Return the functions of the tree that a call may run.
@@ -641,6 +662,11 @@ class Facts(FormerNames, former=_FORMER):
     def unused_definitions(self) -> UnusedDefinitions:
         """The functions, classes and methods that nothing in the project uses."""
         return UnusedDefinitions(self)
+
+    @cached_property
+    def untaken_branches(self) -> UntakenBranches:
+        """The branches of the file that no call of the project takes."""
+        return UntakenBranches(self)
 
     @cached_property
     def is_test(self) -> bool:

@@ -484,7 +484,7 @@ class ForwardFlow:
                 self.sink("saved", call)
             return False
         if kind == "optimizer":
-            if self.facts.any_training:  # an optimizer that is never stepped trains nothing
+            if self._may_step(call):
                 self.sink("optimizer", call)
             return False
         if kind == "trainer":
@@ -500,6 +500,13 @@ class ForwardFlow:
             self.sink("parallel", call)
             return True
         return not path.startswith("copy.deepcopy")
+
+    def _may_step(self, optimizer: Call) -> bool:
+        """True if the file that creates an optimizer trains, or one that calls it: else nothing steps it."""
+        if self.facts.any_training:
+            return True
+        users = {self.facts.of(each) for each in self.facts.programs_of(optimizer.scope, lambda _: False)}
+        return any(each.any_training for each in users)
 
     def module(self, atom: object, call: Call, arg: cst.Arg) -> bool:
         """Handle a call of an object with the value as an argument. True if the flow continues with its result."""

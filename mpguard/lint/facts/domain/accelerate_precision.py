@@ -10,8 +10,9 @@ import libcst as cst
 from mpguard.lint.facts.domain.regions import Region
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible, negated
-from mpguard.lint.facts.syntax.records import Binding
-from mpguard.lint.facts.values import project_words
+from mpguard.lint.facts.syntax.records import Binding, Call
+from mpguard.lint.facts.values import keywords, project_words
+from mpguard.lint.facts.values.lattice import constants_of
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -49,12 +50,13 @@ def precision(facts: Facts) -> str | None:
 
     It is a constant in the code, or what all launch configs of the file set.
     """
-    created = facts.events("accelerator")
-    given = {constant(event.call.keywords.get("mixed_precision")) for event in created}
-    if given == {None} and not any(event.call.starred or event.call.positional for event in created):
-        given = {(config.mixed_precision,) for config in facts.project.configs_for(facts.path)}
-    found = given.pop() if len(given) == 1 else None
-    return found[0] if found is not None and isinstance(found[0], str) else None
+    created = [event.call for event in facts.events("accelerator")]
+    given = [_modes_in_code(call, facts) for call in created]
+    if not any(given) and not any(call.positional or keywords.passed(call, facts) is None for call in created):
+        given = [{config.mixed_precision for config in facts.project.configs_for(facts.path)}]
+    modes = set[object]().union(*given) if all(given) else set()
+    found = modes.pop() if len(modes) == 1 else None
+    return found if isinstance(found, str) else None
 
 
 def is_fixed(facts: Facts) -> bool:
@@ -71,8 +73,11 @@ def may_be_mixed(facts: Facts) -> bool:
     created = facts.events("accelerator")
     if not created or any(event.call.positional for event in created):
         return True
-    given = [event.call.keywords.get("mixed_precision") for event in created]
-    if any(each is not None and constant(each) not in ((None,), ("no",)) for each in given):
+    ways = [keywords.passed(event.call, facts) for event in created]
+    if any(way is None for way in ways):
+        return True
+    given = [way["mixed_precision"]() for each in ways for way in each or () if "mixed_precision" in way]
+    if any(not (modes := constants_of(each)) or not set(modes) <= {None, "no"} for each in given):
         return True
     if any(config.mixed_precision not in (None, "no") for config in facts.project.configs_for(facts.path)):
         return True
@@ -121,17 +126,16 @@ def backward_is_plain(facts: Facts, guard: PathCondition, accumulates: bool = Fa
         others = [other for other in everywhere if not compatible(other.guard, event.guard)]
         if not call.keywords and any(not _PRECISIONS.isdisjoint(other.call.keywords) for other in others):
             continue
-        if call.starred or call.positional or not call.keywords.keys() <= _PLAIN_ARGUMENTS:
+        ways = keywords.passed(call, facts)
+        if call.positional or ways is None or any(not way.keys() <= _PLAIN_ARGUMENTS for way in ways):
             return False
-        steps = call.keywords.get("gradient_accumulation_steps")
-        if steps is not None and not accumulates and constant(steps) != (1,):
+        steps = [way["gradient_accumulation_steps"] for way in ways if "gradient_accumulation_steps" in way]
+        if not accumulates and any(set(constants_of(each())) != {1} for each in steps):
             return False
-        given = call.keywords.get("mixed_precision")
-        modes: set[object] = {config.mixed_precision for config in configs}
-        if given is not None:
-            modes = set(facts.constants(given, call)) or _in_configs(given, facts)
-        if given is None and not modes and not _may_be_launched(facts):
-            modes = {"no"}
+        modes = _modes_in_code(call, facts)
+        if any("mixed_precision" not in way for way in ways):
+            launched_with = {config.mixed_precision for config in configs}
+            modes |= launched_with or ({None} if _may_be_launched(facts) else {"no"})
         if not modes or not modes <= {"no", "bf16"}:
             return False
     launched = {(config.distributed_type or "").upper() for config in configs}
@@ -141,6 +145,16 @@ def backward_is_plain(facts: Facts, guard: PathCondition, accumulates: bool = Fa
         or any(_NOT_PLAIN.search(word.text or "") for word in launch.arguments)
         for launch in facts.project.launches_of(facts.path)
     )
+
+
+def _modes_in_code(call: Call, facts: Facts) -> set[object]:
+    """Return what the call that creates an Accelerator may pass as `mixed_precision`; empty if nothing or unknown."""
+    given = call.keywords.get("mixed_precision")
+    if given is not None:
+        return set(facts.constants(given, call)) or _in_configs(given, facts)
+    ways = keywords.passed(call, facts) or ()
+    found = [constants_of(way["mixed_precision"]()) for way in ways if "mixed_precision" in way]
+    return {mode for modes in found for mode in modes} if all(found) else set()
 
 
 def _in_configs(given: cst.BaseExpression, facts: Facts) -> set[object]:

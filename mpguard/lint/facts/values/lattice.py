@@ -133,6 +133,12 @@ def ref(path: str) -> Atom:
     return DtypeValue(dtype) if dtype is not None else Ref(api_names.canonical(path))
 
 
+def constants_of(alternatives: Alternatives) -> list[object]:
+    """Return the constants among alternatives; empty if there is anything else among them."""
+    found = [each.atom.value for each in alternatives if isinstance(each.atom, Constant)]
+    return found if len(found) == len(alternatives) else []
+
+
 def restrict(alternatives: Alternatives, guard: PathCondition) -> Alternatives:
     """Return the alternatives that remain under a further path condition."""
     if not guard:

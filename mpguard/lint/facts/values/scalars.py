@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import libcst as cst
 
 from mpguard.lint.facts.syntax.nodes import constant, dotted
-from mpguard.lint.facts.syntax.records import Call, Record
+from mpguard.lint.facts.syntax.records import Binding, Call, Record
 from mpguard.lint.facts.values.dtypes import only_dtype
 from mpguard.lint.facts.values.lattice import Constant, Function, Object, Ref, TupleValue
 from mpguard.policy.dtype import Dtype
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 #: Effect of a number beyond the dtype's range: `raises` an error, or becomes `inf`.
 How = Literal["raises", "inf"]
 _MAX_DEPTH = 12
+_INFINITE = frozenset({"math.inf", "numpy.inf", "torch.inf"})
+#: A limit of the norm of gradients beyond this clips nothing: with the first scale, 65536, a norm of 15 stays below.
+_NO_LIMIT = 1e6
 #: Method or function -> position of the number after the tensor, and its keyword.
 _FILLS = {
     "masked_fill": (1, "value"), "masked_fill_": (1, "value"), "full_like": (0, "fill_value"), "fill_": (0, "value"),
@@ -113,6 +116,10 @@ class Scalars:
             if limit is not None:
                 return limit
         path = dotted(node)
+        if path.rpartition(".")[2] == "inf":
+            atoms = [each.atom for each in self.facts.evaluate(node, at)]
+            if all(isinstance(atom, Ref) and atom.path in _INFINITE for atom in atoms):
+                return Number(math.inf)
         bindings = self.facts.values.reaching(path, at.scope, at.order, at.guard) if path else []
         if not bindings and isinstance(node, cst.Attribute):
             return self._attribute(node, at, depth)
@@ -127,14 +134,23 @@ class Scalars:
             return None
         if binding.kind == "assign":
             return self.number(binding.value, binding, depth - 1)
-        default = self.number(binding.value, binding, depth - 1)
-        if default is None and binding.value is not None:  # `scale=None`: whatever the callers pass
-            return None
-        found = {default}
-        for call in self.facts.callers(binding.scope):
-            given = self.facts.values.given(call, binding.scope, binding.key)
-            found.add(default if given is binding.value else self.number(given, call, depth - 1))
-        found -= {default} if binding.value is None else set()
+        return self._passed(binding, depth)
+
+    def _passed(self, param: Binding, depth: int) -> Number | None:
+        """Return the number that all known calls of a function pass for a parameter, or that is its default.
+
+        The default counts without a call, where a call passes nothing else, and if there may be calls that are unknown.
+        """
+        scope, default = param.scope, self.number(param.value, param, depth - 1)
+        calls = self.facts.callers(scope)
+        is_known = bool(calls) and not self.facts.escapes(scope)
+        if not calls and default is not None:  # those in modules that do not train
+            calls = [call for call in self.facts.all_calls(scope) or () if not self.facts.of(call).is_test]
+            is_known = bool(calls)
+        found = set() if is_known or param.value is None else {default}
+        for call in calls:
+            given = self.facts.values.given(call, scope, param.key)
+            found.add(default if given is param.value else self.number(given, call, depth - 1))
         return found.pop() if len(found) == 1 else None
 
     def _attribute(self, node: cst.Attribute, at: Record, depth: int) -> Number | None:
@@ -208,6 +224,13 @@ class Scalars:
             return None
         numbers = {"min": -dtype.largest, "max": dtype.largest, "eps": dtype.eps}
         return Number(numbers.get(name, dtype.smallest_normal), dtype)
+
+    def only_measures(self, clip: Call) -> bool:
+        """True for `clip_grad_norm_` with a limit that also scaled gradients do not reach: it measures the norm."""
+        limit = clip.argument(1, "max_norm") if clip.name == "clip_grad_norm_" else None
+        number = self.number(limit, clip)
+        values = [number.value] if number is not None else self.facts.constants(limit, clip)
+        return bool(values) and all(isinstance(each, (int, float)) and each >= _NO_LIMIT for each in values)
 
     # -- uses ---------------------------------------------------------------------------------------
 

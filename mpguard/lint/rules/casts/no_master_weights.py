@@ -83,10 +83,11 @@ class NoMasterWeights(Rule):
     message = "`{expr}` makes the weights {dtypes}, and a plain optimizer updates them"
     help = "keep the weights in FP32 and compute in BF16 by autocast, or use an optimizer with stochastic rounding"
     triggers = (
-        any_of(b"bfloat16", b"bf16", b"DTYPE"),
+        any_of(b"bfloat16", b"bf16", b"DTYPE", b"_dtype", b"dtype)"),
         any_of(b".bfloat16()", b".to(", b".type(", b"dtype"),
     )
     triggers_nearby = (
+        any_of(b"bfloat16", b"bf16", b"DTYPE"),
         any_of(b"optim", b"Trainer("),
         any_of(b".step(", b".train("),
         any_of(b"arameters()", b"Trainer("),
@@ -591,6 +592,42 @@ def train(path):
                     "        if p.requires_grad:\n            p.data = p.to(torch.float32)\n",
                 ),
             )
+        ),
+        Bad(
+            """\
+import torch
+from net import Net
+
+def build(dtype):
+    model = Net().to("cuda", dtype)  # !
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-5)
+""",
+            files={
+                "pyproject.toml": "",
+                "train.py": "import torch\nfrom build import build\n\ndef train(loader):\n"
+                "    model, optimizer = build(torch.bfloat16)\n    for x in loader:\n"
+                '        with torch.autocast("cuda", dtype=torch.bfloat16):\n            loss = model(x).sum()\n'
+                "        loss.backward()\n        optimizer.step()\n",
+            },
+            name="build.py",
+        ),
+        Good(
+            """\
+import torch
+from net import Net
+
+def build(dtype):
+    model = Net().to("cuda", dtype)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-5)
+""",
+            files={
+                "pyproject.toml": "",
+                "train.py": "import torch\nfrom build import build\n\ndef train(loader):\n"
+                "    model, optimizer = build(torch.float32)\n    for x in loader:\n"
+                '        with torch.autocast("cuda", dtype=torch.bfloat16):\n            loss = model(x).sum()\n'
+                "        loss.backward()\n        optimizer.step()\n",
+            },
+            name="build.py",
         ),
     )
 

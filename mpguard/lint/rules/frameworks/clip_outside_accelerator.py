@@ -36,8 +36,6 @@ _ARGUMENTS = {
 
 
 _SCALED = "`{expr}` clips gradients that `{accelerator}` may have scaled or sharded"
-#: An infinite norm clips nothing: the call only measures.
-_INFINITE = re.compile(r"""(?:math|np|numpy|torch)\.inf|float\(['"]\+?inf(?:inity)?['"]\)""")
 
 #: A program whose loop is in `engine.py`.
 _MAIN = {
@@ -674,6 +672,279 @@ def main(model, optimizer, loader):
         optimizer.step()
 """,
         ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+OPTIONS = {"gradient_accumulation_steps": 1, "mixed_precision": "bf16"}
+
+def main(loader, **options):
+    accelerator = Accelerator(**options)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(x).sum())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+main(make_loader(), **OPTIONS)
+"""
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+OPTIONS = {"gradient_accumulation_steps": 1, "mixed_precision": "fp16"}
+
+def main(loader, **options):
+    accelerator = Accelerator(**options)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(x).sum())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # !
+        optimizer.step()
+
+main(make_loader(), **OPTIONS)
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+
+OPTIONS = {"gradient_accumulation_steps": 1, "mixed_precision": "fp16"}
+
+def main(loader, **options):
+    accelerator = Accelerator(**options)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(x).sum())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+main(make_loader(), **OPTIONS)
+""",
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+OPTIONS = dict(mixed_precision="bf16")
+
+def main(loader):
+    accelerator = Accelerator(**OPTIONS)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(x).sum())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+main(make_loader())
+"""
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+OPTIONS = {"mixed_precision": "bf16"}
+OPTIONS["mixed_precision"] = "fp16"
+
+def main(loader):
+    accelerator = Accelerator(**OPTIONS)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(x).sum())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # !
+        optimizer.step()
+
+main(make_loader())
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+
+OPTIONS = {"mixed_precision": "bf16"}
+OPTIONS["mixed_precision"] = "fp16"
+
+def main(loader):
+    accelerator = Accelerator(**OPTIONS)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(x).sum())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+main(make_loader())
+""",
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+from enum import Enum
+
+class Precision(str, Enum):
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+def main(loader, precision=Precision.FP16):
+    accelerator = Accelerator(mixed_precision=precision.value)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(x).sum())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+main(make_loader(), Precision.BF16)
+"""
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+from enum import Enum
+
+class Precision(str, Enum):
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+def main(loader, precision=Precision.BF16):
+    accelerator = Accelerator(mixed_precision=precision.value)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(x).sum())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # !
+        optimizer.step()
+
+main(make_loader(), Precision.FP16)
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+from enum import Enum
+
+class Precision(str, Enum):
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+def main(loader, precision=Precision.BF16):
+    accelerator = Accelerator(mixed_precision=precision.value)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(x).sum())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+main(make_loader(), Precision.FP16)
+""",
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+import math
+
+def main(loader, limit=1.0):
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(x).sum())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+
+main(make_loader(), limit=math.inf)
+"""
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+import math
+
+def main(loader, limit=math.inf):
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(x).sum())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), limit)  # !
+        optimizer.step()
+
+main(make_loader(), limit=1.0)
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+import math
+
+def main(loader, limit=math.inf):
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(x).sum())
+        accelerator.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+
+main(make_loader(), limit=1.0)
+""",
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+LIMIT = float("inf")
+
+def main(loader):
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(x).sum())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+        optimizer.step()
+
+main(make_loader())
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -686,7 +957,7 @@ def main(model, optimizer, loader):
             if not path.startswith("torch.nn.utils.") or clip.subject is None:
                 continue
             if (
-                self._only_measures(clip, facts)
+                facts.scalars.only_measures(clip.call)
                 or facts.is_inference(clip.call)
                 or wrappers.other_way(clip.guard, "accelerat")
                 or self._is_fallback(clip, facts)
@@ -738,10 +1009,6 @@ def main(model, optimizer, loader):
         """Return the calls of the Accelerator's own clipping in the same function."""
         calls = (each for each in facts.calls.get(clip.call.name, ()) if each.scope is clip.scope)
         return [each for each in calls if "accelerator" in dotted(each.receiver).lower()]
-
-    def _only_measures(self, clip: Event, facts: Facts) -> bool:
-        given = clip.call.keywords.get("max_norm") or next(iter(clip.call.positional[1:]), None)
-        return given is not None and _INFINITE.fullmatch(facts.short(given)) is not None
 
     def _prepared_model(self, clip: Event, facts: Facts) -> tuple[str, Wrap] | None:
         """Return the model whose parameters are clipped, and the call that prepared it."""

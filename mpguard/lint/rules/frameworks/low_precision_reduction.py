@@ -54,8 +54,9 @@ class LowPrecisionReduction(Rule):
     If an option selects FP32 or a lower precision, also between two policies, the choice is assumed to be intended. So
     is one whose default, for `param_dtype` and `reduce_dtype`, is FP32, if no script of the project passes the option.
     Policies of models that are frozen or only evaluated, under `torch.no_grad`, in tests, and policies that are only
-    compared are not reported, nor is one in a config that is only launched with `--eval-only`, or whose name nothing in
-    its project mentions. If the use of the policy is not visible otherwise, it is assumed to train.
+    compared, or from which `dataclasses.replace` makes others, are not reported, nor is one in a config that is only
+    launched with `--eval-only`, or whose name nothing in its project mentions. If the use of the policy is not visible
+    otherwise, it is assumed to train.
     """
 
     code, name = "MPG509", "low-precision-reduction"
@@ -441,6 +442,83 @@ def shard(model, master_type="fp32"):
     return FullyShardedDataParallel(model, mixed_precision=policy)
 """,
         ),
+        Good(
+            """\
+import dataclasses
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
+
+LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
+def train(model):
+    policy = dataclasses.replace(LOW, reduce_dtype=torch.float32)
+    return FSDP(model, mixed_precision=policy)
+"""
+        ),
+        Bad(
+            """\
+import dataclasses
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
+
+LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+def train(model):
+    policy = dataclasses.replace(LOW, reduce_dtype=torch.bfloat16)  # !
+    return FSDP(model, mixed_precision=policy)
+""",
+            fixed="""\
+import dataclasses
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
+
+LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+def train(model):
+    policy = dataclasses.replace(LOW, reduce_dtype=torch.float32)
+    return FSDP(model, mixed_precision=policy)
+""",
+        ),
+        Bad(
+            """\
+import dataclasses
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
+
+LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)  # !
+
+def train(model):
+    policy = dataclasses.replace(LOW, reduce_dtype=torch.float32)
+    return FSDP(model, mixed_precision=policy)
+
+def finetune(model):
+    return FSDP(model, mixed_precision=LOW)
+""",
+            fixed="""\
+import dataclasses
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
+
+LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+def train(model):
+    policy = dataclasses.replace(LOW, reduce_dtype=torch.float32)
+    return FSDP(model, mixed_precision=policy)
+
+def finetune(model):
+    return FSDP(model, mixed_precision=LOW)
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -452,7 +530,7 @@ def shard(model, master_type="fp32"):
                 continue
             if isinstance(above, (cst.Comparison, cst.ComparisonTarget)) or self._only_frozen(policy, facts):
                 continue
-            if unused.is_unused_value(policy.call, facts):
+            if unused.is_unused_value(policy.call, facts) or self._only_replaced(policy, facts):
                 continue
             given = policy.call.argument(1, "reduce_dtype")
             if given is None or constant(given) == (None,):
@@ -465,7 +543,36 @@ def shard(model, master_type="fp32"):
                     reason="",
                     fix=self._fix(policy, given, facts),
                 )
+        for policy, given in self._replaced(facts):
+            if not facts.is_inference(policy.call) and (dtype := self._reduces(policy, given, facts)) is not None:
+                place, fix = facts.span(given, policy.call), self._fix(policy, given, facts)
+                yield self.at(place, by="FSDP", dtype=dtype, reason="", fix=fix)
         yield from self._hooks(facts)
+
+    def _replaced(self, facts: Facts) -> Iterator[tuple[Event, cst.BaseExpression]]:
+        """Yield the policies that `dataclasses.replace` makes with another `reduce_dtype`, each with that."""
+        for call in facts.calls.get("replace", ()):
+            given = call.keywords.get("reduce_dtype")
+            if given is None or facts.called_path(call) != "dataclasses.replace":
+                continue
+            if facts.kinds(call.argument(0), call) & {"fsdp1_policy", "fsdp2_policy"}:
+                yield Event("policy", call, facts, call.node), given
+
+    def _only_replaced(self, policy: Event, facts: Facts) -> bool:
+        """True if a policy is nothing but the source of policies with another `reduce_dtype`."""
+        replaced = {event.call.argument(0) for event, _ in self._replaced(facts)}
+        names = [
+            (scope, key)
+            for scope in facts.scopes
+            for key, bindings in scope.bindings.items()
+            if any(binding.value is policy.call.node for binding in bindings)
+        ]
+        if not replaced or len(names) != 1 or "." in names[0][1]:
+            return policy.call.node in replaced
+        scope, name = names[0]
+        uses = [use.node for inner in scope.descendants() for use in inner.uses.get(name, ())]
+        is_public = scope is facts.module and facts.exported(name)
+        return bool(uses) and replaced.issuperset(uses) and not is_public
 
     def _only_evaluates(self, facts: Facts) -> bool:
         """True for a config module that all launch lines of the project give to a script which only evaluates."""

@@ -200,6 +200,41 @@ def main(loader, eps):
         careful.step()
 """
         ),
+        Good(
+            """\
+import torch
+
+def normalize(x, eps=1e-8):
+    x = x.half()
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps)
+""",
+            name="ops.py",
+            files={
+                "pyproject.toml": "",
+                "index.py": 'import torch\nfrom ops import normalize\n\nnormalize(torch.load("x.pt"), eps=1e-3)\n',
+            },
+        ),
+        Bad(
+            """\
+import torch
+
+def normalize(x, eps=1e-3):
+    x = x.half()
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps)  # !
+""",
+            name="ops.py",
+            files={
+                "pyproject.toml": "",
+                "index.py": 'import torch\nfrom ops import normalize\n\nnormalize(torch.load("x.pt"), eps=1e-8)\n',
+            },
+            fixed="""\
+import torch
+
+def normalize(x, eps=1e-3):
+    x = x.half()
+    return x / (x.pow(2).mean(-1, keepdim=True).float() + eps)
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import libcst as cst
@@ -9,7 +8,6 @@ from mpguard.lint import (
     RIGHT_SCALER_CLASS,
     SCALER_CLASS_FILES,
     Bad,
-    Call,
     Constant,
     Diagnostic,
     Dtype,
@@ -32,8 +30,6 @@ from mpguard.lint import (
     scaler_class,
     trace_facts,
 )
-
-_NO_LIMIT = 1e6  # the first scale is 65536: a gradient of norm 15 stays below
 
 _CLIPPER = """\
 import torch
@@ -964,6 +960,59 @@ class Full(Trainer):
         self.optimizer.step()
 """
         ),
+        Good(
+            """\
+import math
+
+import torch
+
+LIMIT = math.inf
+
+def measure(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+        scaler.step(optimizer)
+        scaler.update()
+        print(float(norm))
+"""
+        ),
+        Bad(
+            """\
+import math
+
+import torch
+
+LIMIT = 1.0
+
+def measure(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)  # !
+        scaler.step(optimizer)
+        scaler.update()
+        print(float(norm))
+""",
+            fixed="""\
+import math
+
+import torch
+
+LIMIT = 1.0
+
+def measure(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+        scaler.step(optimizer)
+        scaler.update()
+        print(float(norm))
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -982,7 +1031,7 @@ class Full(Trainer):
                     continue
                 if facts.training_use.has_layers_in(Dtype.BF16, clip.call.argument(0, "parameters"), clip.call):
                     continue  # `scaler.step` raises
-                if self._limits_nothing(clip.call, facts):
+                if facts.scalars.only_measures(clip.call):
                     continue
                 backward = self._scaled(trace, place, facts)
                 if backward is None:
@@ -1012,16 +1061,6 @@ class Full(Trainer):
             return True  # the wrapper's own `clip_grad_norm_`
         clips = [atom for atom in atoms if atom != Constant(None)]  # None: the clipping is switched off
         return bool(clips) and all(isinstance(atom, Object) and atom.path in library_names.CLIPS for atom in clips)
-
-    def _limits_nothing(self, clip: Call, facts: Facts) -> bool:
-        """True for a norm limit that also scaled gradients do not reach: the call only measures the norm."""
-        limit = clip.argument(1, "max_norm")
-        if clip.name != "clip_grad_norm_" or limit is None:
-            return False
-        if re.search(r"\binf\b", facts.short(limit)):  # `float("inf")`, `math.inf`
-            return True
-        limits = facts.constants(limit, clip)
-        return bool(limits) and all(isinstance(each, (int, float)) and each >= _NO_LIMIT for each in limits)
 
     def _scaled(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
         """Return the backward pass whose gradients are clipped while they are still scaled."""

@@ -8,7 +8,6 @@ from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 from mpguard.lint.facts.domain.raising import Raising
-from mpguard.lint.facts.domain.untaken import UntakenBranches
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.model import suppressions
 from mpguard.lint.model.finding import Lines
@@ -94,7 +93,7 @@ class _Unused:
 
     def __init__(self, facts: Facts, codes: Container[str], cells: Sequence[int]) -> None:
         self._facts, self._codes = facts, codes
-        self._branches = UntakenBranches(facts)
+        self._branches = facts.untaken_branches
         self._raising = Raising(facts, self._branches, cells)
 
     def is_unused(self, diagnostic: Diagnostic) -> bool:
