@@ -74,8 +74,6 @@ def may_be_mixed(facts: Facts) -> bool:
     if not created or any(event.call.positional for event in created):
         return True
     ways = [keywords.passed(event.call, facts) for event in created]
-    if any(way is None for way in ways):
-        return True
     given = [way["mixed_precision"]() for each in ways for way in each or () if "mixed_precision" in way]
     if any(not (modes := constants_of(each)) or not set(modes) <= {None, "no"} for each in given):
         return True
