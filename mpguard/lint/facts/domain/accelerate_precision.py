@@ -41,8 +41,8 @@ _NOT_PLAIN = re.compile(r"gradient_accumulation_steps|deepspeed|fsdp|megatron|pa
 
 
 def follows_policy(guard: PathCondition) -> bool:
-    """True if what holds under a path condition is chosen by the launcher's precision."""
-    return any(map(_POLICY.search, guard.flags()))
+    """True if what holds under a path condition is chosen by the precision of the launcher or a DeepSpeed plugin."""
+    return any(map(_POLICY.search, guard.flags())) or Flag("deepspeed_plugin") in guard
 
 
 def precision(facts: Facts) -> str | None:

@@ -1321,6 +1321,27 @@ def rotate(loader):
             """\
 import torch
 from accelerate import Accelerator
+
+def train(model, loader):
+    accelerator = Accelerator()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    dtype = torch.float32
+    if accelerator.state.deepspeed_plugin is None:
+        if accelerator.mixed_precision == "fp16":
+            dtype = torch.float16
+    elif accelerator.state.deepspeed_plugin.deepspeed_config["fp16"]["enabled"]:
+        dtype = torch.float16
+    for batch in loader:
+        pose = batch["pose"].to(accelerator.device, dtype=dtype)
+        accelerator.backward(model(pose).sum())
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
 from diffusers import UNet2DConditionModel
 
 def train(loader):
