@@ -390,7 +390,8 @@ class TrainingUse:
     def _by_engine(self, sink: Sink) -> bool:
         """True if an engine of DeepSpeed or the like runs the backward pass: its parameters may be FP16."""
         call = sink.call
-        if sink.kind == "trainer" and call.scope.name in FRAMEWORK_STEPS:  # Lightning's, maybe with DeepSpeed
+        is_step = sink.kind == "trainer" and call.scope.name in FRAMEWORK_STEPS
+        if is_step or call.name == "manual_backward":  # Lightning's, maybe with DeepSpeed
             strategies = (each.keywords.get("strategy") for each in lightning.created(self.facts, "Trainer"))
             return (
                 self._all_keep_masters

@@ -2055,6 +2055,100 @@ def train(unet, vae, loader):
         optimizer.step()
 """,
         ),
+        Bad(
+            """\
+import torch
+from pytorch_lightning import LightningModule, Trainer
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.automatic_optimization = False
+
+    def training_step(self, x):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.layer(x.half()).mean()  # !
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+Trainer(precision="bf16-mixed").fit(Net())
+""",
+            fixed="""\
+import torch
+from pytorch_lightning import LightningModule, Trainer
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.automatic_optimization = False
+
+    def training_step(self, x):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.layer(x).mean()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+Trainer(precision="bf16-mixed").fit(Net())
+""",
+        ),
+        Good(
+            """\
+import torch
+from pytorch_lightning import LightningModule, Trainer
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.automatic_optimization = False
+
+    def training_step(self, x):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.layer(x.half()).mean()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+Trainer(strategy="deepspeed_stage_2", precision=16).fit(Net())
+"""
+        ),
+        Good(
+            """\
+import torch
+from pytorch_lightning import LightningModule, Trainer
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.automatic_optimization = False
+
+    def training_step(self, x):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.layer(x.float()).mean()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+Trainer(precision="bf16-mixed").fit(Net())
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
