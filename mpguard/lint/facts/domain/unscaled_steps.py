@@ -129,7 +129,7 @@ def may_be_scaled(
         if loss is not None and backward is not loss.call
     }
     for scope in program:
-        if scope.kind == "class" and facts.base_unknown(scope):
+        if scope.kind == "class" and _differentiates(scope) and facts.base_unknown(scope):
             return True
         for uses in scope.uses.values():
             for use in uses:
@@ -162,6 +162,11 @@ def may_be_scaled(
         for event in facts.events("framework")
         if not is_super(event.subject) and not _is_own_backward(event, program, facts)
     )
+
+
+def _differentiates(cls: Scope) -> bool:
+    """True for a class with a backward pass or a step: its base may scale the loss."""
+    return any(call.name in ("backward", "step") for each in cls.descendants() for call in each.calls)
 
 
 def _is_own_backward(event: Event, program: set[Scope], facts: Facts) -> bool:
