@@ -35,7 +35,7 @@ from mpguard.lint.facts.domain.unused import UnusedDefinitions
 from mpguard.lint.facts.domain.wrappers import WrapperFacts
 from mpguard.lint.facts.events import FINDERS, Event, EventKind, compiled, compiled_by
 from mpguard.lint.facts.syntax import partial_parse
-from mpguard.lint.facts.syntax.constant_flags import apply_constant_flags
+from mpguard.lint.facts.syntax.constant_flags import SUPPORTS_BF16, apply_constant_flags
 from mpguard.lint.facts.syntax.index import Indexer
 from mpguard.lint.facts.syntax.nodes import dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, PathCondition, compatible
@@ -137,6 +137,8 @@ class Facts(FormerNames, former=_FORMER):
         self.precision = TensorDtypes(self)
         self.scalars = Scalars(self)
         self.calls: dict[str, list[Call]] = {}
+        self._required: dict[str, Required] = {}
+        self._supports_bf16: bool | None = None
         self._indexed: dict[Scope, int] = {}
         self._aliases: tuple[int, dict[str, list[str]]] = (-1, {})
         self._unparsed: list[Chunk] = list(chunks) if imported else []
@@ -147,12 +149,11 @@ class Facts(FormerNames, former=_FORMER):
             for chunk in self._unparsed:
                 self.index.stub(chunk)
             self._unparsed = []
-            apply_constant_flags(self.index)
+            apply_constant_flags(self.index, {SUPPORTS_BF16: True} if self.always_supports_bf16() else {})
         self._events: dict[EventKind, list[Event]] = {}
         self._imported: dict[str, Facts | None] = {}
         self._users: dict[str, list[Facts] | None] = {}
         self._searched: set[str] = set()
-        self._required: dict[str, Required] = {}
         self._active: set[object] = set()
         self._steps: dict[Scope, bool] = {}
         self._inference_scopes: dict[Scope, bool] = {}
@@ -539,6 +540,13 @@ class Facts(FormerNames, former=_FORMER):
             below = implied_versions.lowest_too_high(self, library)
             self._required[library] = self.project.required(self.path, library).bounded(below)
         return self._required[library]
+
+    def always_supports_bf16(self) -> bool:
+        """True if `torch.cuda.is_bf16_supported()` is True on each GPU: the required torch counts emulation."""
+        if self._supports_bf16 is None:
+            asks = SUPPORTS_BF16 in self.file_text
+            self._supports_bf16 = asks and self.required("torch").since(api_names.COUNTS_EMULATION)
+        return self._supports_bf16
 
     # -- events -----------------------------------------------------------------------------------
 

@@ -182,7 +182,7 @@ SHAPES = {
     "nanoGPT's autocast in a variable": """
         import torch
         from contextlib import nullcontext
-        dtype = "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+        dtype = "bfloat16" if torch.cuda.is_bf16_supported(False) else "float16"
         device_type = "cuda" if "cuda" in device else "cpu"
         ptdtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
         ctx = nullcontext() if device_type == "cpu" else torch.amp.autocast(device_type=device_type, dtype=ptdtype)

@@ -5,19 +5,21 @@ Paths that contradict them are unreachable.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mpguard.lint.facts.syntax.index import Indexer
 from mpguard.lint.facts.syntax.nodes import constant
 from mpguard.lint.facts.syntax.path_condition import Fixed, Flag, PathCondition, negated
 from mpguard.lint.facts.syntax.records import Record, Scope
 
+#: The flag of what torch answers; a newer one counts emulation.
+SUPPORTS_BF16 = "torch.cuda.is_bf16_supported()"
 
-def apply_constant_flags(walker: Indexer) -> None:
-    """Make the path conditions that contradict a constant flag impossible."""
-    contradictions = {
-        negated(Flag(name)) if truth else Flag(name) for name, truth in _constant_flags(walker.scopes).items()
-    }
+
+def apply_constant_flags(walker: Indexer, known: Mapping[str, bool]) -> None:
+    """Make the path conditions that contradict a constant flag impossible. known: flags that are constant elsewhere."""
+    flags = {**_constant_flags(walker.scopes), **known}
+    contradictions = {negated(Flag(name)) if truth else Flag(name) for name, truth in flags.items()}
     if not contradictions:
         return
     impossible: dict[PathCondition, PathCondition] = {}

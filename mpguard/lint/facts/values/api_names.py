@@ -127,6 +127,8 @@ TENSOR_MAKERS = frozenset({
     "as_tensor", "stack",
     "cat", "zeros_like", "ones_like", "randn_like", "rand_like", "full_like", "empty_like", "eye",
 })  # fmt: skip
+#: The first torch in which `is_bf16_supported()` is True for a GPU that only emulates BF16.
+COUNTS_EMULATION = (2, 3)
 #: Methods that return their own object.
 SAME = frozenset({
     "to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type", "train", "eval", "requires_grad_",

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.syntax.conditions import subject
-from mpguard.lint.facts.syntax.nodes import constant, dotted
+from mpguard.lint.facts.syntax.constant_flags import SUPPORTS_BF16
+from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Param, Scope
 from mpguard.lint.facts.values import api_names
@@ -255,6 +256,8 @@ class Values:
 
     def _truth(self, test: cst.CSTNode, scope: Scope, order: int) -> bool | None:
         """Return the truth of a tested name, or of a comparison with constants, if all values agree, else None."""
+        if self.facts.always_supports_bf16() and _asks_for_bf16(test):
+            return True
         if isinstance(test, cst.Comparison):
             truths = self._compared(test, scope, order)
         else:
@@ -804,6 +807,13 @@ def _reaching_definitions(bindings: list[Binding], order: int, guard: PathCondit
 
 
 _BUILTINS = frozenset(dir(builtins))
+
+
+def _asks_for_bf16(test: cst.CSTNode) -> bool:
+    """True for `torch.cuda.is_bf16_supported()`, also after `torch.cuda.is_available() and`."""
+    if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
+        return text_of(test.left) == "torch.cuda.is_available()" and _asks_for_bf16(test.right)
+    return isinstance(test, cst.Call) and text_of(test) == SUPPORTS_BF16
 
 
 def _fields(cls: Scope) -> list[str]:

@@ -3,13 +3,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint import NEEDS, Bad, ConfigRule, Diagnostic, Good, accelerate_config, any_of, axolotl_keys
+from mpguard.lint import (
+    NEEDS,
+    Bad,
+    ConfigRule,
+    Diagnostic,
+    Good,
+    accelerate_config,
+    any_of,
+    axolotl_keys,
+    library_names,
+)
 
 if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
-
-#: The first torch in which `is_bf16_supported()` is True for a GPU that only emulates BF16.
-_EMULATES = (2, 3)
 
 
 class Bf16OnOldGpu(ConfigRule):
@@ -107,7 +114,7 @@ bf16: auto
         has = accelerate_config.capability(gpu)
         if gpu is None or has is None or has >= NEEDS["bf16"].low:
             return
-        raises = self.project.required(document.path, "torch").before(_EMULATES)
+        raises = self.project.required(document.path, "torch").before(library_names.COUNTS_EMULATION)
         what = (
             "with the torch that the project requires, the run stops"
             if raises
