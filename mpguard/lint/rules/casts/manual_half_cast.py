@@ -1320,6 +1320,41 @@ def rotate(loader):
         Good(
             """\
 import torch
+
+def load_model(model, args):
+    if args.fp16:
+        model.half()
+    return model.to(args.device)
+""",
+            files={
+                "train.py": "import torch\nfrom fp16 import FP16_Optimizer\n"
+                "from example import load_model\n\ndef main(args, model, loader):\n"
+                "    model = load_model(model, args)\n    optimizer = torch.optim.AdamW(model.parameters())\n"
+                "    if args.fp16:\n        optimizer = FP16_Optimizer(optimizer)\n"
+                "    for x in loader:\n        loss = model(x).sum()\n"
+                "        optimizer.backward(loss)\n        optimizer.step()\n"
+            },
+        ),
+        Bad(
+            """\
+import torch
+
+def load_model(model, args):
+    if args.fp16:
+        model.half()  # !
+    return model.to(args.device)
+""",
+            files={
+                "train.py": "import torch\n"
+                "from example import load_model\n\ndef main(args, model, loader):\n"
+                "    model = load_model(model, args)\n    optimizer = torch.optim.AdamW(model.parameters())\n"
+                "    for x in loader:\n        loss = model(x).sum()\n"
+                "        loss.backward()\n        optimizer.step()\n"
+            },
+        ),
+        Good(
+            """\
+import torch
 from accelerate import Accelerator
 
 def train(model, loader):
@@ -2179,6 +2214,7 @@ Trainer(precision="bf16-mixed").fit(Net())
             if (
                 training is not None
                 and not training.reach.meets("initialize")
+                and not any(facts.of(sink.call).may_keep_masters for sink in training.sinks)
                 and not input_casts.loses_nothing(cast, Dtype.FP16, guards, training)
             ):
                 fix = None if cast.kind == "construct" else python_edits.without_cast(facts, cast)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from mpguard.document import Document
 
 
-#: A placeholder of Jinja: `{{ name }}`, `{% if x %}`.
-_TEMPLATE = re.compile(rb"\{\{ *\w[\w.]*[^{}:]*\}\}|\{%.*%\}")
+#: A placeholder of Jinja: `{{ name }}`, `{% if x %}`; and one of a shell, outside of strings: `steps=${steps}`.
+_TEMPLATE = re.compile(rb"\{\{ *\w[\w.]*[^{}:]*\}\}|\{%.*%\}|[=(,\s]\$\{\w+\}")
 
 
 def check(data: bytes, context: Context, cells: Sequence[int] = ()) -> FileCheck:
@@ -155,7 +155,7 @@ def _unparsable(data: bytes, context: Context, error: Exception) -> FileCheck:
 
 
 def _is_template(data: bytes, path: str, line: int) -> bool:
-    """True for a template of cookiecutter or Jinja: a placeholder in its path, or where Python finds an error."""
+    """True for a template of cookiecutter, Jinja or a script: a placeholder in its path, or where the error is."""
     near = b"\n".join(data.splitlines()[max(line - 2, 0) : line])
     return bool(_TEMPLATE.search(path.encode("utf-8", "surrogateescape")) or _TEMPLATE.search(near))
 

@@ -84,6 +84,7 @@ def test_a_broken_module_that_a_file_imports_is_read_no_more(tmp_path: Path, mak
     [
         ("{{cookiecutter.name}}/model.py", b"import torch\nx = alpha {\n"),
         ("model.py", b"import {{ cookiecutter.name }}\nx = alpha\n"),
+        ("model.py", b"import torch\nsteps=${steps}\n"),
         ("model.py", b"x = alpha\n{% if cookiecutter.torch %}\nimport torch\n{% endif %}\n"),
     ],
 )
