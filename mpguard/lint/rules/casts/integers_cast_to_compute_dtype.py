@@ -143,18 +143,6 @@ def train(args, model, loader, optimizer):
         Good(
             """\
 import torch
-import whisper
-
-def transcribe(loader):
-    model = whisper.load_model("small").half()
-    for batch in loader:
-        input_ids = batch["input_ids"].half().cuda()
-        print(model.decode(input_ids, whisper.DecodingOptions()))
-"""
-        ),
-        Good(
-            """\
-import torch
 
 def train(model, loader, processor, optimizer):
     for batch in loader:
@@ -172,6 +160,18 @@ def train(model, loader, processor, optimizer):
 
 def convert(state_dict):
     return {k: v.half() for k, v in state_dict.items()}
+"""
+        ),
+        Good(
+            """\
+import torch
+import whisper
+
+def transcribe(loader):
+    model = whisper.load_model("small").half()
+    for batch in loader:
+        input_ids = batch["input_ids"].half().cuda()
+        print(model.decode(input_ids, whisper.DecodingOptions()))
 """
         ),
     )

@@ -220,21 +220,6 @@ def distil(loader):
         ),
         Good(
             """\
-import time
-import torch
-
-model = torch.nn.Embedding(8, 8).cuda().bfloat16()
-optimizer = torch.optim.AdamW(model.parameters())
-start = time.time()
-for i in range(100):
-    loss = model(torch.tensor([[1, 2, 3]], dtype=torch.long).cuda()).sum()
-    loss.backward()
-    optimizer.step()
-    print(i, loss.item(), time.time() - start)
-"""
-        ),
-        Good(
-            """\
 import torch
 
 class ShardedOptimizer:
@@ -628,6 +613,21 @@ def build(dtype):
                 "        loss.backward()\n        optimizer.step()\n",
             },
             name="build.py",
+        ),
+        Good(
+            """\
+import time
+import torch
+
+model = torch.nn.Embedding(8, 8).cuda().bfloat16()
+optimizer = torch.optim.AdamW(model.parameters())
+start = time.time()
+for i in range(100):
+    loss = model(torch.tensor([[1, 2, 3]], dtype=torch.long).cuda()).sum()
+    loss.backward()
+    optimizer.step()
+    print(i, loss.item(), time.time() - start)
+"""
         ),
     )
 

@@ -183,21 +183,6 @@ def main(net, optimizer, loader, accelerator):
         ),
         Good(
             """\
-import torch
-from accelerate import Accelerator
-
-def train(model, optimizer, loader):
-    accelerator = Accelerator(mixed_precision="fp16")
-    model, optimizer = accelerator.prepare(model, optimizer)
-    for x in loader:
-        with torch.cuda.amp.autocast():
-            loss = model.module.encode(x).sum() + model(x).sum()
-        accelerator.backward(loss)
-        optimizer.step()
-"""
-        ),
-        Good(
-            """\
 import contextlib
 import torch
 from accelerate import Accelerator
@@ -461,6 +446,21 @@ class Trainer:
         with self.context():
             loss = self.model(x).sum()
         self.accelerator.backward(loss)
+"""
+        ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+def train(model, optimizer, loader):
+    accelerator = Accelerator(mixed_precision="fp16")
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in loader:
+        with torch.cuda.amp.autocast():
+            loss = model.module.encode(x).sum() + model(x).sum()
+        accelerator.backward(loss)
+        optimizer.step()
 """
         ),
     )

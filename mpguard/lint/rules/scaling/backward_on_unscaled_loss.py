@@ -172,32 +172,6 @@ def forgotten(model, loader):
             """\
 import torch
 
-def make(optimize):
-    def step(state, batch):
-        loss = state["model"](batch).sum()
-        if state["scaler"] is None:
-            loss.backward()
-        else:
-            state["scaler"].scale(loss).backward()
-        optimize(state["optimizer"], scaler=state["scaler"])
-    return step
-
-def optimize(optimizer, scaler):
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
-
-step = make(optimize)
-for batch in loader:
-    step({"model": model, "optimizer": optimizer, "scaler": torch.amp.GradScaler("cuda")}, batch)
-"""
-        ),
-        Good(
-            """\
-import torch
-
 def bf16(args, model, loader):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scaler = torch.amp.GradScaler("cuda", enabled=False)
@@ -652,6 +626,32 @@ class Config:
 config = Config()
 """
             },
+        ),
+        Good(
+            """\
+import torch
+
+def make(optimize):
+    def step(state, batch):
+        loss = state["model"](batch).sum()
+        if state["scaler"] is None:
+            loss.backward()
+        else:
+            state["scaler"].scale(loss).backward()
+        optimize(state["optimizer"], scaler=state["scaler"])
+    return step
+
+def optimize(optimizer, scaler):
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+
+step = make(optimize)
+for batch in loader:
+    step({"model": model, "optimizer": optimizer, "scaler": torch.amp.GradScaler("cuda")}, batch)
+"""
         ),
     )
 

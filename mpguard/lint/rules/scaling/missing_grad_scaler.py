@@ -278,60 +278,6 @@ def train(loader):
         scaler.update()
 """,
         ),
-        Good(
-            """\
-import dataclasses
-import torch
-
-@dataclasses.dataclass
-class Params:
-    lr: float = 1e-3
-    dtype: torch.dtype = torch.float16
-
-class Trainer:
-    def __init__(self, model, params: Params):
-        self.model, self.params = model, params
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=params.lr)
-
-    def step(self, x):
-        with torch.autocast("cuda", dtype=self.params.dtype):
-            loss = self.model(x).sum()
-        loss.backward()
-        self.optimizer.step()
-
-def main(model, loader):
-    trainer = Trainer(model, Params(dtype=torch.bfloat16))
-    for x in loader:
-        trainer.step(x)
-"""
-        ),
-        Bad(
-            """\
-import dataclasses
-import torch
-
-@dataclasses.dataclass
-class Params:
-    lr: float = 1e-3
-    dtype: torch.dtype = torch.bfloat16
-
-class Trainer:
-    def __init__(self, model, params: Params):
-        self.model, self.params = model, params
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=params.lr)
-
-    def step(self, x):
-        with torch.autocast("cuda", dtype=self.params.dtype):
-            loss = self.model(x).sum()
-        loss.backward()  # !
-        self.optimizer.step()
-
-def main(model, loader):
-    trainer = Trainer(model, Params(lr=1e-4, dtype=torch.float16))
-    for x in loader:
-        trainer.step(x)
-"""
-        ),
         Bad(
             """\
 import functools
@@ -361,26 +307,6 @@ def train(model, loader, optimizer):
         scaler.step(optimizer)
         scaler.update()
 """,
-        ),
-        Good(
-            """\
-import functools
-import torch
-
-amp = functools.partial(torch.autocast, "cuda", dtype=torch.bfloat16)
-off = functools.partial(torch.autocast, "cuda", dtype=torch.float16, enabled=False)
-
-def train(model, loader, optimizer):
-    for x in loader:
-        with amp():
-            loss = model(x).sum()
-        loss.backward()
-        optimizer.step()
-        with off():
-            loss = model(x).sum()
-        loss.backward()
-        optimizer.step()
-"""
         ),
         Good(_REJECTS.format(dtype="float16", mark="")),
         Bad(_REJECTS.format(dtype="bfloat16", mark="  # !")),
@@ -2207,6 +2133,80 @@ def train(model, loader):
         scaler.update()
 """,
             files=_ADVERSARIAL,
+        ),
+        Good(
+            """\
+import dataclasses
+import torch
+
+@dataclasses.dataclass
+class Params:
+    lr: float = 1e-3
+    dtype: torch.dtype = torch.float16
+
+class Trainer:
+    def __init__(self, model, params: Params):
+        self.model, self.params = model, params
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=params.lr)
+
+    def step(self, x):
+        with torch.autocast("cuda", dtype=self.params.dtype):
+            loss = self.model(x).sum()
+        loss.backward()
+        self.optimizer.step()
+
+def main(model, loader):
+    trainer = Trainer(model, Params(dtype=torch.bfloat16))
+    for x in loader:
+        trainer.step(x)
+"""
+        ),
+        Bad(
+            """\
+import dataclasses
+import torch
+
+@dataclasses.dataclass
+class Params:
+    lr: float = 1e-3
+    dtype: torch.dtype = torch.bfloat16
+
+class Trainer:
+    def __init__(self, model, params: Params):
+        self.model, self.params = model, params
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=params.lr)
+
+    def step(self, x):
+        with torch.autocast("cuda", dtype=self.params.dtype):
+            loss = self.model(x).sum()
+        loss.backward()  # !
+        self.optimizer.step()
+
+def main(model, loader):
+    trainer = Trainer(model, Params(lr=1e-4, dtype=torch.float16))
+    for x in loader:
+        trainer.step(x)
+"""
+        ),
+        Good(
+            """\
+import functools
+import torch
+
+amp = functools.partial(torch.autocast, "cuda", dtype=torch.bfloat16)
+off = functools.partial(torch.autocast, "cuda", dtype=torch.float16, enabled=False)
+
+def train(model, loader, optimizer):
+    for x in loader:
+        with amp():
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        with off():
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+"""
         ),
     )
 

@@ -94,48 +94,6 @@ for fold in range(5):
     run_fold(fold, build(), loader, f"fold{fold}.pt")
 """,
         ),
-        Bad(
-            """\
-import torch
-
-model = torch.nn.Linear(8, 8).cuda()
-optimizer = torch.optim.AdamW(model.parameters())
-dtype = torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float16
-scaler = torch.amp.GradScaler("cuda", enabled=(dtype == torch.float16))
-checkpoint = torch.load("last.pt")
-model.load_state_dict(checkpoint["model"])
-optimizer.load_state_dict(checkpoint["optimizer"])
-for x in loader:
-    with torch.autocast("cuda", dtype=dtype):
-        loss = model(x).sum()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")  # !
-""",
-            files={"requirements.txt": "torch==2.2.0\n"},
-        ),
-        Good(
-            """\
-import torch
-
-model = torch.nn.Linear(8, 8).cuda()
-optimizer = torch.optim.AdamW(model.parameters())
-dtype = torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float16
-scaler = torch.amp.GradScaler("cuda", enabled=(dtype == torch.float16))
-checkpoint = torch.load("last.pt")
-model.load_state_dict(checkpoint["model"])
-optimizer.load_state_dict(checkpoint["optimizer"])
-for x in loader:
-    with torch.autocast("cuda", dtype=dtype):
-        loss = model(x).sum()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
-""",
-            files={"requirements.txt": "torch==2.6.0\n"},
-        ),
         Good(
             """\
 import torch
@@ -1044,6 +1002,48 @@ class Run:
         state["epoch"] = epoch
         torch.save(state, "last.pt")
 """,
+        ),
+        Bad(
+            """\
+import torch
+
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+dtype = torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float16
+scaler = torch.amp.GradScaler("cuda", enabled=(dtype == torch.float16))
+checkpoint = torch.load("last.pt")
+model.load_state_dict(checkpoint["model"])
+optimizer.load_state_dict(checkpoint["optimizer"])
+for x in loader:
+    with torch.autocast("cuda", dtype=dtype):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")  # !
+""",
+            files={"requirements.txt": "torch==2.2.0\n"},
+        ),
+        Good(
+            """\
+import torch
+
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+dtype = torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float16
+scaler = torch.amp.GradScaler("cuda", enabled=(dtype == torch.float16))
+checkpoint = torch.load("last.pt")
+model.load_state_dict(checkpoint["model"])
+optimizer.load_state_dict(checkpoint["optimizer"])
+for x in loader:
+    with torch.autocast("cuda", dtype=dtype):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+""",
+            files={"requirements.txt": "torch==2.6.0\n"},
         ),
     )
 
