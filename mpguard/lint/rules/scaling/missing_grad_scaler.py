@@ -308,7 +308,6 @@ def train(model, loader, optimizer):
         scaler.update()
 """,
         ),
-        Good(_REJECTS.format(dtype="float16", mark="")),
         Bad(_REJECTS.format(dtype="bfloat16", mark="  # !")),
         Good(
             """\
@@ -2208,6 +2207,7 @@ def train(model, loader, optimizer):
         optimizer.step()
 """
         ),
+        Good(_REJECTS.format(dtype="float16", mark="")),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
