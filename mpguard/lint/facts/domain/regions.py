@@ -264,6 +264,8 @@ class Regions:
             decides = isinstance(node.operator, cst.Or)
             sides = {self._truth(node.left, call), self._truth(node.right, call)}
             return decides if decides in sides else None if None in sides else not decides
+        if isinstance(node, cst.Comparison):
+            return self.facts.values.truth(node, call.scope, call.order)
         known = set(self.facts.constants(node, call))
         return True if known == {True} else False if known == {False} else None
 

@@ -167,7 +167,7 @@ class Values:
             assert isinstance(node, cst.Attribute)
             return self._attribute(self.evaluate(node.value, scope, order), node.attr.value)
         if type(node) is cst.IfExp:
-            known = self._truth(node.test, scope, order)
+            known = self.truth(node.test, scope, order)
             if known is not None:
                 return self.evaluate(node.body if known else node.orelse, scope, order)
             condition = self.facts.condition(node.test, scope)
@@ -254,7 +254,7 @@ class Values:
             if isinstance(each.atom, Object)
         )
 
-    def _truth(self, test: cst.CSTNode, scope: Scope, order: int) -> bool | None:
+    def truth(self, test: cst.CSTNode, scope: Scope, order: int) -> bool | None:
         """Return the truth of a tested name, or of a comparison with constants, if all values agree, else None."""
         if self.facts.always_supports_bf16() and _asks_for_bf16(test):
             return True
@@ -268,6 +268,8 @@ class Values:
     def _compared(self, test: cst.Comparison, scope: Scope, order: int) -> set[bool]:
         """Return the truth values of a comparison of a name with constants; nothing if a value is unknown."""
         if len(test.comparisons) != 1 or not dotted(test.left):
+            return set()
+        if "exec" in self.facts.calls:  # a config, or the command line, may set the name
             return set()
         how, other = test.comparisons[0].operator, test.comparisons[0].comparator
         compare = _COMPARES.get(type(how))

@@ -1045,6 +1045,27 @@ for x in loader:
 """,
             files={"requirements.txt": "torch==2.6.0\n"},
         ),
+        Good(
+            """\
+import torch
+
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+dtype = "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float16"
+scaler = torch.amp.GradScaler("cuda", enabled=(dtype == "float16"))
+checkpoint = torch.load("last.pt")
+model.load_state_dict(checkpoint["model"])
+optimizer.load_state_dict(checkpoint["optimizer"])
+for x in loader:
+    with torch.autocast("cuda", dtype=getattr(torch, dtype)):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+""",
+            files={"requirements.txt": "torch==2.6.0\n"},
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -1160,7 +1181,7 @@ for x in loader:
         if not self._is_used(scaler, facts):
             return False
         enabled = facts.enabled(scaler.call, facts.called_path(scaler.call))
-        return not scales_without_need(scaler, enabled, facts)
+        return enabled.possible and not scales_without_need(scaler, enabled, facts)
 
     def _keys(self, scaler: Event, facts: Facts) -> Iterator[str]:
         """Yield the names that a scaler is bound to."""
