@@ -33,6 +33,7 @@ from mpguard.lint.facts.values.lattice import (
     Object,
     Ref,
     TupleValue,
+    constants_of,
     element_at,
     ref,
     restrict,
@@ -261,7 +262,7 @@ class Values:
         if isinstance(test, cst.Comparison):
             truths = self._compared(test, scope, order)
         else:
-            values = self._constants(test, scope, order) if dotted(test) else []
+            values = constants_of(self.evaluate(test, scope, order)) if dotted(test) else []
             truths = {bool(value) for value in values}
         return truths.pop() if len(truths) == 1 else None
 
@@ -273,21 +274,16 @@ class Values:
             return set()
         how, other = test.comparisons[0].operator, test.comparisons[0].comparator
         compare = _COMPARES.get(type(how))
-        values = self._constants(test.left, scope, order)
+        values = constants_of(self.evaluate(test.left, scope, order))
         if compare is not None:
-            return {compare(value, each) for each in self._constants(other, scope, order) for value in values}
+            others = constants_of(self.evaluate(other, scope, order))
+            return {compare(value, each) for each in others for value in values}
         if isinstance(how, (cst.In, cst.NotIn)) and isinstance(other, (cst.Tuple, cst.List, cst.Set)):
-            wanted = [self._constants(each.value, scope, order) for each in other.elements]
+            wanted = [constants_of(self.evaluate(each.value, scope, order)) for each in other.elements]
             if all(len(each) == 1 for each in wanted):
                 listed = [each[0] for each in wanted]
                 return {(value in listed) is isinstance(how, cst.In) for value in values}
         return set()
-
-    def _constants(self, node: cst.CSTNode, scope: Scope, order: int) -> list[object]:
-        """Return the constants that an expression may be; nothing if it may be anything else."""
-        atoms = [each.atom for each in self.evaluate(node, scope, order)]
-        found = [atom.value for atom in atoms if isinstance(atom, Constant)]
-        return found if len(found) == len(atoms) else []
 
     # -- names --------------------------------------------------------------------------------------
 
