@@ -134,8 +134,33 @@ def required(folder: str, top: str, package: str) -> Required:
         if place == last:
             break
     found = found or Required()
+    if package == "torch" and found == Required():
+        return _of_companions(folder, top)
     below, needed = _NEEDS_TORCH.get(package, (None, ()))
     return found.bounded(below) if needed and required(folder, top, "torch").before(needed) else found
+
+
+def _of_companions(folder: str, top: str) -> Required:
+    """Return the versions of torch that belong to the required torchaudio or torchvision."""
+    for package in ("torchaudio", "torchvision"):
+        found = required(folder, top, package)
+        low, below = _torch_with(package, found.low), _torch_with(package, found.below)
+        if low is not None or below is not None:
+            return Required(low, below)
+    return Required()
+
+
+def _torch_with(package: str, version: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Return the torch that a companion was released with: torchaudio 0.8 with 1.8, torchvision 0.9 with 1.8.
+
+    From torch 2.0 on torchaudio has its version, and torchvision 0.15 came with 2.0, 0.16 with 2.1.
+    """
+    if version is None or len(version) < 2 or (package == "torchaudio" and version[0] >= 2):
+        return version if version is not None and len(version) >= 2 else None
+    if version[0] != 0:
+        return None
+    minor = version[1] + (0 if package == "torchaudio" else -1)
+    return (1, minor, *version[2:]) if minor <= 13 else (2, minor - 14, *version[2:])
 
 
 def _files(folder: Path) -> list[Path]:

@@ -376,7 +376,7 @@ class ForwardFlow:
     def used(self, rest: str, use: Record) -> None:
         """Follow one use; `rest` is the attribute path after the name."""
         parts = rest.split(".") if rest else []
-        if parts and parts[0] in _METADATA and parts[0] != "data":
+        if any(part in _METADATA and part != "data" for part in parts):
             return
         parent = self.facts.index.parents.get(use.node)
         if isinstance(parent, cst.Call) and parent.func is use.node:

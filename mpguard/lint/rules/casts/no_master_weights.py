@@ -629,6 +629,25 @@ for i in range(100):
     print(i, loss.item(), time.time() - start)
 """
         ),
+        Good(
+            """\
+import torch
+from transformers import AutoModel
+
+class Prompts(torch.nn.Module):
+    def __init__(self, encoder):
+        super().__init__()
+        self.encoder = encoder
+
+def train(loader):
+    prompts = Prompts(AutoModel.from_pretrained("base", dtype=torch.bfloat16))
+    flow = torch.nn.Linear(prompts.encoder.config.hidden_size, 8)
+    optimizer = torch.optim.AdamW(flow.parameters(), lr=1e-5)
+    for x in loader:
+        flow(x).sum().backward()
+        optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import Bad, Binding, Diagnostic, Event, Facts, Good, Rule, any_of, dotted, fp8_facts
+from mpguard.lint import Bad, Binding, Diagnostic, Event, Facts, Good, Rule, any_of, dotted, fp8_facts, text_of
 
 #: Names that show that the code applies a scale or limits the range.
 _SCALES = re.compile(r"(?i)scale|amax|absmax|quant|clamp|clip|448|57344|finfo|fp8_max")
@@ -77,6 +77,17 @@ probe = torch.ones(4).to(torch.float8_e4m3fn)
 same = layer.weight.to(other.dtype)
 """
         ),
+        Good(
+            """\
+import torch
+
+def convert(model, table):
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight = torch.nn.Parameter(layer.weight.to(torch.float8_e4m3fn))
+            setattr(layer, "fp8_scale", table[name])
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -113,5 +124,7 @@ same = layer.weight.to(other.dtype)
             if any(_SCALES.search(key) for key in scope.bindings):
                 return True
             if any(_SCALES.search(use.path) for uses in scope.uses.values() for use in uses):
+                return True
+            if any(call.path == "setattr" and _SCALES.search(text_of(call.node)) for call in scope.calls):
                 return True
         return False

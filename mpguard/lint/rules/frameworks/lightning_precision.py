@@ -135,6 +135,19 @@ trainer = L.Trainer(max_epochs=1, precision="16-mixed")
         Good(
             """\
 import lightning as L
+from lightning.fabric.strategies import DeepSpeedStrategy
+
+devices = 6
+fabric = L.Fabric(strategy=DeepSpeedStrategy(stage=3) if devices > 1 else "auto", precision="bf16-true")
+model, optimizer = fabric.setup(model, optimizer)
+for x in loader:
+    fabric.backward(model(x).sum())
+    optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import lightning as L
 import pytorch_lightning as pl
 import torch
 from composer import Trainer
@@ -272,9 +285,12 @@ def main(model, loader):
         )
 
     def _trains(self, made: Call, facts: Facts) -> bool:
-        """True if `fit` or `backward` of the object is called, in code that is not a test and has no adapters."""
+        """True if `fit` or `backward` of the object is called, in no test, without adapters and DeepSpeed."""
         if facts.is_inference(made):
             return False
+        strategy = made.keywords.get("strategy")
+        if strategy is not None and "deepspeed" in facts.text(strategy, made).lower():
+            return False  # its engine keeps FP32 masters
         for scope in facts.scopes:
             if any(library_names.ADAPTER_NAMES.search(key) for key in (*scope.bindings, *scope.uses, scope.name)):
                 return False

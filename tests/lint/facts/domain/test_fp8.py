@@ -160,7 +160,7 @@ def test_what_a_project_installs(file: str, text: str, expected: Required, tmp_p
 
 def test_a_readme_does_not_pin_what_a_list_leaves_open(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("    pip install torch==2.1\n")
-    (tmp_path / "requirements.txt").write_text("torch\ntorchvision==0.16\n")
+    (tmp_path / "requirements.txt").write_text("torch\ntorchvision\n")
     assert required(str(tmp_path), str(tmp_path), "torch") == Required()
 
 
@@ -217,3 +217,19 @@ def test_an_old_torch_bounds_what_needs_a_newer_one(torch: str, old: bool, tmp_p
     (tmp_path / "requirements.txt").write_text(f"torch=={torch}\naccelerate\npytorch-lightning>=1.5\n")
     for package, version in (("accelerate", (1, 0)), ("pytorch-lightning", (2, 0))):
         assert required(str(tmp_path), str(tmp_path), package).before(version) is old
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("torchaudio==0.8.0", Required((1, 8, 0), (1, 8, 1))),
+        ("torchvision==0.13.1", Required((1, 12, 1), (1, 12, 2))),
+        ("torchvision==0.16.0", Required((2, 1, 0), (2, 1, 1))),
+        ("torchaudio==2.1.0", Required((2, 1, 0), (2, 1, 1))),
+        ("torchvision", Required()),
+        ("torch==2.6.0\ntorchvision==0.13.1", Required((2, 6, 0), (2, 6, 1))),
+    ],
+)
+def test_a_companion_of_torch_tells_its_version(line: str, expected: Required, tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text(line + "\n")
+    assert required(str(tmp_path), str(tmp_path), "torch") == expected
