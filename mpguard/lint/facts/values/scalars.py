@@ -142,6 +142,8 @@ class Scalars:
         The default counts without a call, where a call passes nothing else, and if there may be calls that are unknown.
         """
         scope, default = param.scope, self.number(param.value, param, depth - 1)
+        if default is None and param.value is not None:  # `scale=None`: whatever the callers pass
+            return None
         calls = self.facts.callers(scope)
         is_known = bool(calls) and not self.facts.escapes(scope)
         if not calls and default is not None:  # those in modules that do not train

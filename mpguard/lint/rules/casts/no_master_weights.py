@@ -83,7 +83,7 @@ class NoMasterWeights(Rule):
     message = "`{expr}` makes the weights {dtypes}, and a plain optimizer updates them"
     help = "keep the weights in FP32 and compute in BF16 by autocast, or use an optimizer with stochastic rounding"
     triggers = (
-        any_of(b"bfloat16", b"bf16", b"DTYPE", b"_dtype", b"dtype)"),
+        any_of(b"bfloat16", b"bf16", b"DTYPE"),
         any_of(b".bfloat16()", b".to(", b".type(", b"dtype"),
     )
     triggers_nearby = (
@@ -583,7 +583,7 @@ def train(path):
 import torch
 from net import Net
 
-def build(dtype):
+def build(dtype=torch.bfloat16):
     model = Net().to("cuda", dtype)  # !
     return model, torch.optim.AdamW(model.parameters(), lr=1e-5)
 """,
@@ -601,7 +601,7 @@ def build(dtype):
 import torch
 from net import Net
 
-def build(dtype):
+def build(dtype=torch.bfloat16):
     model = Net().to("cuda", dtype)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-5)
 """,
