@@ -1327,7 +1327,7 @@ def load_model(model, args):
     return model.to(args.device)
 """,
             files={
-                "train.py": "import torch\nfrom fp16 import FP16_Optimizer\n"
+                "finetune.py": "import torch\nfrom fp16 import FP16_Optimizer\n"
                 "from example import load_model\n\ndef main(args, model, loader):\n"
                 "    model = load_model(model, args)\n    optimizer = torch.optim.AdamW(model.parameters())\n"
                 "    if args.fp16:\n        optimizer = FP16_Optimizer(optimizer)\n"
@@ -1345,7 +1345,7 @@ def load_model(model, args):
     return model.to(args.device)
 """,
             files={
-                "train.py": "import torch\n"
+                "finetune.py": "import torch\n"
                 "from example import load_model\n\ndef main(args, model, loader):\n"
                 "    model = load_model(model, args)\n    optimizer = torch.optim.AdamW(model.parameters())\n"
                 "    for x in loader:\n        loss = model(x).sum()\n"
