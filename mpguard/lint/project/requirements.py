@@ -32,7 +32,6 @@ _NOT_IN_IMAGES = {"transformer_engine": ((25, 9), "<2.9")}
 _NEEDS_TORCH = {
     "accelerate": ((1, 0), (1, 10)),
     "lightning": ((2, 0), (1, 11)),
-    "pytorch_lightning": ((2, 0), (1, 11)),
     "pytorch-lightning": ((2, 0), (1, 11)),
 }
 #: One bound of a rule's `versions`.
@@ -155,10 +154,10 @@ def _torch_with(package: str, version: tuple[int, ...] | None) -> tuple[int, ...
 
     From torch 2.0 on torchaudio has its version, and torchvision 0.15 came with 2.0, 0.16 with 2.1.
     """
-    if version is None or len(version) < 2 or (package == "torchaudio" and version[0] >= 2):
-        return version if version is not None and len(version) >= 2 else None
-    if version[0] != 0:
+    if version is None or len(version) < 2:
         return None
+    if version[0] != 0:
+        return version if package == "torchaudio" and version[0] >= 2 else None
     minor = version[1] + (0 if package == "torchaudio" else -1)
     return (1, minor, *version[2:]) if minor <= 13 else (2, minor - 14, *version[2:])
 

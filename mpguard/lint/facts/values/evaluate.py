@@ -586,17 +586,16 @@ class Values:
         call, cls = atom.call, atom.cls
         if call is None or cls is None or not call.node.args or cls.method("__init__") is not None:
             return None
-        fields = [key for key in cls.bindings if "." not in key]
-        if name not in fields:
+        if name not in cls.bindings:
             return None
         values = self.facts.of(call).values
         if name in call.keywords:
             return values.evaluate(call.keywords[name], call.scope, call.order)
         if not cls.decorators:
             return None
-        place = _fields(cls).index(name) if name in _fields(cls) else len(call.positional)
-        if place < len(call.positional):
-            return values.evaluate(call.positional[place], call.scope, call.order)
+        by_place = dict(zip(_fields(cls), call.positional, strict=False))
+        if name in by_place:
+            return values.evaluate(by_place[name], call.scope, call.order)
         if not call.starred:
             return None
         mappings = [arg.value for arg in call.node.args if arg.star == "**"]
