@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from mpguard.document.nodes import MAX_DEPTH, MAX_VALUES, DocumentTree, Node, Pair, Problem, Unreadable
 
+_COMMENT = re.compile(r"(?:#|//)[^\r\n]*|/\*.*?\*/", re.DOTALL)
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"')
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
@@ -28,7 +29,7 @@ def read_json(text: str) -> DocumentTree:
     try:
         return DocumentTree(reader.document(), reader.problems)
     except Unreadable as error:
-        return DocumentTree(None, [error.problem])
+        return DocumentTree(None, [error.problem, *reader.problems])
 
 
 class _Ended(Protocol):
@@ -75,6 +76,8 @@ class JsonScanner:
         while self.text[at : at + 1] != "}":
             if not first:
                 at = self._after_comma(at, "}")
+                if self.text[at : at + 1] == "}":
+                    break
             first = False
             if self.text[at : at + 1] != '"':
                 raise self._unexpected(at, 'a key in double quotes (")')
@@ -93,6 +96,8 @@ class JsonScanner:
         while self.text[at : at + 1] != "]":
             if not first:
                 at = self._after_comma(at, "]")
+                if self.text[at : at + 1] == "]":
+                    break
             first = False
             value = read(at)
             yield value
@@ -111,15 +116,17 @@ class JsonScanner:
             raise self._unexpected(at, f"`,` or `{closing}`")
         after = self.skip_space(at + 1)
         if self.text[after : after + 1] == closing:
-            raise Unreadable(f"invalid JSON: a comma before `{closing}`. Remove it", at)
+            self.extra_comma(at, closing)
         return after
+
+    def extra_comma(self, at: int, closing: str) -> None:
+        """Handle a comma after the last member or item."""
+        raise Unreadable(f"invalid JSON: a comma before `{closing}`. Remove it", at)
 
     def _unexpected(self, at: int, wanted: str) -> Unreadable:
         rest = self.text[at : at + 2]
         if not rest:
             return Unreadable(f"invalid JSON: the file ends where {wanted} is needed", at, at)
-        if rest in ("//", "/*") or rest[0] == "#":
-            return Unreadable("invalid JSON: JSON has no comments. Remove this one", at)
         if rest[0] == "'":
             return Unreadable('invalid JSON: strings are in double quotes (")', at)
         what = "a NUL byte" if rest[0] == "\0" else f"{rest[0]!r}"
@@ -127,12 +134,25 @@ class JsonScanner:
 
 
 class _Reader(JsonScanner):
-    """Reads a whole text into nodes."""
+    """Reads a whole text into nodes. Commas before a bracket and comments, which hjson accepts, are problems."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.problems: list[Problem] = []
         self._values = 0
+
+    def skip_space(self, at: int) -> int:
+        at = super().skip_space(at)
+        while comment := _COMMENT.match(self.text, at):
+            message = "invalid JSON: JSON has no comments. Remove this one"
+            if all(each.span[0] != at for each in self.problems):  # a place may be looked at twice
+                self.problems.append(Problem(message, comment.span(), hjson=True))
+            at = super().skip_space(comment.end())
+        return at
+
+    def extra_comma(self, at: int, closing: str) -> None:
+        message = f"invalid JSON: a comma before `{closing}`. Remove it"
+        self.problems.append(Problem(message, (at, at + 1), hjson=True))
 
     def document(self) -> Node | None:
         """Return the root node; None for an empty text."""

@@ -24,12 +24,14 @@ MAX_LENGTH = 1 << 20
 class Problem:
     """A reason why a file is not a config, or not the one that people read: what is wrong, what to do, and where.
 
-    repeats: the name of the key, if the problem is that it is there twice.
+    repeats: the name of the key, if the problem is that it is there twice. hjson: DeepSpeed's own reader, hjson, reads
+    the file as it is meant; Trainer and accelerate, which read with `json`, refuse it.
     """
 
     message: str
     span: Span
     repeats: str = ""
+    hjson: bool = False
 
 
 class Unreadable(Exception):

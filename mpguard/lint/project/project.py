@@ -431,6 +431,12 @@ class Project:
             top = tree.top_of(file.parent)
             return not tree.is_project(top) or references.may_read_deepspeed(top, file)
 
+    def deepspeed_config_read_as_json(self, path: str) -> bool:
+        """True if something in the project may read a DeepSpeed config by a stricter reader than DeepSpeed's."""
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(Path(path).absolute().parent)
+            return not tree.is_project(top) or references.may_read_deepspeed_as_json(top)
+
     def parser_of(self, path: str, size: int) -> Callable[[str], Tree]:
         """Return what parses the statements of a file, once for its own check and for those of files that use it."""
         from mpguard.lint.source import incremental

@@ -41,6 +41,11 @@ _READS_DEEPSPEED = re.compile(
     rb"deepspeed\.init|\binitialize\(|DeepSpeed(?:Plugin|Strategy|Engine)|HfArgumentParser|TrainingArguments"
     rb"|Trainer\(|(?i:accelerat|lightning)"
 )
+#: Code or commands that read a DeepSpeed config with `json`.
+_READS_AS_JSON = re.compile(
+    rb"HfArgumentParser|TrainingArguments|Trainer\(|[Aa]ccelerator\(|accelerate launch|[Ll]ightning"
+    rb"|json\.loads?\([^\n]*(?i:deepspeed|ds_?conf|zero)"
+)
 #: `deepy.py` is the launcher of GPT-NeoX, and `NeoXArgs` reads its configs, of which DeepSpeed gets a part.
 _NAMES_DEEPSPEED = re.compile(
     rb"(?i)deepspeed|HfArgumentParser|TrainingArguments|accelerat|lightning|neox_?arg|deepy\.py"
@@ -60,7 +65,7 @@ _USES, _LOOKS_UP, _READS, _ASKS, _CALLS = "use ", "looks up", "reads deepspeed",
 _WHERE, _SETS, _DERIVES = "where ", "sets ", "derives "
 _RUNS, _UPDATES, _COMPILES, _ALONE = "runs", "updates a scaler", "compiles", "alone"
 _OPTION, _PASSES, _GIVES, _NAMES = "reads option ", "passes option ", "gives option ", "names value "
-_UNREAD = "unread keys"
+_UNREAD, _READS_JSON = "unread keys", "reads deepspeed as json"
 #: A line of a YAML or TOML that asks for low precision: indentation, key, value.
 _PRECISION_KEY = re.compile(
     rb"^([ \t]*)[\"']?((?:use_|enable_)?(?:mixed_precision|fp16|bf16|fp8|amp|allow_tf32|tf32|float32_matmul_precision"
@@ -116,6 +121,14 @@ def users(top: Path, file: Path, name: str) -> list[str] | None:
 def may_derive(top: Path, file: Path, name: str) -> bool:
     """True if a class of another file of a project may derive from a class of a file."""
     return _asked(top, file, _DERIVES + name)
+
+
+def may_read_deepspeed_as_json(top: Path) -> bool:
+    """True if something in a project may read a DeepSpeed config with `json`, as Trainer, accelerate and Lightning do.
+
+    DeepSpeed itself reads it with hjson, which accepts comments and commas before a bracket.
+    """
+    return _asked(top, "", _READS_JSON)
 
 
 def may_look_up(top: Path) -> bool:
@@ -239,6 +252,8 @@ def answer(top: str, file: str, question: str) -> bool | list[str]:
             others = (each for each in files if each != file)
             own = file.endswith(PYTHON) and _READS_DEEPSPEED.search(stripped(_content(file)))
             return bool(own) or any(_NAMES_DEEPSPEED.search(_content(each)) for each in others)
+        if question == _READS_JSON:
+            return any(_READS_AS_JSON.search(_content(each)) for each in files)
         if question.startswith(_ASKS):
             word = question.removeprefix(_ASKS).encode()
             return any(word in _content(each).lower() for each in files if not each.endswith(PYTHON))

@@ -16,6 +16,9 @@ class UnreadableConfig(EngineRule):
     axolotl), or, if it does not parse, lines that resemble them. Other files are ignored unless they are named on the
     command line. In YAML of another program than accelerate, a key that is there twice is reported only if its name has
     to do with precision.
+
+    DeepSpeed reads its JSON with hjson, which accepts comments and a comma before a bracket; Trainer, accelerate and
+    Lightning use `json`, which does not. Both are reported unless nothing in the project reads configs with `json`.
     """
 
     code, name = "MPG003", "unreadable-config"
@@ -68,5 +71,23 @@ mixed_precision: bf16
 num_processes: 1
 """,
             name="mp.yaml",
+        ),
+        Good(
+            """\
+{
+  // read by deepspeed.initialize alone
+  "bf16": {"enabled": true},
+  "zero_optimization": {"stage": 2},
+}
+""",
+            name="ds_config.json",
+            files={
+                "pyproject.toml": "[project]\nname = 'translate'\n",
+                "translate.py": """\
+import deepspeed
+
+engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
+""",
+            },
         ),
     )

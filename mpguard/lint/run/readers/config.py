@@ -79,6 +79,9 @@ def check(data: bytes, context: Context) -> FileCheck:
     ours = named or ((kind is not None or broken) and not _is_template(read))
     if context.is_on(CONFIG) and ours:
         problems = [each for each in read.problems if _matters(each, read)]
+        if kind == "deepspeed" and any(each.hjson for each in problems):
+            is_refused = context.project.deepspeed_config_read_as_json(context.path)
+            problems = [each for each in problems if is_refused or not each.hjson]
         diagnostics = [Diagnostic(CONFIG, each.span, each.message) for each in problems]
     if kind is not None and isinstance(read.data, dict):
         rules = [
