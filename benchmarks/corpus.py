@@ -71,6 +71,8 @@ HEADINGS = {
     "wide21": "99 more of that list, after the rules were changed because of the first",
     "wide22": "The last 79 of that list, after the rules were changed because of these two",
     "wide23": "86 more, closed before the rules were changed because of the last of these",
+    "wide24": "55 more, closed before the rules were changed because of all lots before",
+    "wide25": "The other 73 of that list, after the rules were changed because of the first",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")
