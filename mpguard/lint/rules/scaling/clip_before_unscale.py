@@ -1013,6 +1013,24 @@ def measure(model, loader, optimizer):
         print(float(norm))
 """,
         ),
+        Bad(
+            """\
+import torch
+
+def train(args, model, loader, optimizer, scaler):
+    for i, x in enumerate(loader):
+        optimizer.zero_grad()
+        if args.accum_freq == 1:
+            scaler.scale(model(x).sum()).backward()
+        else:
+            for part in x.chunk(args.accum_freq):
+                scaler.scale(model(part).sum()).backward()
+        if args.device != "tpu" and args.grad_clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip_norm)  # !
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -2208,6 +2208,60 @@ def train(model, loader, optimizer):
 """
         ),
         Good(_REJECTS.format(dtype="float16", mark="")),
+        Bad(
+            """\
+import dataclasses
+
+import torch
+
+@dataclasses.dataclass
+class Params:
+    dtype: torch.dtype = torch.float16
+
+class Finetuning:
+    def __init__(self, model, params):
+        self.model, self.params = model, params
+        self.optimizer = torch.optim.AdamW(model.parameters())
+
+    def run(self, loader):
+        for x in loader:
+            with torch.autocast("cuda", dtype=self.params.dtype):
+                loss = self.model(x).sum()
+            loss.backward()  # !
+            self.optimizer.step()
+""",
+            name="finetuning.py",
+            fixed="""\
+import dataclasses
+
+import torch
+
+@dataclasses.dataclass
+class Params:
+    dtype: torch.dtype = torch.float16
+
+class Finetuning:
+    def __init__(self, model, params):
+        self.model, self.params = model, params
+        self.optimizer = torch.optim.AdamW(model.parameters())
+
+    def run(self, loader):
+        scaler = torch.amp.GradScaler("cuda", enabled=self.params.dtype == torch.float16)
+        for x in loader:
+            with torch.autocast("cuda", dtype=self.params.dtype):
+                loss = self.model(x).sum()
+            scaler.scale(loss).backward()
+            scaler.step(self.optimizer)
+            scaler.update()
+""",
+            files={
+                "pyproject.toml": "",
+                "main.py": "import sys\n\nimport torch\nfrom finetuning import Finetuning, Params\n"
+                "\ndtype = torch.float16 if sys.argv[1] != 'cpu' else torch.bfloat16\n"
+                "tuning = Finetuning(torch.nn.Linear(8, 8).cuda(), Params(dtype=dtype))\n"
+                "tuning.run(torch.rand(4, 2, 8, device='cuda'))\n",
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
