@@ -148,6 +148,20 @@ class CallGraph:
                 found.setdefault(method.scope, (method, []))[1].append(each.scope)
         return list(found.values())
 
+    def overriding(self, cls: Scope, name: str) -> tuple[list[tuple[Class, Binding]], bool]:
+        """Return the bindings with which classes that derive from a class set an attribute of its body anew.
+
+        The second result is True if objects of the class itself, or of one that inherits the attribute, may exist.
+        """
+        found: list[tuple[Class, Binding]] = []
+        is_used = self._has_objects(cls)
+        inherited = self.attributes(cls).get(name, [])
+        for each in self.derived(cls):
+            own = [b for b in each.facts.graph.attributes(each.scope).get(name, ()) if b not in inherited]
+            found += [(each, binding) for binding in own]
+            is_used = is_used or (not own and each.facts.graph._has_objects(each.scope))
+        return found, is_used
+
     def method(self, cls: Scope, name: str, above: bool = False) -> Function | None:
         """Return a method of a class, which may be inherited from a class of the tree, or None.
 

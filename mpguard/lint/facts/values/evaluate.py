@@ -317,6 +317,8 @@ class Values:
                         break
                 if len(bindings) > _MAX_ALTERNATIVES:
                     found += NOTHING_KNOWN
+                if key.startswith("self.") and all(each.scope.kind == "class" for each in bindings):
+                    found = self._of_derived(key[5:], scope, found)
                 if length == 1 and bindings[0].scope.kind == "module":
                     found += self._executed(bindings[0])
             is_param = length == 1 < len(parts) and all(binding.kind == "param" for binding in bindings)
@@ -326,6 +328,14 @@ class Values:
                 return self._set_elsewhere(path) or found
             return found
         return None
+
+    def _of_derived(self, name: str, scope: Scope, found: Alternatives) -> Alternatives:
+        """Return the alternatives of a class attribute, with those that derived classes give it."""
+        if scope.owner is None:
+            return found
+        others, is_used = self.facts.graph.overriding(scope.owner, name)
+        values = (each for cls, binding in others for each in cls.facts.values.bound(binding))
+        return (*(found if is_used or not others else ()), *values)
 
     def _executed(self, binding: Binding) -> Alternatives:
         """Return what a config of the project may set a setting of a script to, which runs one with `exec`."""

@@ -2262,6 +2262,69 @@ class Finetuning:
                 "tuning.run(torch.rand(4, 2, 8, device='cuda'))\n",
             },
         ),
+        Good(
+            """\
+import torch
+
+class BaseTrainer:
+    DTYPE = torch.float16
+
+    def fit(self, loader):
+        for x in loader:
+            with torch.autocast("cuda", dtype=self.DTYPE):
+                loss = self.model(x).sum()
+            loss.backward()
+            self.optimizer.step()
+""",
+            name="base_trainer.py",
+            files={
+                "pyproject.toml": "",
+                "trainer.py": "import torch\nfrom base_trainer import BaseTrainer\n\n"
+                "class Trainer(BaseTrainer):\n    DTYPE = torch.bfloat16\n\n"
+                "    def __init__(self, model):\n        self.model = model\n"
+                "        self.optimizer = torch.optim.AdamW(model.parameters())\n\n"
+                "Trainer(torch.nn.Linear(8, 8).cuda()).fit(torch.rand(4, 2, 8, device='cuda'))\n",
+            },
+        ),
+        Bad(
+            """\
+import torch
+
+class BaseTrainer:
+    DTYPE = torch.bfloat16
+
+    def fit(self, loader):
+        for x in loader:
+            with torch.autocast("cuda", dtype=self.DTYPE):
+                loss = self.model(x).sum()
+            loss.backward()  # !
+            self.optimizer.step()
+""",
+            name="base_trainer.py",
+            files={
+                "pyproject.toml": "",
+                "trainer.py": "import torch\nfrom base_trainer import BaseTrainer\n\n"
+                "class Trainer(BaseTrainer):\n    DTYPE = torch.float16\n\n"
+                "    def __init__(self, model):\n        self.model = model\n"
+                "        self.optimizer = torch.optim.AdamW(model.parameters())\n\n"
+                "Trainer(torch.nn.Linear(8, 8).cuda()).fit(torch.rand(4, 2, 8, device='cuda'))\n",
+            },
+            fixed="""\
+import torch
+
+class BaseTrainer:
+    DTYPE = torch.bfloat16
+
+    def fit(self, loader):
+        scaler = torch.amp.GradScaler("cuda")
+        for x in loader:
+            with torch.autocast("cuda", dtype=self.DTYPE):
+                loss = self.model(x).sum()
+            scaler.scale(loss).backward()
+            scaler.step(self.optimizer)
+            scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
