@@ -294,6 +294,13 @@ def test_unrelated_yaml_and_json_in_folders_has_no_findings(mpguard: Any) -> Non
     assert mpguard("lint").status == 1, "a config that was broken is reported wherever it is"
 
 
+def test_what_git_lfs_has_not_fetched_is_no_python_unless_it_is_named(mpguard: Any) -> None:
+    for name in ("model.py", "demo.ipynb"):
+        Path(name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 45\n")
+        assert mpguard("lint", "--select", "ALL").status == 0
+        assert mpguard("lint", name).status == 1
+
+
 def test_a_syntax_error_in_a_folder_is_found_when_selected(mpguard: Any) -> None:
     Path("broken.py").write_text("def f(:\n")
     assert mpguard("lint").status == 0

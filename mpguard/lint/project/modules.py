@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mpguard.core import tracked_fs
-from mpguard.lint.project import summaries, tree
-from mpguard.lint.source.files import NOTEBOOK
+from mpguard.lint.project import references, summaries, tree
+from mpguard.lint.source.files import NOTEBOOK, is_ignored
 from mpguard.lint.source.source import Source
 from mpguard.lint.source.text import Unparsable
 
@@ -34,6 +34,8 @@ _SETS = re.compile(r"\b__getattr(?:ibute)?__\b|\b__dict__\b|\bvars\(|\bsetattr\(
 _MAIN = re.compile(r"^if[ \t]*\(?__name__[ \t]*==", re.M)
 #: Modules that a build writes.
 _BUILT = re.compile(r"version|_pb2|^_|_ext\b|_cuda|_C$|generated|(?:^|_)build")
+#: Code of a package that searches its modules in other folders, or makes them.
+_FINDS_MODULES = re.compile(r"__path__|\bextend_path\b|\bsys\.(?:modules|meta_path)\b|\bexec\(|\b__getattr__\b")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -151,10 +153,40 @@ def in_project(path: str) -> bool:
 
 
 def find(module: str, from_path: str) -> ParsedModule | None:
-    """Return the module of a project that an import finds, where no other one can be meant.
+    """Return the module of a project that an import finds, where no other one can be meant."""
+    found = _searched(module, from_path)
+    return _below(*found) if found is not None else None
 
-    Relative imports are certain, those of the package that the file is in, those of a script's own folder, and, if the
-    script sets `sys.path`, those of a folder around it that is the only one with such a module.
+
+def is_missing(module: str, from_path: str) -> bool:
+    """True if a package of the project, which no other one can be, has no module that an import names."""
+    found = _searched(module, from_path)
+    if found is None:
+        return False
+    base, parts = found
+    for part in parts:
+        inner = os.path.join(base, part)
+        init = os.path.join(base, "__init__.py")
+        if tracked_fs.is_file(os.path.join(inner, "__init__.py")):
+            base = inner
+            continue
+        return (
+            tracked_fs.is_file(init)
+            and not tracked_fs.is_file(f"{inner}.py")
+            and not _may_be_built(base, part)
+            and _FINDS_MODULES.search(text_of(init)) is None
+            and not is_ignored(inner)
+            and not is_ignored(f"{inner}.py")
+        )
+    return False
+
+
+def _searched(module: str, from_path: str) -> tuple[str, list[str]] | None:
+    """Return the folder in which an import of a project is searched, and the names below it; None if it is unclear.
+
+    Relative imports are certain, those of the package that the file is in, those of a script's own folder, those of the
+    package that the project builds, and, if the script sets `sys.path`, those of a folder around it that is the only
+    one with such a module.
     """
     file = os.path.abspath(from_path)
     folder = os.path.dirname(file)
@@ -175,18 +207,22 @@ def find(module: str, from_path: str) -> ParsedModule | None:
             base = folder
             if not _has(base, parts[0]):
                 around = [each for each in _folders_around(folder, top) if _has(each, parts[0])]
-                if len(around) != 1 or "sys.path" not in text_of(file):
+                if len(around) != 1 or not ("sys.path" in text_of(file) or _is_built(around[0], parts[0], top)):
                     return None
                 base = around[0]
         else:
             return None
-    if not f"{base}{os.sep}".startswith(f"{top}{os.sep}"):
-        return None
-    return _below(base, parts)
+    return (base, parts) if f"{base}{os.sep}".startswith(f"{top}{os.sep}") else None
 
 
 def _has(folder: str, name: str) -> bool:
     return any(tracked_fs.exists(os.path.join(folder, each)) for each in (f"{name}.py", name))
+
+
+def _is_built(folder: str, name: str, top: str) -> bool:
+    """True if a package is the one at the top of a project that builds it."""
+    package = os.path.join(folder, name, "__init__.py")
+    return folder == top and tracked_fs.is_file(package) and references.is_installable(Path(top))
 
 
 def _folders_around(folder: str, top: str) -> Iterator[str]:

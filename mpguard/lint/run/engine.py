@@ -18,7 +18,7 @@ from mpguard.lint.project.launch_configs import LaunchConfig
 from mpguard.lint.project.project import Project
 from mpguard.lint.run import runner, timeout, workers
 from mpguard.lint.run.readers import config, launch, markdown, notebook, python
-from mpguard.lint.run.readers.context import Context, RulesByKind
+from mpguard.lint.run.readers.context import Context, RulesByKind, not_checked
 from mpguard.lint.source.files import FileKind, Target
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ _READERS: dict[FileKind, Callable[[bytes, Context], FileCheck]] = {
     "markdown": markdown.check,
     "launch": launch.check,
 }
+
+#: What Git has in place of a file that Git LFS has not fetched.
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +130,8 @@ class Engine:
 
         with_project: as a part of its project, so that nothing is reported in code that the project does not use.
         """
+        if data.startswith(_LFS_POINTER) and not target.named:
+            return not_checked(recognized=False)
         selected = self.selection(target.path)
         self.project.begin(target.path)
         context = Context(target, selected, self.rules, self.project, self.trees, self._rules_by_kind, with_project)

@@ -510,9 +510,11 @@ class Traces:
             return True
         if self._is_never_set(dotted(node), at):
             return False
+        values = [each.atom for each in self.facts.evaluate(node, at)]
+        if values and all(each == Constant(None) for each in values):
+            return False  # all callers train without a scaler
         return dotted(node).split(".", 1)[0] not in ("accelerator", "engine", "fabric") and all(
-            not isinstance(each.atom, Object) or each.atom.path.startswith(_SCALER_PACKAGES)
-            for each in self.facts.evaluate(node, at)
+            not isinstance(each, Object) or each.path.startswith(_SCALER_PACKAGES) for each in values
         )
 
     def _is_never_set(self, key: str, at: Record) -> bool:

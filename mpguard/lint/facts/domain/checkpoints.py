@@ -109,7 +109,8 @@ class Checkpoints:
         if _WARM_START.search(self.facts.file_text):
             return False
         is_unused = self.facts.unused_definitions.contain
-        used = [event for event in self.of("restore", "optimizer") if not is_unused(event.span[0])]
+        restored = (event for event in self.of("restore", "optimizer") if event.guard.possible)
+        used = [event for event in restored if not is_unused(event.span[0])]
         if used:
             return not all(map(self._lacks_key, used))
         return any(

@@ -1,10 +1,11 @@
 """Code that is reached only through a statement which raises whenever it runs, or from which no training follows.
 
-Such a statement reads a name that nothing binds, or that its function binds further down only, imports what a module of
-the project does not have, calls a function of the project with arguments that it does not take, or reads an attribute
-of `self` or of a class that nothing sets, of a dict as if it were an object (`cfg.norm` with
+Such a statement reads a name that nothing binds, or that its function binds further down only, imports what a package
+or module of the project does not have, calls a function of the project with arguments that it does not take, or reads
+an attribute of `self` or of a class that nothing sets, of a dict as if it were an object (`cfg.norm` with
 `cfg = yaml.safe_load(file)`), or of parsed arguments whose parser does not define it. Only what is certain counts: a
-name may come from `exec`, an attribute from `setattr`, and a decorator may change a signature.
+name may come from `exec`, an attribute from `setattr`, a module that Git ignores may be there, and a decorator may
+change a signature.
 """
 
 from __future__ import annotations
@@ -250,7 +251,9 @@ class CertainErrors:
         return target is not None and any(_lacks(target, each.name) for each in node.names)
 
     def _cannot_import(self, name: str, module: ParsedModule, depth: int) -> bool:
-        """True if a module of the project raises while it is imported."""
+        """True if a module of the project raises while it is imported, or a package of the project has none."""
+        if modules.is_missing(name, module.path):
+            return True
         target = modules.find(name, module.path)
         if target is None or target is module or not depth:
             return False

@@ -18,7 +18,8 @@ class UnreadablePython(EngineRule):
     name MPG000.
 
     A template of cookiecutter, Jinja or a script (`{{ name }}` in its path, or `{{ name }}` or `${name}` where Python
-    finds the error) that was found in a folder is skipped, as it is no Python file; one that is named is reported.
+    finds the error) that was found in a folder is skipped, as it is no Python file; so is the pointer of a file that
+    Git LFS has not fetched. One that is named is reported.
 
     Code that the Python that runs mpguard refuses but that mpguard's own parser (libcst) accepts is not a syntax error:
     syntax newer than that Python, and `except A, B:`, which is valid again since Python 3.14.

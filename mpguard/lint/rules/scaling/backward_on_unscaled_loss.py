@@ -653,6 +653,20 @@ for batch in loader:
     step({"model": model, "optimizer": optimizer, "scaler": torch.amp.GradScaler("cuda")}, batch)
 """
         ),
+        Good(
+            """\
+import torch
+
+def apply(optimizer, scaler: torch.amp.GradScaler):
+    scaler.step(optimizer) if scaler is not None else optimizer.step()
+    optimizer.zero_grad()
+
+def train(model, optimizer, loader):
+    for x in loader:
+        model(x).sum().backward()
+        apply(optimizer, scaler=None)
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

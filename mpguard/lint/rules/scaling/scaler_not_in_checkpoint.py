@@ -1066,6 +1066,22 @@ for x in loader:
 """,
             files={"requirements.txt": "torch==2.6.0\n"},
         ),
+        Good(
+            """\
+import torch
+
+def restarted(model, loader, start):
+    optimizer = torch.optim.AdamW(model.parameters())
+    if False and start == "resume":
+        optimizer.load_state_dict(torch.load("last.pt")["optimizer"])
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -149,6 +149,16 @@ RAISES = {
             top="from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy\n",
         )
     },
+    "a module missing from the package": {
+        "p/__init__.py": "", "p/a.py": program(top="from .losses import f\n").replace("from m", "from ..m"),
+    },
+    "a submodule missing from a package": {"u/__init__.py": "", "a.py": program(top="from u.x import f\n")},
+    "a module missing from the package of a package": {
+        "u/__init__.py": "", "u/v/__init__.py": "", "a.py": program(top="import u.v.x.y\n"),
+    },
+    "a module missing from the package that the project builds": {
+        "setup.py": "", "u/__init__.py": "", "scripts/a.py": program(top="from u.x import f\n"),
+    },
 }  # fmt: skip
 RUNS = {
     "a variable of the module": {"a.py": program("print(other)", top="other = 1\n")},
@@ -237,10 +247,19 @@ RUNS = {
         "p/logging.py": "import logging\nlog = logging.getLogger()\nif __name__ == '__main__':\n    pass\n",
         "p/a.py": program(top="from p.logging import log\n").replace("from m", "from ..m"),
     },
-    "a module missing from the package": {
-        "p/__init__.py": "", "p/a.py": program(top="from .losses import f\n").replace("from m", "from ..m"),
+    "a missing module that Git ignores": {
+        ".gitignore": "/u/*.py\n!__init__.py\n", "u/__init__.py": "", "a.py": program(top="from u.x import f\n"),
     },
-    "a submodule missing from a package": {"u/__init__.py": "", "a.py": program(top="from u.x import f\n")},
+    "a missing package that Git ignores": {
+        ".gitignore": "x/\n", "u/__init__.py": "", "a.py": program(top="import u.x.y\n"),
+    },
+    "a package that searches elsewhere": {
+        "u/__init__.py": "__path__.append('/opt/u')\n", "a.py": program(top="from u.x import f\n"),
+    },
+    "a missing module of a package without __init__": {"u/y.py": "", "a.py": program(top="from u.x import f\n")},
+    "a missing module of a package that another project builds": {
+        "u/__init__.py": "", "scripts/a.py": program(top="from u.x import f\n"),
+    },
     "a module with a syntax error": {"b.py": "def f(:\n", "a.py": program(top="import b\n")},
     "a version that a build writes": {
         "p/__init__.py": "", "p/a.py": program(top="from ._version import v\n").replace("from m", "from ..m"),
