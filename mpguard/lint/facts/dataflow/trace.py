@@ -61,7 +61,7 @@ _NAME = re.compile(r"(?<![\w.])[A-Za-z_][\w.]*")
 CHECKS = re.compile(r"(?i)finite|inf(?![a-z])|nan(?![a-z])|overflow|invalid")
 #: Functions that take a scaler without stepping with it: `save_checkpoint(model, scaler)`.
 _DOES_NOT_STEP = re.compile(
-    r"(?i)save|load|checkpoint|ckpt|restore|resume|print|log|info|state|isinstance|hasattr|getattr|bool"
+    r"(?i)save|load|checkpoint|ckpt|restore|resume|print|log|info|state|isinstance|hasattr|getattr|bool|^len$"
 )
 #: Functions of other modules that may measure gradients: `grad_norm`, `log_gradients`; none that clips in place.
 _READS_GRADIENTS = re.compile(r"(?i)^(?!.*(?:clip|zero)).*grad.*[a-z]$")

@@ -382,7 +382,7 @@ class Regions:
             device = devices[0][1] if len({name for _, name in devices}) == 1 else None
         given = call.argument(1, "dtype")
         if given is not None and constant(given) != (None,):
-            dtypes = self.facts.dtypes(given, call)
+            dtypes = _as_tested(given, self.facts.dtypes(given, call))
             if {dtype for _, dtype in dtypes} == {None}:
                 dtypes = self._dtypes_by_default(given, call) or dtypes
         elif (
@@ -394,6 +394,16 @@ class Regions:
         else:
             dtypes = tuple(each for guard, name in devices for each in self._default_dtypes(guard, name, call))
         return Region("autocast", ALWAYS, call, self.facts, dtypes, device)
+
+
+def _as_tested(node: cst.CSTNode, dtypes: PossibleDtypes) -> PossibleDtypes:
+    """Return the dtypes that conditions choose for a name, each under what a test of the name for it means as well."""
+    name = dotted(node).rpartition(".")[2]
+    if not name or not any(guard for guard, _ in dtypes):
+        return dtypes
+    return tuple(
+        (guard if dtype is None else guard.given(Flag(name, dtype.torch_name)), dtype) for guard, dtype in dtypes
+    )
 
 
 def _passes_on(call: Call, value: cst.BaseExpression, name: str) -> bool:

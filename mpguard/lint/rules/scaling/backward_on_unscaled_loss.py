@@ -667,6 +667,52 @@ def train(model, optimizer, loader):
         apply(optimizer, scaler=None)
 """
         ),
+        Bad(
+            """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
+scaler_d = torch.amp.GradScaler("cuda", enabled=args.amp)
+state = torch.load("last.pt")
+if len(state["scaler"]) > 0:
+    scaler.load_state_dict(state["scaler"])
+for x in loader:
+    with torch.autocast("cuda", enabled=args.amp):
+        fake = generator(x)
+        loss = discriminator(fake).sum()
+        loss_d = discriminator(fake.detach()).sum()
+    if args.world_size > 1:
+        loss.backward()  # !
+    else:
+        scaler_d.scale(loss_d).backward()
+        scaler_d.step(optimizer_d)
+        scaler_d.update()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+            fixed="""\
+import torch
+
+scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
+scaler_d = torch.amp.GradScaler("cuda", enabled=args.amp)
+state = torch.load("last.pt")
+if len(state["scaler"]) > 0:
+    scaler.load_state_dict(state["scaler"])
+for x in loader:
+    with torch.autocast("cuda", enabled=args.amp):
+        fake = generator(x)
+        loss = discriminator(fake).sum()
+        loss_d = discriminator(fake.detach()).sum()
+    if args.world_size > 1:
+        scaler.scale(loss).backward()
+    else:
+        scaler_d.scale(loss_d).backward()
+        scaler_d.step(optimizer_d)
+        scaler_d.update()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -712,11 +758,7 @@ def train(model, optimizer, loader):
     def _stepped_through(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
         """Return the scaler's step that applies the gradients of a loss that nothing has scaled."""
         backward, traces = trace[place], facts.traces
-        if (
-            backward.call in traces.may_scale
-            or "gradient" in backward.call.keywords
-            or self._scaled_in_another_branch(trace, place)
-        ):
+        if backward.call in traces.may_scale or "gradient" in backward.call.keywords:
             return None
         if any(each.kind == "passed" and compatible(each.guard, backward.guard) for each in trace[:place]):
             return None  # other code may scale it
@@ -727,7 +769,7 @@ def train(model, optimizer, loader):
             if step.kind != "scaler_step" or not compatible(step.guard, backward.guard):
                 continue
             guard = backward.guard.joined(step.guard, traces.enabled(step.scaler, step.record))
-            if trace_facts.chosen(backward, step):
+            if trace_facts.chosen(backward, step) or self._scaled_in_another_branch(trace, backward, step, facts):
                 continue
             applied = trace_facts.between(trace, place, index, *_APPLIED, guard=guard)
             if not guard.possible or any(not self._is_optional(each, guard) for each in applied):
@@ -800,11 +842,13 @@ def train(model, optimizer, loader):
             for use in uses
         )
 
-    def _scaled_in_another_branch(self, trace: Trace, place: int) -> bool:
+    def _scaled_in_another_branch(self, trace: Trace, backward: TraceStep, step: TraceStep, facts: Facts) -> bool:
         """True if another branch of a flag scales the loss: in this one, the scaler is meant to do nothing."""
-        backward = trace[place]
         return any(
-            each.kind == "backward" and each.scale is not None and not compatible(each.guard, backward.guard)
+            each.kind == "backward"
+            and each.scale is not None
+            and not compatible(each.guard, backward.guard)
+            and not facts.traces.differ(each.scaler, each.record, step.scaler, step.record)
             for each in trace
         )
 

@@ -2325,6 +2325,29 @@ class BaseTrainer:
             scaler.update()
 """,
         ),
+        Good(
+            """\
+import sys
+
+import torch
+
+if sys.argv[1] == "fp16":
+    dtype = torch.float16
+elif sys.argv[1] == "bf16":
+    dtype = torch.bfloat16
+else:
+    dtype = torch.float32
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    with torch.autocast("cuda", dtype=dtype):
+        loss = model(x).sum()
+    if dtype == torch.float16:
+        train_scaled(scaler, loss, optimizer)
+    else:
+        loss.backward()
+        optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
