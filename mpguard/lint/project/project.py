@@ -424,6 +424,12 @@ class Project:
         with tracked_fs.recording_for(path):
             return references.is_copied_example(Path(path).absolute())
 
+    def launches_with_deepspeed_only(self, path: str) -> bool:
+        """True if the project has accelerate configs, and all of them choose DeepSpeed."""
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(Path(path).absolute().parent)
+            return tree.is_project(top) and references.configs_choose_deepspeed(top)
+
     def deepspeed_config_read(self, path: str) -> bool:
         """True if something in the project may read the DeepSpeed config that a file is, or contains."""
         file = Path(path).absolute()

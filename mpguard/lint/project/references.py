@@ -41,6 +41,7 @@ _READS_DEEPSPEED = re.compile(
     rb"deepspeed\.init|\binitialize\(|DeepSpeed(?:Plugin|Strategy|Engine)|HfArgumentParser|TrainingArguments"
     rb"|Trainer\(|(?i:accelerat|lightning)"
 )
+_DISTRIBUTED = re.compile(rb"^distributed_type[ \t]*:[ \t]*[\"']?(\w+)", re.M)
 #: Code or commands that read a DeepSpeed config with `json`.
 _READS_AS_JSON = re.compile(
     rb"HfArgumentParser|TrainingArguments|Trainer\(|[Aa]ccelerator\(|accelerate launch|[Ll]ightning"
@@ -65,7 +66,7 @@ _USES, _LOOKS_UP, _READS, _ASKS, _CALLS = "use ", "looks up", "reads deepspeed",
 _WHERE, _SETS, _DERIVES = "where ", "sets ", "derives "
 _RUNS, _UPDATES, _COMPILES, _ALONE = "runs", "updates a scaler", "compiles", "alone"
 _OPTION, _PASSES, _GIVES, _NAMES = "reads option ", "passes option ", "gives option ", "names value "
-_UNREAD, _READS_JSON = "unread keys", "reads deepspeed as json"
+_UNREAD, _READS_JSON, _DEEPSPEED = "unread keys", "reads deepspeed as json", "chooses deepspeed"
 #: A line of a YAML or TOML that asks for low precision: indentation, key, value.
 _PRECISION_KEY = re.compile(
     rb"^([ \t]*)[\"']?((?:use_|enable_)?(?:mixed_precision|fp16|bf16|fp8|amp|allow_tf32|tf32|float32_matmul_precision"
@@ -129,6 +130,11 @@ def may_read_deepspeed_as_json(top: Path) -> bool:
     DeepSpeed itself reads it with hjson, which accepts comments and commas before a bracket.
     """
     return _asked(top, "", _READS_JSON)
+
+
+def configs_choose_deepspeed(top: Path) -> bool:
+    """True if a project has accelerate configs, and all of them choose DeepSpeed."""
+    return _asked(top, "", _DEEPSPEED)
 
 
 def may_look_up(top: Path) -> bool:
@@ -252,6 +258,9 @@ def answer(top: str, file: str, question: str) -> bool | list[str]:
             others = (each for each in files if each != file)
             own = file.endswith(PYTHON) and _READS_DEEPSPEED.search(stripped(_content(file)))
             return bool(own) or any(_NAMES_DEEPSPEED.search(_content(each)) for each in others)
+        if question == _DEEPSPEED:
+            configs = [_content(each) for each in files if each.endswith((".yaml", ".yml"))]
+            return {name for each in configs for name in _DISTRIBUTED.findall(each)} == {b"DEEPSPEED"}
         if question == _READS_JSON:
             return any(_READS_AS_JSON.search(_content(each)) for each in files)
         if question.startswith(_ASKS):

@@ -40,6 +40,9 @@ class ProjectApi(Protocol):
     def deepspeed_half(self, path: str) -> str:
         """Return "FP16" or "BF16" if the DeepSpeed JSONs in the folder of a file all cast the model to it, else ""."""
 
+    def launches_with_deepspeed_only(self, path: str) -> bool:
+        """True if the project has accelerate configs, and all of them choose DeepSpeed."""
+
     def executed_settings(self, path: str, names: frozenset[str]) -> dict[str, list[object]]:
         """Return what Python files that only set some of these names, in the config folders of a script, set them to.
 
@@ -145,6 +148,9 @@ class NoProject:
 
     def deepspeed_half(self, path: str) -> str:  # noqa: ARG002
         return ""
+
+    def launches_with_deepspeed_only(self, path: str) -> bool:  # noqa: ARG002
+        return False
 
     def executed_settings(self, path: str, names: frozenset[str]) -> dict[str, list[object]]:  # noqa: ARG002
         return {}

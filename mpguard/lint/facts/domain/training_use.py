@@ -580,9 +580,12 @@ class TrainingUse:
         """True if FP32 copies of these low-precision weights may be kept.
 
         By an FP16 optimizer of a project, a DeepSpeed engine that takes the model, a sharding framework in the code
-        that is connected with its training, or one in the file's launch config (accelerate's FSDP upcasts weights).
+        that is connected with its training, or one in the file's launch config (accelerate's FSDP upcasts weights), or
+        by DeepSpeed in all accelerate configs of the project.
         """
         if self._all_keep_masters or weights.training.reach.meets("initialize"):
+            return True
+        if self.facts.events("accelerator") and self.facts.project.launches_with_deepspeed_only(self.facts.path):
             return True
         takes = (sink.call.scope for sink in weights.training.sinks if sink.kind != "backward")
         starts = dict.fromkeys((weights.event.scope, *takes))

@@ -1171,6 +1171,55 @@ def train(options, model, loader, optimizer):
             optimizer.step()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    scaler.scale(head(model(x)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()  # !
+    scaler.step(head_optimizer)
+""",
+            fixed="""\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    scaler.scale(head(model(x)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.step(head_optimizer)
+    scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.scale(head(x).sum()).backward()
+    scaler.step(head_optimizer)
+    scaler.update()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    for i in range(2):
+        scaler.scale(heads[group * 2 + i](model(x)).sum()).backward()
+        scaler.step(head_optimizers[group * 2 + i])
+    scaler.step(optimizer)
+    scaler.update()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -1217,6 +1266,8 @@ def train(options, model, loader, optimizer):
             return None
         if self._is_next_line(update, after, facts) and not any(each.kind == "scaler_step" for each in trace[:place]):
             return after
+        if before is not None and before.kind == "scaler_step":
+            return after if _steps_another(before, after, facts) and not after.guard - update.guard else None
         if before is not None and before.kind != "backward":
             return None
         unscaled = any(each.kind == "unscale" and each.record.scope is scope for each in trace[:place])
@@ -1292,7 +1343,11 @@ def train(options, model, loader, optimizer):
         ):
             return False
         loop = next(
-            (each for each in reversed(step.loops) if each in scaled[1].loops and not self._counts_as_one(each, step)),
+            (
+                each
+                for each in reversed(step.loops)
+                if each in scaled[1].loops and not self._counts_as_one(each, step, facts)
+            ),
             None,
         )
         guard = step.guard.joined(scaled[1].guard)
@@ -1322,15 +1377,24 @@ def train(options, model, loader, optimizer):
                 return True
         return False
 
-    def _counts_as_one(self, loop: cst.CSTNode, step: TraceStep) -> bool:
+    def _counts_as_one(self, loop: cst.CSTNode, step: TraceStep, facts: Facts) -> bool:
         """True for a loop over optimizers, of which each steps once."""
         if not isinstance(loop, cst.For):
             return False
         optimizer = step.optimizer
         index = optimizer.slice[0].slice if isinstance(optimizer, cst.Subscript) else None
-        used = {dotted(optimizer).split(".", 1)[0], dotted(index.value) if isinstance(index, cst.Index) else ""}
+        used = {dotted(optimizer).split(".", 1)[0]}
+        if isinstance(index, cst.Index):
+            used |= {dotted(index.value), *re.findall(r"\w+", facts.short(index.value))}
         targets = loop.target.elements if isinstance(loop.target, cst.Tuple) else ()
         return bool(used & ({dotted(loop.target), *(dotted(each.value) for each in targets)} - {""}))
+
+
+def _steps_another(one: TraceStep, other: TraceStep, facts: Facts) -> bool:
+    """True if two steps of a scaler, in one loop of a function, are those of two optimizers."""
+    together = one.record.scope is other.record.scope and one.loops == other.loops
+    same_scaler = facts.short(one.scaler) == facts.short(other.scaler)
+    return together and same_scaler and facts.short(one.optimizer) != facts.short(other.optimizer)
 
 
 def _scaled_before(trace: Trace, place: int) -> Iterator[tuple[int, TraceStep]]:
