@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from mpguard.lint.facts.syntax.nodes import dotted
-from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible
+from mpguard.lint.facts.syntax.nodes import constant, dotted
+from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible, equality
 from mpguard.lint.facts.syntax.records import BY_ORDER, Call, Record, Scope, Use
 from mpguard.lint.facts.values import api_names, project_words
 from mpguard.lint.facts.values.lattice import Ref
@@ -497,15 +497,16 @@ class ForwardFlow:
             self.sink("initialize", call)
             return True
         if last in api_names.PARALLEL:
-            self.sink("parallel", call)
+            if self._may_step(call):
+                self.sink("parallel", call)
             return True
         return not path.startswith("copy.deepcopy")
 
-    def _may_step(self, optimizer: Call) -> bool:
-        """True if the file that creates an optimizer trains, or one that calls it: else nothing steps it."""
+    def _may_step(self, call: Call) -> bool:
+        """True if the file that creates an optimizer or a wrapper trains, or one that calls it: else nothing steps."""
         if self.facts.any_training:
             return True
-        users = {self.facts.of(each) for each in self.facts.programs_of(optimizer.scope, lambda _: False)}
+        users = {self.facts.of(each) for each in self.facts.programs_of(call.scope, lambda _: False)}
         return any(each.any_training for each in users)
 
     def module(self, atom: object, call: Call, arg: cst.Arg) -> bool:
@@ -598,8 +599,22 @@ class ForwardFlow:
         if not callers:
             self.reach.outside = True
         for call in tuple(callers):
-            if not self._in_no_grad(call):
+            if not self._in_no_grad(call) and not self._leaves_out(call, scope):
                 self.follow(call.node, call, index)
+
+    def _leaves_out(self, call: Call, scope: Scope) -> bool:
+        """True if the constants that a call passes contradict the condition under which the function makes the value.
+
+        With `load(path, base=None)` no function merges adapters under `if base is not None`.
+        """
+        if scope is not self.home:
+            return False
+        for param in scope.params:
+            if param.name in self.guard.flags() and len(scope.bindings.get(param.name, ())) == 1:
+                literal = constant(self.facts.values.given(call, scope, param.name))
+                if literal is not None and not self.guard.given(equality(param.name, literal[0])).possible:
+                    return True
+        return False
 
 
 def _same_place(target: cst.CSTNode, value: cst.CSTNode, given: str) -> cst.CSTNode | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.syntax.nodes import constant, dotted
-from mpguard.lint.facts.syntax.path_condition import Condition, Flag, PathCondition, compatible, negated
+from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible, equality
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
 from mpguard.lint.facts.values.lattice import Object
 from mpguard.lint.source.strip_comments import stripped
@@ -59,7 +59,7 @@ class UntakenBranches:
         """True if some flag of a path condition in a function has only values that contradict it."""
         for flag in guard.flags():
             values = self._values(flag, scope, _DEPTH)
-            if values and not any(compatible(guard.given(_equals(flag, value))) for value in values):
+            if values and not any(compatible(guard.given(equality(flag, value))) for value in values):
                 return True
         return False
 
@@ -178,10 +178,3 @@ def _is_another(name: str, scope: Scope) -> bool:
     """
     text = re.sub(rf"(?<![\w.])self\.{name}\b|\b(?:torch|cuda)\.amp\b", "", stripped(scope.chunk.text))
     return re.search(rf"\.{name}\b|[\"']{name}[\"']", text) is not None
-
-
-def _equals(flag: str, value: object) -> Condition:
-    """Return the condition that a flag has a value."""
-    if value is None or isinstance(value, bool):
-        return Flag(flag) if value else negated(Flag(flag))
-    return Flag(flag, value)

@@ -116,6 +116,13 @@ def negated(condition: Condition) -> Condition:
     return Not(condition)
 
 
+def equality(flag: str, value: object) -> Condition:
+    """Return the condition that a flag has a value."""
+    if value is None or isinstance(value, bool):
+        return Flag(flag) if value else negated(Flag(flag))
+    return Flag(flag, value)
+
+
 class PathCondition(frozenset[Condition]):
     """A conjunction of conditions; the empty set is always true."""
 

@@ -15,7 +15,7 @@ import libcst as cst
 from mpguard.lint.facts.syntax.conditions import subject
 from mpguard.lint.facts.syntax.constant_flags import SUPPORTS_BF16
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
-from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, Flag, PathCondition, compatible, negated
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, PathCondition, compatible, equality, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Param, Scope
 from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.lattice import (
@@ -832,10 +832,6 @@ def _fields(cls: Scope) -> list[str]:
 
 def _condition_of(name: str, atom: Atom) -> Condition | None:
     """Return the condition that a flag has the value of an atom: of a string, a truth value or None."""
-    if not isinstance(atom, Constant):
-        return None
-    if isinstance(atom.value, str):
-        return Flag(name, atom.value)
-    if atom.value is None or isinstance(atom.value, bool):
-        return Flag(name) if atom.value else negated(Flag(name))
+    if isinstance(atom, Constant) and (atom.value is None or isinstance(atom.value, (bool, str))):
+        return equality(name, atom.value)
     return None

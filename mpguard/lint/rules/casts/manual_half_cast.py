@@ -2184,6 +2184,47 @@ class Net(LightningModule):
 Trainer(precision="bf16-mixed").fit(Net())
 """
         ),
+        Good(
+            """\
+import torch
+
+def load(path, base=None):
+    if base is not None:
+        model = merged(base, path)
+        model.to(torch.float16)
+    else:
+        model = build(path)
+    return model
+
+def train(path, loader):
+    model = load(path)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).sum().backward()
+        optimizer.step()
+
+def infer(path, base, x):
+    return load(path, base)(x)
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def load(path):
+    model = build(path)
+    model.to(torch.float16)
+    return model
+""",
+            name="loading.py",
+            files={
+                "pyproject.toml": "",
+                "evaluation.py": "import torch\nfrom loading import load\n"
+                "from torch.nn.parallel import DistributedDataParallel as DDP\n\n"
+                "def evaluate(path, loader, rank):\n    model = DDP(load(path), device_ids=[rank])\n"
+                "    model.eval()\n    with torch.inference_mode():\n        return [model(x) for x in loader]\n",
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
