@@ -76,7 +76,8 @@ class FrozenModels:
                 evaluated = evaluated or given == (False,)
             elif method in ("parameters", "named_parameters") and self._optimized(call):
                 trained = True
-            frozen = frozen or (self._freezes(use, method, call) and not self._trained_before(use, name))
+            freezes = not frozen and self._sets_grad(use, method, call, False)
+            frozen = frozen or (freezes and not (self._trained_before(use, name) or self._in_turns(use, name)))
         frozen = frozen or self._is_frozen_layer(name)
         for binding in made.get(name, ()):
             chain = _method_chain(binding.value)
@@ -88,7 +89,7 @@ class FrozenModels:
         """True for a layer without bias whose weight is frozen: `layer.weight.requires_grad_(False)`."""
         methods, made = self._by_name()
         return any(
-            use.path.endswith(f"{name}.weight.{method}") and self._freezes(use, method, call)
+            use.path.endswith(f"{name}.weight.{method}") and self._sets_grad(use, method, call, False)
             for use, method, call in methods.get("weight", ())
         ) and all(_has_no_bias(binding.value) for binding in made.get(name, ()))
 
@@ -109,15 +110,25 @@ class FrozenModels:
             self._index = self.facts.parsed_bytes, methods, made
         return self._index[1:]
 
-    def _freezes(self, use: Use, method: str, call: cst.Call) -> bool:
-        """True if a method call on a name freezes it: `m.requires_grad_(False)`, a loop over its parameters."""
+    def _sets_grad(self, use: Use, method: str, call: cst.Call, value: bool) -> bool:
+        """True if a method call on a name sets `requires_grad` to a value, as `m.requires_grad_(False)` does.
+
+        That may be the call whose result a loop runs over: `for p in m.parameters()`.
+        """
         if method == "requires_grad_":
-            return bool(call.args) and constant(call.args[0].value) == (False,)
+            return constant(call.args[0].value) == (value,) if call.args else value
         if method not in ("parameters", "named_parameters"):
             return False
         above = self.facts.index.parents.get(call)
         loop = above if isinstance(above, cst.For) else use.loops[-1] if use.loops else None
-        return isinstance(loop, cst.For) and _clears_grad(use.scope, loop)
+        return isinstance(loop, cst.For) and _sets_grad(use.scope, loop, value)
+
+    def _in_turns(self, use: Use, name: str) -> bool:
+        """True if the loop in which a model is frozen trains it again, as that of a GAN."""
+        return bool(use.loops) and any(
+            each.scope is use.scope and each.loops == use.loops and self._sets_grad(each, method, call, True)
+            for each, method, call in self._by_name()[0].get(name, ())
+        )
 
     def _trained_before(self, use: Use, name: str) -> bool:
         """True if an optimizer takes all parameters of a model before a use in the same function, and trains them."""
@@ -157,7 +168,7 @@ class FrozenModels:
                 root, _, method = use.path.partition(".")
                 parent = self.facts.index.parents.get(use.node)
                 always = root in params and not (use.guard - scope.guard)
-                if always and isinstance(parent, cst.Call) and self._freezes(use, method, parent):
+                if always and isinstance(parent, cst.Call) and self._sets_grad(use, method, parent, False):
                     found.add(root)
         return self._frozen_params[scope]
 
@@ -179,9 +190,14 @@ class FrozenModels:
         helpers = {
             s.name for s in self.facts.index.scopes if s.kind == "function" and self._params_frozen_by(s)
         } | _FREEZERS
+
+        def is_passed(value: cst.BaseExpression) -> bool:
+            return dotted(value).rsplit(".", 1)[-1] == name
+
         return any(
-            dotted(value).rsplit(".", 1)[-1] == name and self._freezes_argument(call.node, value)
+            is_passed(value) and self._freezes_argument(call.node, value)
             for helper in helpers
+            if not any(is_passed(each) for call in self.facts.calls.get(f"un{helper}", ()) for each in call.positional)
             for call in self.facts.calls.get(helper, ())
             for value in call.positional
         )
@@ -197,15 +213,16 @@ def _uses(scope: Scope) -> Iterator[Use]:
         yield from uses
 
 
-def _clears_grad(scope: Scope, loop: cst.For) -> bool:
+def _sets_grad(scope: Scope, loop: cst.For, value: bool) -> bool:
+    """True if a loop sets the `requires_grad` of its target, which for False may be by a method with any argument."""
     target = loop.target
     keys = [dotted(e.value) for e in target.elements] if isinstance(target, cst.Tuple) else [dotted(target)]
     for key in keys:
         for binding in scope.bindings.get(f"{key}.requires_grad", ()):
-            if loop in binding.loops and constant(binding.value) == (False,) and not (binding.guard - scope.guard):
+            if loop in binding.loops and constant(binding.value) == (value,) and not (binding.guard - scope.guard):
                 return True
         for use in scope.uses.get(key, ()):
-            if use.path == f"{key}.requires_grad_" and loop in use.loops:
+            if not value and use.path == f"{key}.requires_grad_" and loop in use.loops:
                 return True
     return False
 

@@ -2225,6 +2225,43 @@ def load(path):
                 "    model.eval()\n    with torch.inference_mode():\n        return [model(x) for x in loader]\n",
             },
         ),
+        Bad(
+            """\
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+critic = build_critic().cuda()
+critic.half()  # !
+critic_optimizer = torch.optim.Adam(critic.parameters())
+critic = DistributedDataParallel(critic)
+for x in loader:
+    for p in critic.parameters():
+        p.requires_grad = True
+    critic(x).mean().backward()
+    critic_optimizer.step()
+    for p in critic.parameters():
+        p.requires_grad = False
+    critic(generator(x)).mean().backward()
+    optimizer.step()
+""",
+            fixed="""\
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+critic = build_critic().cuda()
+critic_optimizer = torch.optim.Adam(critic.parameters())
+critic = DistributedDataParallel(critic)
+for x in loader:
+    for p in critic.parameters():
+        p.requires_grad = True
+    critic(x).mean().backward()
+    critic_optimizer.step()
+    for p in critic.parameters():
+        p.requires_grad = False
+    critic(generator(x)).mean().backward()
+    optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
