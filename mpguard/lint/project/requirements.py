@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 _FILES = ("pyproject.toml", "setup.py", "setup.cfg", "requirements.in", "Dockerfile", "docker/Dockerfile")
 _ENVIRONMENT = re.compile(r"(?i)conda|(?:^|[_-])env(?:ironment)?s?(?:[_.-]|$)")
 _FOLDERS = ("requirements", "docker")
-#: Texts whose commands install packages: `pip install deepspeed==0.6.3`; `*install*.md` too, there and in the folders.
-_INSTRUCTIONS = ("README.md", "README.rst", "install.sh", "setup.sh")
-_DOCUMENTS = ("", "docs", "doc", "documents")
+#: Texts whose commands install packages, as `pip install deepspeed==0.6.3`, other than Markdown; of Markdown, all in the
+#: folder itself, and `*install*.md` in those below.
+_INSTRUCTIONS = ("README.rst", "install.sh", "setup.sh")
+_DOCUMENTS = ("docs", "doc", "documents")
 _INSTALLS = re.compile(r"\b(?:pip3?|conda|mamba) install\b((?:[^\n`\\]|\\\n)*)")
 _LARGEST = 1 << 18
 #: The number of folders that are searched: a file's own, and those above it.
@@ -174,6 +175,7 @@ def _files(folder: Path) -> list[Path]:
         names = tracked_fs.list_names(place, (".txt",))
         found += [place / name for name in names if "requir" in name or place.name == "requirements"]
     found += [folder / name for name in _INSTRUCTIONS if tracked_fs.is_file(folder / name)]
+    found += [folder / name for name in tracked_fs.list_names(folder, (".md",))]
     for place in (folder / name for name in _DOCUMENTS):
         found += [place / name for name in tracked_fs.list_names(place, (".md",)) if "install" in name.lower()]
     return found

@@ -143,6 +143,7 @@ def test_versions_that_a_project_excludes(specifier: str, versions: str, exclude
         ("environment.yml", "dependencies:\n  - pytorch=2.3.1=py3.11_cuda12.1\n", Required((2, 3, 1), (2, 3, 2))),
         ("conda_env_gpu.yaml", "dependencies:\n  - pytorch==2.0.0\n", Required((2, 0, 0), (2, 0, 1))),
         ("requirments.txt", "torch==1.10.2\n", Required((1, 10, 2), (1, 10, 3))),
+        ("PRETRAIN.md", "conda install pytorch==1.8.0 torchvision==0.9.0 -c pytorch\n", Required((1, 8, 0), (1, 8, 1))),
         ("documents/INSTALL.md", "```\npip install torch==1.12.1\n```\n", Required((1, 12, 1), (1, 12, 2))),
         ("envelope.yaml", "pytorch==2.0.0\n", Required()),
         ("requirements.txt", "pytorch-lightning==1.9\n", Required()),
