@@ -73,6 +73,8 @@ HEADINGS = {
     "wide23": "86 more, closed before the rules were changed because of the last of these",
     "wide24": "55 more, closed before the rules were changed because of all lots before",
     "wide25": "The other 73 of that list, after the rules were changed because of the first",
+    "wide26": "80 more, closed before the rules were changed because of those two",
+    "wide27": "The other 53 of that list, after the rules were changed because of the first",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")
