@@ -110,13 +110,18 @@ def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts
 
 
 def may_be_scaled(
-    guard: PathCondition, program: set[Scope], facts: Facts, loss: Event | None = None, step: Event | None = None
+    guard: PathCondition,
+    program: set[Scope],
+    facts: Facts,
+    loss: Event | None = None,
+    step: Event | None = None,
+    trainer: Scope | None = None,
 ) -> bool:
     """True if a scaler, or an object with one of its own, may be used in the program under a path condition.
 
     loss: a backward pass whose loss is computed in its own function: only this function, and those that it calls, can
     scale it, and not what scales the loss of another one; where the step is in it, too, the base class of a trainer
-    cannot.
+    cannot. trainer: a class that computes the loss, runs backward and steps in methods of its own: its base cannot.
     """
     if loss is not None:
         owner = loss.scope.owner if step is None or step.scope is not loss.scope else None
@@ -129,7 +134,7 @@ def may_be_scaled(
         if loss is not None and backward is not loss.call
     }
     for scope in program:
-        if scope.kind == "class" and _differentiates(scope) and facts.base_unknown(scope):
+        if scope.kind == "class" and scope is not trainer and _differentiates(scope) and facts.base_unknown(scope):
             return True
         for uses in scope.uses.values():
             for use in uses:

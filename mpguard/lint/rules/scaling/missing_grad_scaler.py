@@ -2348,6 +2348,33 @@ for x in loader:
         optimizer.step()
 """
         ),
+        Bad(
+            """\
+import torch
+from actors.base import BaseActor
+
+class Actor(BaseActor):
+    def __init__(self, config, model, optimizer):
+        super().__init__(config)
+        self.model, self.optimizer = model, optimizer
+
+    def log_probabilities(self, batch):
+        with torch.autocast(device_type="cuda", dtype=torch.float16):
+            return self.model(batch).log_softmax(-1)
+
+    def update_policy(self, batches):
+        for batch in batches:
+            loss = -self.log_probabilities(batch).mean()
+            loss.backward()  # !
+            self.update_weights()
+
+    def update_weights(self):
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if torch.isfinite(norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -2364,12 +2391,16 @@ for x in loader:
                 step = unscaled_steps.plain_step(backward, guard, program, facts)
                 if not can_be_chosen(guard, program):
                     continue
-                if step is None or (direct is None and facts.base_unknown(backward.scope.owner)):
+                owner = backward.scope.owner
+                if step is None:
+                    continue
+                trainer = owner if step.scope.owner is owner and inside.scope.owner is owner else None
+                if direct is None and trainer is None and facts.base_unknown(owner):
                     continue
                 if unscaled_steps.arm_scales(backward, facts):
                     continue
                 if unscaled_steps.may_be_scaled(
-                    guard.joined(step.guard), self._scaling(backward, step, facts), facts, direct, step
+                    guard.joined(step.guard), self._scaling(backward, step, facts), facts, direct, step, trainer
                 ):
                     continue
                 reported |= {scope for scope in program if scope.kind != "module"}
