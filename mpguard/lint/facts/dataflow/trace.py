@@ -405,7 +405,12 @@ class Traces:
         return self.facts.graph.versions(owner, call.name)
 
     def _may_use_scaler(self, call: Call) -> bool:
-        """True if a call outside the file may use a scaler: one that is an argument, or that its object holds."""
+        """True if a call outside the file may use a scaler: one that is an argument, or that its object holds.
+
+        `self.forward(x)` only computes.
+        """
+        if call.path == "self.forward":
+            return False
         replaced = (function for function, _ in self._versions(call) if function.facts is not self.facts)
         if any(_may_use_scaler(function.scope) for function in replaced):
             return True

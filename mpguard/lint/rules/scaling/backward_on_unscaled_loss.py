@@ -713,6 +713,50 @@ for x in loader:
     scaler.update()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+class Model(torch.nn.Module):
+    def step(self, x, scaler):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = self.forward(x).sum()
+        loss.backward()  # !
+        scaler.step(self.optimizer)
+        scaler.update()
+
+    def fit(self, loader):
+        scaler = torch.amp.GradScaler("cuda")
+        for x in loader:
+            self.step(x, scaler)
+""",
+            name="model.py",
+            files={
+                "pyproject.toml": "",
+                "nets.py": "import torch\nfrom model import Model\n\nclass Base(Model):\n"
+                "    def forward(self, x):\n        return self.layer(x)\n\nclass Net(Base):\n"
+                "    def __init__(self):\n        super().__init__()\n        self.layer = torch.nn.Linear(8, 8)\n"
+                "        self.optimizer = torch.optim.AdamW(self.parameters())\n\n"
+                "    def forward(self, x):\n        return super().forward(x).clip(0)\n\n"
+                "Net().cuda().fit(torch.rand(4, 2, 8, device='cuda'))\n",
+            },
+            fixed="""\
+import torch
+
+class Model(torch.nn.Module):
+    def step(self, x, scaler):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = self.forward(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(self.optimizer)
+        scaler.update()
+
+    def fit(self, loader):
+        scaler = torch.amp.GradScaler("cuda")
+        for x in loader:
+            self.step(x, scaler)
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
