@@ -31,7 +31,7 @@ _LINE = r"(?:[^\\\n]|\\(?!\r?\n)|\\\r?\n)*"
 #: Commands that IPython takes without a `%`, where no Python can follow: `pip install ...`, `cd folder`.
 _COMMAND = (
     r"(?:pip|conda)[ \t]+install\b"
-    r"|(?:cd|ls|mkdir|rmdir|cat|cp|mv|rm)[ \t]+(?!(?:and|else|for|if|in|is|not|or)\b)[\w~$\"'.]"
+    r"|(?:cd|ls|mkdir|rmdir|cat|cp|mv|rm)[ \t]+(?:-[\w-]+[ \t]+)*(?!(?:and|else|for|if|in|is|not|or)\b)[\w~$\"'./]"
 )
 #: The statements that IPython interprets itself: `%pip`, `!ls`, `?x`, `x?`, and commands without a `%`.
 _MAGIC = re.compile(rf"[ \t]*(?:([%!?]{_LINE})|([\w.]+\?\??[ \t]*)(?=\r?$)|((?:{_COMMAND}){_LINE}))", re.M)

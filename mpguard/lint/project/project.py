@@ -351,6 +351,13 @@ class Project:
             top = tree.top_of(file.parent)
             return not tree.is_project(top) or references.may_set(top, file, name)
 
+    def attribute_set_from_outside(self, path: str, name: str) -> bool:
+        """True if another file assigns to an attribute of this name, other than of `self`."""
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(file.parent)
+            return tree.is_project(top) and references.may_set_from_outside(top, file, name)
+
     def scaler_updated_elsewhere(self, path: str) -> bool:
         """True if other code may update a GradScaler that a file steps with; outside of a project, it may."""
         file = Path(path).absolute()

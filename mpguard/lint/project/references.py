@@ -63,7 +63,7 @@ _COMPILE = re.compile(rb"(?<!\bre)(?<!\bregex)\.compile\b|\bimport compile\b|(?i
 _BUILDS = re.compile(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
 #: Kinds of questions.
 _USES, _LOOKS_UP, _READS, _ASKS, _CALLS = "use ", "looks up", "reads deepspeed", "asks for ", "calls "
-_WHERE, _SETS, _DERIVES = "where ", "sets ", "derives "
+_WHERE, _SETS, _SETS_OUTSIDE, _DERIVES = "where ", "sets ", "assigns to ", "derives "
 _RUNS, _UPDATES, _COMPILES, _ALONE = "runs", "updates a scaler", "compiles", "alone"
 _OPTION, _PASSES, _GIVES, _NAMES = "reads option ", "passes option ", "gives option ", "names value "
 _UNREAD, _READS_JSON, _DEEPSPEED = "unread keys", "reads deepspeed as json", "chooses deepspeed"
@@ -160,6 +160,11 @@ def may_call(top: Path, file: Path, name: str) -> bool:
 def may_set(top: Path, file: Path, name: str) -> bool:
     """True if another file of a project may set an attribute of this name, of any object."""
     return _asked(top, file, _SETS + name)
+
+
+def may_set_from_outside(top: Path, file: Path, name: str) -> bool:
+    """True if another file of a project assigns to an attribute of this name of an object other than `self`."""
+    return _asked(top, file, _SETS_OUTSIDE + name)
 
 
 def may_update_scaler(top: Path, file: Path) -> bool:
@@ -259,8 +264,8 @@ def answer(top: str, file: str, question: str) -> bool | list[str]:
             own = file.endswith(PYTHON) and _READS_DEEPSPEED.search(stripped(_content(file)))
             return bool(own) or any(_NAMES_DEEPSPEED.search(_content(each)) for each in others)
         if question == _DEEPSPEED:
-            configs = [_content(each) for each in files if each.endswith((".yaml", ".yml"))]
-            return {name for each in configs for name in _DISTRIBUTED.findall(each)} == {b"DEEPSPEED"}
+            configs = b"\n".join(_content(each) for each in files if each.endswith((".yaml", ".yml")))
+            return {*_DISTRIBUTED.findall(configs)} == {b"DEEPSPEED"}
         if question == _READS_JSON:
             return any(_READS_AS_JSON.search(_content(each)) for each in files)
         if question.startswith(_ASKS):
@@ -295,6 +300,11 @@ def answer(top: str, file: str, question: str) -> bool | list[str]:
             return any(
                 _may_set(each, attribute) for each in files if each != file and each.endswith((*PYTHON, NOTEBOOK))
             )
+        if question.startswith(_SETS_OUTSIDE):
+            attribute = re.escape(question.removeprefix(_SETS_OUTSIDE).encode())
+            assigned = re.compile(rb"(?<![\w.])(?!self\b|cls\b)\w[\w.]*\.%s[ \t]*=(?!=)" % attribute)
+            others = (each for each in files if each != file and each.endswith((*PYTHON, NOTEBOOK)))
+            return any(assigned.search(stripped(_content(each))) for each in others)
         if question.startswith(_DERIVES):
             name = question.removeprefix(_DERIVES)
             word = re.escape(name.encode())

@@ -17,11 +17,16 @@ if TYPE_CHECKING:
 _FILES = ("pyproject.toml", "setup.py", "setup.cfg", "requirements.in", "Dockerfile", "docker/Dockerfile")
 _ENVIRONMENT = re.compile(r"(?i)conda|(?:^|[_-])env(?:ironment)?s?(?:[_.-]|$)")
 _FOLDERS = ("requirements", "docker")
-#: Texts whose commands install packages, as `pip install deepspeed==0.6.3`, other than Markdown; of Markdown, all in the
-#: folder itself, and `*install*.md` in those below.
-_INSTRUCTIONS = ("README.rst", "install.sh", "setup.sh")
+#: An environment of conda with any name, and the most files of a folder that may be one.
+_DEPENDENCIES = re.compile(r"^dependencies:[ \t]*(?:#.*)?\n[ \t]*- ", re.M)
+_MOST_ENVIRONMENTS = 20
+#: Scripts whose commands install packages: `pip install deepspeed==0.6.3`. So do README.rst, Markdown of the folder,
+#: and `*install*.md` in the folders below.
+_SETS_UP = re.compile(r"(?i)install|setup|requir|(?:^|[_-])env")
 _DOCUMENTS = ("docs", "doc", "documents")
-_INSTALLS = re.compile(r"\b(?:pip3?|conda|mamba) install\b((?:[^\n`\\]|\\\n)*)")
+_INSTALLS = re.compile(r"\b(?:(?:pip3?|conda|mamba) install|(?:conda|mamba) create)\b((?:[^\n`\\]|\\\n)*)")
+#: A line of a text that is a requirement: `- pytorch == 1.8.1`.
+_REQUIREMENT = re.compile(r"^[ \t>*+-]*`?([A-Za-z][\w.-]*[ \t]*(?:[=~!]=|[<>]=?)[ \t]*\d[\w.*+, <>=]*)`?[ \t]*$", re.M)
 _LARGEST = 1 << 18
 #: The number of folders that are searched: a file's own, and those above it.
 _MOST_FOLDERS = 12
@@ -167,14 +172,21 @@ def _files(folder: Path) -> list[Path]:
     """Return the files of a folder that may name requirements, the instructions last."""
     found = [folder / name for name in _FILES if tracked_fs.is_file(folder / name)]
     found += [folder / name for name in tracked_fs.list_names(folder, (".txt",)) if "requir" in name]
-    found += [folder / name for name in tracked_fs.list_names(folder, (".yml", ".yaml")) if _ENVIRONMENT.search(name)]
+    documents = tracked_fs.list_names(folder, (".yml", ".yaml"))
+    searched = [] if len(documents) > _MOST_ENVIRONMENTS else documents
+    found += [
+        folder / name
+        for name in documents
+        if _ENVIRONMENT.search(name) or (name in searched and _DEPENDENCIES.search(_text(folder / name)))
+    ]
     wheels = tracked_fs.list_names(folder, (".dist-info",))
     if len(wheels) == 1:  # an unpacked wheel; several are an environment
         found.append(folder / wheels[0] / "METADATA")
     for place in (folder / name for name in _FOLDERS):
         names = tracked_fs.list_names(place, (".txt",))
         found += [place / name for name in names if "requir" in name or place.name == "requirements"]
-    found += [folder / name for name in _INSTRUCTIONS if tracked_fs.is_file(folder / name)]
+    found += [folder / name for name in tracked_fs.list_names(folder, (".sh",)) if _SETS_UP.search(name)]
+    found += [folder / "README.rst"] if tracked_fs.is_file(folder / "README.rst") else []
     found += [folder / name for name in tracked_fs.list_names(folder, (".md",))]
     for place in (folder / name for name in _DOCUMENTS):
         found += [place / name for name in tracked_fs.list_names(place, (".md",)) if "install" in name.lower()]
@@ -187,13 +199,13 @@ def _is_instruction(file: Path) -> bool:
 
 @cached_per_run
 def _text(path: Path) -> str:
-    """Return the text of a file that names requirements; of instructions, the arguments of what installs packages."""
+    """Return the text of a file that names requirements; of instructions, what they install, and lines that are one."""
     try:
         text = (tracked_fs.read_up_to(path, _LARGEST) or b"").decode("utf-8", "replace")
     except OSError:
         return ""
     if _is_instruction(path):
-        return "\n".join(_INSTALLS.findall(text))
+        return "\n".join((*_INSTALLS.findall(text), *(_REQUIREMENT.findall(text) if path.suffix != ".sh" else ())))
     return text.partition("\n\n")[0] if path.name == "METADATA" else text  # the README follows
 
 

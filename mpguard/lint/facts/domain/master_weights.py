@@ -69,14 +69,16 @@ def _names_masters(path: str) -> bool:
 
 
 def _has_masters(facts: Facts, step: Event) -> bool:
-    """True if the optimizer that steps may keep FP32 masters: by its name, or by the code of its class in the tree."""
-    for each in facts.evaluate(step.subject, step.call):
-        if not isinstance(each.atom, Object):
-            continue
-        own = each.atom.cls if each.atom.kind == "own_optimizer" else None
-        if project_words.MASTER_WEIGHTS.search(each.atom.path) or (own and _KEEPS_MASTERS.search(own.chunk.text)):
-            return True
-    return False
+    """True if the optimizer that steps keeps FP32 masters: by its name, or by the code of its class in the tree.
+
+    One of several that a function chooses from says nothing of the others.
+    """
+    found = [each.atom for each in facts.evaluate(step.subject, step.call) if isinstance(each.atom, Object)]
+    return bool(found) and all(
+        project_words.MASTER_WEIGHTS.search(each.path)
+        or (each.kind == "own_optimizer" and each.cls is not None and _KEEPS_MASTERS.search(each.cls.chunk.text))
+        for each in found
+    )
 
 
 def _is_wrapped_with_masters(facts: Facts, call: Call) -> bool:

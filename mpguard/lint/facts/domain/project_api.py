@@ -82,6 +82,9 @@ class ProjectApi(Protocol):
     def subclassed_elsewhere(self, path: str, name: str) -> bool:
         """True if a class of another file may derive from a class of a file; outside of a project, it may."""
 
+    def attribute_set_from_outside(self, path: str, name: str) -> bool:
+        """True if another file assigns to an attribute of this name, other than of `self`."""
+
     def attribute_set_elsewhere(self, path: str, name: str) -> bool:
         """True if other code may set an attribute of this name; outside of a project, it may."""
 
@@ -184,6 +187,9 @@ class NoProject:
 
     def subclassed_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
         return True
+
+    def attribute_set_from_outside(self, path: str, name: str) -> bool:  # noqa: ARG002
+        return False
 
     def attribute_set_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
         return True

@@ -115,6 +115,7 @@ def may_be_scaled(
     facts: Facts,
     loss: Event | None = None,
     step: Event | None = None,
+    *,
     trainer: Scope | None = None,
 ) -> bool:
     """True if a scaler, or an object with one of its own, may be used in the program under a path condition.

@@ -27,6 +27,7 @@ from mpguard.lint.facts.values.lattice import (
     Class,
     Constant,
     DictValue,
+    DtypeValue,
     Function,
     Method,
     Module,
@@ -319,6 +320,8 @@ class Values:
                     found += NOTHING_KNOWN
                 if key.startswith("self.") and all(each.scope.kind == "class" for each in bindings):
                     found = self._of_derived(key[5:], scope, found)
+                if key.startswith("self.") and key.count(".") == 1:
+                    found = self.set_from_outside(key[5:], found)
                 if length == 1 and bindings[0].scope.kind == "module":
                     found += self._executed(bindings[0])
             is_param = length == 1 < len(parts) and all(binding.kind == "param" for binding in bindings)
@@ -328,6 +331,28 @@ class Values:
                 return self._set_elsewhere(path) or found
             return found
         return None
+
+    def set_from_outside(self, name: str, found: Alternatives) -> Alternatives:
+        """Return the alternatives of an attribute that is a dtype, with those that code outside of its class gives it.
+
+        The class's own are replaced if some code sets it always: `config.dtype = torch.bfloat16`.
+        """
+        if not any(isinstance(each.atom, DtypeValue) for each in found):
+            return found
+        self.facts.need_uses(name)
+        own = [
+            binding
+            for scope in self.facts.index.scopes
+            for key, bindings in scope.bindings.items()
+            if key.endswith(f".{name}") and not key.startswith("self.")
+            for binding in bindings
+            if binding.kind == "assign"
+        ]
+        values = tuple(each for binding in own[:_MAX_ALTERNATIVES] for each in self.bound(binding))
+        if self.facts.project.attribute_set_from_outside(self.facts.path, name):
+            return (*values, *NOTHING_KNOWN)
+        is_kept = all(binding.guard - binding.scope.guard for binding in own)
+        return (*(found if is_kept else ()), *values)
 
     def _of_derived(self, name: str, scope: Scope, found: Alternatives) -> Alternatives:
         """Return the alternatives of a class attribute, with those that derived classes give it."""
@@ -577,7 +602,8 @@ class Values:
                 if given is not None:
                     return given
                 if bindings:
-                    return tuple(each for binding in bindings for each in atom.facts.values.bound(binding))
+                    found = tuple(each for binding in bindings for each in atom.facts.values.bound(binding))
+                    return atom.facts.values.set_from_outside(name, found)
                 inherited = atom.facts.graph.inherited(scope, name)
                 if inherited is not None:
                     return (Alternative(ALWAYS, inherited),)

@@ -2262,6 +2262,35 @@ for x in loader:
     optimizer.step()
 """,
         ),
+        Good(
+            """\
+import dataclasses
+
+import torch
+
+@dataclasses.dataclass
+class Config:
+    dim: int = 8
+    dtype: torch.dtype = torch.float16
+
+class Net(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.layer = torch.nn.Linear(config.dim, config.dim)
+
+    def forward(self, x):
+        return self.layer(x.to(self.config.dtype))
+""",
+            name="net.py",
+            files={
+                "pyproject.toml": "",
+                "finetune.py": "import torch\nfrom net import Config, Net\n\nconfig = Config()\n"
+                "config.dtype = torch.bfloat16\nmodel = Net(config).to(torch.bfloat16).cuda()\n"
+                "optimizer = torch.optim.AdamW(model.parameters())\n"
+                "for x in torch.rand(4, 2, 8, device='cuda'):\n    model(x).sum().backward()\n    optimizer.step()\n",
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

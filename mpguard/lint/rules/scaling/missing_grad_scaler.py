@@ -2375,6 +2375,41 @@ class Actor(BaseActor):
         self.optimizer.zero_grad()
 """
         ),
+        Bad(
+            """\
+import torch
+from optimizers import build
+
+def train(args, model, loader):
+    optimizer = build(args.optimizer, model)
+    for x in loader:
+        with torch.autocast("cuda", enabled=args.amp):
+            loss = model(x).sum()
+        loss.backward()  # !
+        optimizer.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "optimizers.py": "import torch\n\nclass Lion(torch.optim.Optimizer):\n"
+                "    def step(self):\n        for p in self.masters:\n            p.copy_(p.clone().float())\n\n"
+                "def build(name, model):\n    if name == 'lion':\n        return Lion(model.parameters(), {})\n"
+                "    return torch.optim.AdamW(model.parameters())\n",
+            },
+            fixed="""\
+import torch
+from optimizers import build
+
+def train(args, model, loader):
+    optimizer = build(args.optimizer, model)
+    scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
+    for x in loader:
+        with torch.autocast("cuda", enabled=args.amp):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -2399,9 +2434,8 @@ class Actor(BaseActor):
                     continue
                 if unscaled_steps.arm_scales(backward, facts):
                     continue
-                if unscaled_steps.may_be_scaled(
-                    guard.joined(step.guard), self._scaling(backward, step, facts), facts, direct, step, trainer
-                ):
+                both, scaling = guard.joined(step.guard), self._scaling(backward, step, facts)
+                if unscaled_steps.may_be_scaled(both, scaling, facts, direct, step, trainer=trainer):
                     continue
                 reported |= {scope for scope in program if scope.kind != "module"}
                 notes = (
