@@ -65,8 +65,8 @@ _READS_SCALER = re.compile(
 def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts: Facts) -> Event | None:
     """Return the step of a plain optimizer in the same program under a compatible path condition, or None.
 
-    In the function of the backward pass, or in another method of its class that gets it as an argument, it may be an
-    optimizer that comes from outside: it cannot scale that loss.
+    In the function of the backward pass, in one around it, or in another method of its class that gets it as an
+    argument, it may be an optimizer that comes from outside: it cannot scale that loss.
     """
     owner = backward.scope.owner
     unknown: Event | None = None
@@ -91,6 +91,7 @@ def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts
         foreign = (isinstance(a, Object) and (a.prepared or a.kind in _BRINGS_SCALER) for a in alternatives)
         here = (
             step.scope is backward.scope
+            or (step.scope.kind == "function" and step.scope in backward.scope.within())
             or (
                 owner is not None
                 and step.scope.owner is owner

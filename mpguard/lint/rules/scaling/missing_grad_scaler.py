@@ -2410,6 +2410,26 @@ def train(args, model, loader):
         scaler.update()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+def train(args, manager, loader):
+    def step(x):
+        with torch.autocast("cuda", enabled=args.amp):
+            loss = manager.model(x).sum() / args.fold
+        loss.backward()  # !
+        return loss.detach()
+
+    optimizer = manager.scheduler.optimizer
+    total = 0
+    for i, x in enumerate(loader):
+        total += step(x)
+        if (i + 1) % args.fold == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
