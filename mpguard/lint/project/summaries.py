@@ -31,7 +31,7 @@ _PACKAGE = "/__init__.py"
 #: function decides nothing about its precision.
 _TRAINS = TokenSearch((
     b".backward(", b".step(", b"autocast", b"caler", b"torch.optim", b"import optim", b"ptimizer(", b"train(",
-    b"train_one", b"fit(", b".prepare(", b"Trainer(", b"deepspeed.", b"float16",
+    b"train_one", b"fit(", b".prepare(", b"Trainer(", b"deepspeed.", b"float16 if ",
 ))  # fmt: skip
 #: Packages that are no part of a tree, unless it has a folder or a module of that name.
 LIBRARIES = frozenset({"torch", "numpy", "os", "sys", "typing", "transformers", "torchvision", "collections", "re"})
