@@ -519,6 +519,20 @@ def main(model, optimizer, loader):
         optimizer.step()
 """,
         ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+model = accelerator.prepare(model)
+seen = torch.ones(1, 1, 8, 8, 8, requires_grad=True)
+for x in loader:
+    with torch.enable_grad():
+        torch.nn.functional.grid_sample(seen, model(x)).sum().backward()
+seen = (seen.grad > 0.0001).float()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -530,7 +544,7 @@ def main(model, optimizer, loader):
                 or facts.is_inference(backward.call)
             ):
                 continue
-            if self._is_scaled(backward, facts):
+            if self._is_scaled(backward, facts) or not (facts.has_step(backward.scope) or _prepares_optimizer(facts)):
                 continue
             found = self._prepared_model(backward, facts) or self._prepared_optimizer(backward, facts)
             if found is not None and not accelerate_precision.backward_is_plain(found[0].facts, backward.guard):
@@ -589,6 +603,12 @@ def main(model, optimizer, loader):
         made = facts.events("accelerator")
         accumulates = not made or any("gradient_accumulation_steps" in each.call.keywords for each in made)
         return Fix("Run it through the Accelerator", "unsafe" if by_hand and accumulates else "safe", (edit,))
+
+
+def _prepares_optimizer(facts: Facts) -> bool:
+    """True if something in the file that is named as an optimizer is prepared."""
+    prepared = (arg.value for event in facts.events("prepare") for arg in event.call.node.args)
+    return any("optim" in facts.short(each).lower() for each in prepared)
 
 
 def _is_in_trainer(backward: Event, facts: Facts) -> bool:
