@@ -41,7 +41,8 @@ so there):
 - `torch.float16` in code that imports torch under another name, a function that other files only define themselves (a
   copy of the file is no user), and code that a statement which raises whenever it runs precedes, as the linter finds
   it: a name that nothing binds, an import of what a module of the project lacks; a scaler where each autocast is
-  switched off by `enabled=False` (all since `wide18`).
+  switched off by `enabled=False` (all since `wide18`);
+- what is a mistake only in versions of a package that the project's requirements rule out (since `wide28`).
 
 A batch of integers that is cast to FP16 counts as found by MPG110 too, which reports just that.
 """
@@ -69,6 +70,7 @@ from mpguard.lint.model.rule import BaseRule, Rule, rules
 from mpguard.lint.model.selection import Selectors
 from mpguard.lint.project.project import Project
 from mpguard.lint.project.references import is_copied_example
+from mpguard.lint.project.requirements import required
 from mpguard.lint.run.engine import Engine, Options
 from mpguard.lint.source.files import Target, kind_of
 from mpguard.lint.source.source import Source
@@ -1232,6 +1234,15 @@ class Users:
         return not defined[1].startswith("test_") and bool(used)
 
 
+def is_ruled_out(kind: Kind, program: Program, top: Path) -> bool:
+    """True if the project requires other versions than those in which a kind's change is a mistake."""
+    ranges = [RULES[code].versions for code in kind.rules]
+    return all(
+        any(required(str(program.path.parent), str(top), name).excludes(bounds) for name, bounds in each.items())
+        for each in ranges
+    )
+
+
 def _reports_in_tests(rule: type[BaseRule]) -> bool:
     """True for a rule about an interface, and for one that reads configs."""
     return rule.in_tests if issubclass(rule, Rule) else True
@@ -1261,6 +1272,8 @@ def run(folder: Path, which: str, per_kind: int, kinds: Iterable[Kind]) -> Itera
             if each.somewhere and not users.contain(program, each.somewhere):
                 continue
             if each.imported and imports(folder, program, each.imported):
+                continue
+            if is_ruled_out(each, program, folder / program.repository.replace("/", "+")):
                 continue
             tried[program.repository] += 1
             if tried[program.repository] > TRIES:
