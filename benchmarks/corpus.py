@@ -75,6 +75,7 @@ HEADINGS = {
     "wide25": "The other 73 of that list, after the rules were changed because of the first",
     "wide26": "80 more, closed before the rules were changed because of those two",
     "wide27": "The other 53 of that list, after the rules were changed because of the first",
+    "wide28": "90 more, closed before the rules were changed because of the last of these",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")
