@@ -159,11 +159,20 @@ def find(module: str, from_path: str) -> ParsedModule | None:
 
 
 def is_missing(module: str, from_path: str) -> bool:
-    """True if a package of the project, which no other one can be, has no module that an import names."""
+    """True if a package of the project, which no other one can be, has no module that an import names.
+
+    A file that sets `sys.path` may have added a folder in which there is one; and where folders around it have a package
+    of this name too, `python -m` may find that one.
+    """
     found = _searched(module, from_path)
     if found is None:
         return False
     base, parts = found
+    if not module.startswith("."):
+        top = str(tree.top_of(Path(from_path).absolute().parent))
+        others = (each for each in _folders_around(base, top) if _has(each, parts[0]))
+        if "sys.path" in text_of(from_path) or any(others):
+            return False
     for part in parts:
         inner = os.path.join(base, part)
         init = os.path.join(base, "__init__.py")

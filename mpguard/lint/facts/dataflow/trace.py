@@ -716,10 +716,14 @@ def chosen(backward: TraceStep, later: TraceStep) -> bool:
     """True if a backward pass runs under conditions that may choose between scaled and plain gradients.
 
     They are further ones than those of a later step, whose own conditions have to do with precision. A check of the
-    loss before the backward pass is none, nor is the rhythm of gradient accumulation.
+    loss before the backward pass is none, nor is the rhythm of gradient accumulation, or a `try` around the pass.
     """
     conditions = (PathCondition([each]) for each in backward.guard - later.guard)
-    further = [each for each in conditions if not exceptional(each) and not rhythm(each)]
+    further = [
+        each
+        for each in conditions
+        if not (exceptional(each) or rhythm(each) or all(flag.startswith("try#") for flag in each.flags()))
+    ]
     return bool(further) and not unrelated(later.guard, backward.guard)
 
 

@@ -247,6 +247,14 @@ RUNS = {
         "p/logging.py": "import logging\nlog = logging.getLogger()\nif __name__ == '__main__':\n    pass\n",
         "p/a.py": program(top="from p.logging import log\n").replace("from m", "from ..m"),
     },
+    "a missing module of a package that sys.path may find elsewhere": {
+        "u/__init__.py": "", "src/u/x.py": "f = 1\n",
+        "scripts/a.py": program(top="sys.path.insert(0, 'src')\nfrom u.x import f\n"),
+    },
+    "a missing module of a package that a folder around has too": {
+        "u/__init__.py": "", "u/x.py": "f = 1\n", "scripts/u/__init__.py": "", "scripts/m.py": MODULES["m.py"],
+        "scripts/a.py": program(top="from u.x import f\n"),
+    },
     "a missing module that Git ignores": {
         ".gitignore": "/u/*.py\n!__init__.py\n", "u/__init__.py": "", "a.py": program(top="from u.x import f\n"),
     },
