@@ -161,8 +161,8 @@ def find(module: str, from_path: str) -> ParsedModule | None:
 def is_missing(module: str, from_path: str) -> bool:
     """True if a package of the project, which no other one can be, has no module that an import names.
 
-    A file that sets `sys.path` may have added a folder in which there is one; and where folders around it have a package
-    of this name too, `python -m` may find that one.
+    A file that sets `sys.path` may have added a folder in which there is one; and where folders around it have a
+    package of this name too, `python -m` may find that one.
     """
     found = _searched(module, from_path)
     if found is None:
