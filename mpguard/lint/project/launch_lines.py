@@ -3,8 +3,9 @@
     CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file fsdp.yaml \\
         train.py --lr 1e-4
 
-They connect a script to its config, and have typical mistakes in the place of the config. Nothing is
-expanded: a word with a variable in it is unknown, and nothing is concluded from an unknown word.
+They connect a script to its config, and have typical mistakes in the place of the config. A word with a
+variable in it is unknown, and nothing is concluded from an unknown word; only the name of a config may come from a
+variable that the file sets once, to a literal.
 """
 
 # Thousands of paths are handled here, and strings are several times faster than Path.
@@ -13,6 +14,7 @@ expanded: a word with a variable in it is unknown, and nothing is concluded from
 from __future__ import annotations
 
 import codecs
+import collections
 import dataclasses
 import os
 import re
@@ -69,14 +71,26 @@ _PIECE = re.compile(
     r"|(?P<unknown>\$\{\{[^}\n]*\}\}|\$\{[^}\n]*\}|\$\([^)\n]*\)|\$\w+|\$[@*#?]|<[\w -]+>|\{[^}\s]*\}|\*|\[[A-Z_]+\])"
     r"|(?P<plain>[^\s'\"\\$;|&<>()`{*\[#]+|(?<=\S)[#\[{])"
 )
+#: An assignment to a variable, and one of a literal that no condition guards.
+_SETS = re.compile(r"^[ \t]*(?:export[ \t]+)?(\w+)=", re.M)
+_LITERAL = re.compile(
+    r"^(?:export[ \t]+)?(?P<name>\w+)=(?:\"(?P<double>[^\"$`\\\n]*)\"|'(?P<single>[^'\n]*)'|(?P<plain>[\w./~:@%+,-]+))"
+    r"[ \t]*(?:;|#.*)?$",
+    re.M,
+)
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
 @dataclasses.dataclass(frozen=True)
 class Word:
-    """A word of a command, with its place in the file. text: None if it contains a variable."""
+    """A word of a command, with its place in the file.
+
+    text: None if it contains a variable. expanded: the same with the variables that the file sets once, to a literal.
+    """
 
     text: str | None
     span: Span
+    expanded: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,13 +149,15 @@ def _is_python(launch: Launch) -> bool:
 
 
 def _launches(text: str, path: str) -> Iterator[Launch]:
+    variables: dict[str, str] | None = None
     for found in _COMMAND.finditer(text):
+        variables = _variables(text) if variables is None else variables
         line = text[text.rfind("\n", 0, found.start()) + 1 : found.start()]
         if line.lstrip().startswith(("#", "//", "REM ")) or re.search(r"(?:^|\s)(?:pip3?|conda|import|from)\s", line):
             continue
         launcher: Launcher = next(name for name in ("accelerate", "mpguard", "torchrun", "deepspeed") if found[name])
         quote = line[-1:] if line[-1:] in ("`", "'", '"') else ""
-        words = list(_words(text, found.end(), quote))
+        words = list(_words(text, found.end(), quote, variables))
         options, place, hidden, module = _options(words, launcher)
         script = words[place] if place is not None else None
         after = tuple(words[place + 1 :]) if place is not None else ()
@@ -179,7 +195,17 @@ def _options(words: list[Word], launcher: Launcher) -> tuple[dict[str, Word | No
     return options, None, hidden, module
 
 
-def _words(text: str, place: int, quote: str) -> Iterator[Word]:
+def _variables(text: str) -> dict[str, str]:
+    """Return the variables that a script sets once, unconditionally and to a literal."""
+    often = collections.Counter(found[1] for found in _SETS.finditer(text))
+    return {
+        found["name"]: found["double"] or found["single"] or found["plain"] or ""
+        for found in _LITERAL.finditer(text)
+        if often[found["name"]] == 1
+    }
+
+
+def _words(text: str, place: int, quote: str, variables: Mapping[str, str]) -> Iterator[Word]:
     """Yield the words of a command up to its end: of the line, or at an operator, a comment, the quotes around it."""
     while True:
         place = start = _end(_SPACE, text, place)
@@ -199,7 +225,15 @@ def _words(text: str, place: int, quote: str) -> Iterator[Word]:
             place = piece.end()
         if place == start:
             return
-        yield Word("".join(parts) if known else None, (start, place))
+        expanded = None if known else _expanded(text[start:place], variables)
+        yield Word("".join(parts) if known else None, (start, place), expanded)
+
+
+def _expanded(word: str, variables: Mapping[str, str]) -> str | None:
+    """Return a word with its variables replaced; None if one is unknown, or where something else is expanded."""
+    names = [found[1] or found[2] for found in _VARIABLE.finditer(word)]
+    plain = _VARIABLE.sub(lambda found: variables.get(found[1] or found[2], ""), word).strip('"')
+    return plain if not set(names) - variables.keys() and re.fullmatch(r"[\w./~:@%+=,-]+", plain) else None
 
 
 def _end(pattern: re.Pattern[str], text: str, place: int) -> int:

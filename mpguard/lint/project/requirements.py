@@ -212,8 +212,8 @@ def _text(path: Path) -> str:
 def _bounds(specifiers: list[str], cuda: tuple[int, int] | None) -> Required:
     """Return the widest range: a version is ruled out only where every requirement rules it out.
 
-    `packaging` tests single versions, but has no bounds of a specifier, and reads neither Poetry's `^2.11` nor conda's
-    `=2.11`.
+    `packaging` tests single versions, but has no bounds of a specifier, and reads neither Poetry's `^2.11` and `~2.11`
+    nor conda's `=2.11`.
     """
     from packaging.version import Version
 
@@ -229,6 +229,8 @@ def _bounds(specifiers: list[str], cuda: tuple[int, int] | None) -> Required:
                 below = (*version[:-1], version[-1] + 1)
             elif operator == "~=" and len(version) > 1:
                 below = (*version[:-2], version[-2] + 1)
+            elif operator == "~":  # of Poetry
+                low, below = version, (*version[:1], version[1] + 1) if len(version) > 1 else (version[0] + 1,)
             elif operator == "^" and version[0]:
                 below = (version[0] + 1,)
             elif operator in ("<", "<="):

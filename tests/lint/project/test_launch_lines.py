@@ -260,3 +260,21 @@ def test_fixes_of_quoted_names_and_bytes_that_are_not_utf8() -> None:
     assert main(["lint", "--select", "MPG866", "--fix"]) == 0
     expected = b"# \xff\r\naccelerate launch --config_file 'my conf/mp.yaml' train.py\r\n"
     assert Path("run.sh").read_bytes() == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expanded"),
+    [
+        ('CFG="ds.yaml"\naccelerate launch --config_file "${CFG}" train.py', "ds.yaml"),
+        ("export CFG=ds\naccelerate launch --config_file conf/$CFG.yaml train.py", "conf/ds.yaml"),
+        ("CFG=ds.yaml\nCFG=mp.yaml\naccelerate launch --config_file $CFG train.py", None),
+        ("if [ $1 ]; then\n  CFG=ds.yaml\nfi\naccelerate launch --config_file $CFG train.py", None),
+        ("CFG=${1:-ds.yaml}\naccelerate launch --config_file $CFG train.py", None),
+        ("CFG=ds.yaml\naccelerate launch --config_file $CFG$2 train.py", None),
+        ("CFG=ds.yaml\naccelerate launch --config_file $(find . -name $CFG) train.py", None),
+    ],
+)
+def test_a_config_may_be_named_by_a_variable_that_is_set_once(text: str, expanded: str | None) -> None:
+    word = one(text).options["config_file"]
+    assert word is not None
+    assert (word.text, word.expanded) == (None, expanded)

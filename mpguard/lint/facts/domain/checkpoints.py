@@ -114,12 +114,23 @@ class Checkpoints:
         if used:
             return not all(map(self._lacks_key, used))
         return any(
-            is_optimizer(self.facts, arg.value, call)
+            is_optimizer(self.facts, arg.value, call) and self._is_used(arg.value, call)
             for name, calls in self.facts.calls.items()
             if _LOADS.search(name)
             for call in calls
             for arg in call.node.args
         )
+
+    def _is_used(self, given: cst.BaseExpression, call: Call) -> bool:
+        """True unless the function of the tree that a call runs does nothing with the parameter for an argument."""
+        functions = [function.scope for function in self.facts.functions(call)]
+        taken = [
+            (function, param.name)
+            for function in functions
+            for param in function.params
+            if self.facts.values.given(call, function, param.name) is given
+        ]
+        return not taken or any(function.uses.get(name) for function, name in taken)
 
     def _lacks_key(self, restored: Event) -> bool:
         """True if a state is restored after a key is read that no checkpoint of the file has: it raises a KeyError."""

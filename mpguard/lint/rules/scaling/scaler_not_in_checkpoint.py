@@ -1082,6 +1082,27 @@ def restarted(model, loader, start):
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
 """
         ),
+        Good(
+            """\
+import torch
+from checkpoints import load_checkpoint
+
+def warm_started(model, loader, path):
+    optimizer = torch.optim.AdamW(model.parameters())
+    load_checkpoint(path, model, optimizer)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+""",
+            files={
+                "pyproject.toml": "",
+                "checkpoints.py": "import torch\n\ndef load_checkpoint(path, model, optimizer):\n"
+                "    model.load_state_dict(torch.load(path)['model'])\n",
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
