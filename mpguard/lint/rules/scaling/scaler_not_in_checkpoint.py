@@ -1103,6 +1103,35 @@ def warm_started(model, loader, path):
                 "    model.load_state_dict(torch.load(path)['model'])\n",
             },
         ),
+        Good(
+            """\
+import torch
+from checkpoints import load, save
+
+class Trainer:
+    def __init__(self, model, path):
+        self.model, self.optimizer = model, torch.optim.AdamW(model.parameters())
+        load(path, self.optimizer)
+
+    def train_one_epoch(self, loader):
+        scaler = torch.amp.GradScaler("cuda")
+        for x in loader:
+            scaler.scale(self.model(x).sum()).backward()
+            scaler.step(self.optimizer)
+            scaler.update()
+        save(self.model, self.optimizer)
+
+    def train(self, loader):
+        for _ in range(10):
+            self.train_one_epoch(loader)
+""",
+            files={
+                "pyproject.toml": "",
+                "checkpoints.py": "import torch\n\ndef load(path, optimizer):\n"
+                "    optimizer.load_state_dict(torch.load(path)['optimizer'])\n\ndef save(model, optimizer):\n"
+                "    torch.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, 'last.pt')\n",
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -1205,12 +1234,15 @@ def warm_started(model, loader, path):
     def _is_made_anew(self, event: Event, facts: Facts) -> bool:
         """True if each epoch creates the scaler, in a function that gets the optimizer: there is no state to restore.
 
-        A function that is called once a fold creates both.
+        The optimizer may be that of the method's object. A function that is called once a fold creates both.
         """
         if event.scope.kind != "function" or event.key.startswith("self."):
             return False
         calls = list(facts.callers(event.scope))
-        gets_optimizer = any(_OPTIMIZER.search(param.name) for param in event.scope.params)
+        stepped = [step.subject for step in facts.events("scaler_step") if step.scope is event.scope]
+        gets_optimizer = any(_OPTIMIZER.search(param.name) for param in event.scope.params) or any(
+            dotted(each).startswith("self.") for each in stepped
+        )
         return bool(calls) and gets_optimizer and all(call.loops for call in calls)
 
     def _adapts(self, scaler: Event, facts: Facts) -> bool:
