@@ -391,8 +391,11 @@ def _uses(user: str, file: str, name: str) -> bool:
 
 
 def _only_imports(code: bytes, user: str, name: bytes, word: re.Pattern[bytes]) -> bool:
-    """True if code imports a name under this name and does nothing with it; a package passes it on."""
-    if user.endswith("__init__.py") or re.search(rb"\b%s\s+as\b" % re.escape(name), code):
+    """True if code imports a name under this name and does nothing with it.
+
+    A package that passes it on is no user: those that take it from the package are.
+    """
+    if re.search(rb"\b%s\s+as\b" % re.escape(name), code):
         return False
     return word.search(summaries.IMPORT.sub(b"", b"\n" + code)) is None
 
