@@ -76,6 +76,7 @@ HEADINGS = {
     "wide26": "80 more, closed before the rules were changed because of those two",
     "wide27": "The other 53 of that list, after the rules were changed because of the first",
     "wide28": "90 more, closed before the rules were changed because of the last of these",
+    "wide29": "46 more, closed before the rules were changed because of that lot",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")
