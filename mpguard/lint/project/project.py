@@ -352,7 +352,7 @@ class Project:
             return not tree.is_project(top) or references.may_set(top, file, name)
 
     def attribute_set_from_outside(self, path: str, name: str) -> bool:
-        """True if another file assigns to an attribute of this name, other than of `self`."""
+        """True if a file that uses another one assigns to an attribute of this name, other than of `self`."""
         file = Path(path).absolute()
         with tracked_fs.recording_for(path):
             top = tree.top_of(file.parent)

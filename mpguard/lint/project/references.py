@@ -163,7 +163,7 @@ def may_set(top: Path, file: Path, name: str) -> bool:
 
 
 def may_set_from_outside(top: Path, file: Path, name: str) -> bool:
-    """True if another file of a project assigns to an attribute of this name of an object other than `self`."""
+    """True if a file that uses another one assigns to an attribute of this name, of an object other than `self`."""
     return _asked(top, file, _SETS_OUTSIDE + name)
 
 
@@ -304,7 +304,7 @@ def answer(top: str, file: str, question: str) -> bool | list[str]:
             attribute = re.escape(question.removeprefix(_SETS_OUTSIDE).encode())
             assigned = re.compile(rb"(?<![\w.])(?!self\b|cls\b)\w[\w.]*\.%s[ \t]*=(?!=)" % attribute)
             others = (each for each in files if each != file and each.endswith((*PYTHON, NOTEBOOK)))
-            return any(assigned.search(stripped(_content(each))) for each in others)
+            return any(assigned.search(stripped(_content(each))) and _uses(each, file, "") for each in others)
         if question.startswith(_DERIVES):
             name = question.removeprefix(_DERIVES)
             word = re.escape(name.encode())
@@ -382,7 +382,7 @@ def _uses(user: str, file: str, name: str) -> bool:
     word = re.compile(rb"\b%s\b" % re.escape(wanted))
     if user.endswith(PYTHON):
         code = stripped(data)
-        if word.search(code) is None or (name and _only_imports(code, user, wanted, word)):
+        if word.search(code) is None or (name and _only_imports(code, wanted, word)):
             return False
         return _code_uses(code, user, file, name)
     if user.lower().endswith(MARKDOWN):
@@ -390,7 +390,7 @@ def _uses(user: str, file: str, name: str) -> bool:
     return word.search(data) is not None
 
 
-def _only_imports(code: bytes, user: str, name: bytes, word: re.Pattern[bytes]) -> bool:
+def _only_imports(code: bytes, name: bytes, word: re.Pattern[bytes]) -> bool:
     """True if code imports a name under this name and does nothing with it.
 
     A package that passes it on is no user: those that take it from the package are.

@@ -83,7 +83,7 @@ class ProjectApi(Protocol):
         """True if a class of another file may derive from a class of a file; outside of a project, it may."""
 
     def attribute_set_from_outside(self, path: str, name: str) -> bool:
-        """True if another file assigns to an attribute of this name, other than of `self`."""
+        """True if a file that uses another one assigns to an attribute of this name, other than of `self`."""
 
     def attribute_set_elsewhere(self, path: str, name: str) -> bool:
         """True if other code may set an attribute of this name; outside of a project, it may."""

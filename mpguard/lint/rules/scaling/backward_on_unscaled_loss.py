@@ -671,46 +671,46 @@ def train(model, optimizer, loader):
             """\
 import torch
 
-scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
-scaler_d = torch.amp.GradScaler("cuda", enabled=args.amp)
-state = torch.load("last.pt")
-if len(state["scaler"]) > 0:
-    scaler.load_state_dict(state["scaler"])
-for x in loader:
-    with torch.autocast("cuda", enabled=args.amp):
-        fake = generator(x)
-        loss = discriminator(fake).sum()
-        loss_d = discriminator(fake.detach()).sum()
-    if args.world_size > 1:
-        loss.backward()  # !
-    else:
-        scaler_d.scale(loss_d).backward()
-        scaler_d.step(optimizer_d)
-        scaler_d.update()
-    scaler.step(optimizer)
-    scaler.update()
+def train(args, generator, discriminator, loader, scaler_state, optimizers):
+    scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
+    scaler_d = torch.amp.GradScaler("cuda", enabled=args.amp)
+    if len(scaler_state) > 0:
+        scaler.load_state_dict(scaler_state)
+    for x in loader:
+        with torch.autocast("cuda", enabled=args.amp):
+            fake = generator(x)
+            loss = discriminator(fake).sum()
+            loss_d = discriminator(fake.detach()).sum()
+        if args.world_size > 1:
+            loss.backward()  # !
+        else:
+            scaler_d.scale(loss_d).backward()
+            scaler_d.step(optimizers.discriminator)
+            scaler_d.update()
+        scaler.step(optimizers.generator)
+        scaler.update()
 """,
             fixed="""\
 import torch
 
-scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
-scaler_d = torch.amp.GradScaler("cuda", enabled=args.amp)
-state = torch.load("last.pt")
-if len(state["scaler"]) > 0:
-    scaler.load_state_dict(state["scaler"])
-for x in loader:
-    with torch.autocast("cuda", enabled=args.amp):
-        fake = generator(x)
-        loss = discriminator(fake).sum()
-        loss_d = discriminator(fake.detach()).sum()
-    if args.world_size > 1:
-        scaler.scale(loss).backward()
-    else:
-        scaler_d.scale(loss_d).backward()
-        scaler_d.step(optimizer_d)
-        scaler_d.update()
-    scaler.step(optimizer)
-    scaler.update()
+def train(args, generator, discriminator, loader, scaler_state, optimizers):
+    scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
+    scaler_d = torch.amp.GradScaler("cuda", enabled=args.amp)
+    if len(scaler_state) > 0:
+        scaler.load_state_dict(scaler_state)
+    for x in loader:
+        with torch.autocast("cuda", enabled=args.amp):
+            fake = generator(x)
+            loss = discriminator(fake).sum()
+            loss_d = discriminator(fake.detach()).sum()
+        if args.world_size > 1:
+            scaler.scale(loss).backward()
+        else:
+            scaler_d.scale(loss_d).backward()
+            scaler_d.step(optimizers.discriminator)
+            scaler_d.update()
+        scaler.step(optimizers.generator)
+        scaler.update()
 """,
         ),
         Bad(

@@ -1177,19 +1177,19 @@ import torch
 
 scaler = torch.amp.GradScaler("cuda")
 for x in loader:
-    scaler.scale(head(model(x)).sum()).backward()
-    scaler.step(optimizer)
+    scaler.scale((model(x) + other(x)).sum()).backward()
+    scaler.step(one)
     scaler.update()  # !
-    scaler.step(head_optimizer)
+    scaler.step(two)
 """,
             fixed="""\
 import torch
 
 scaler = torch.amp.GradScaler("cuda")
 for x in loader:
-    scaler.scale(head(model(x)).sum()).backward()
-    scaler.step(optimizer)
-    scaler.step(head_optimizer)
+    scaler.scale((model(x) + other(x)).sum()).backward()
+    scaler.step(one)
+    scaler.step(two)
     scaler.update()
 """,
         ),
