@@ -945,6 +945,23 @@ def main(loader):
 main(make_loader())
 """
         ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="fp16")
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    loss = cached(model, x) if args.cached else model(x).sum()
+    if args.cached is False:
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    if args.cached:  # the gradients are there, in FP32
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -961,6 +978,7 @@ main(make_loader())
                 or facts.is_inference(clip.call)
                 or wrappers.other_way(clip.guard, "accelerat")
                 or self._is_fallback(clip, facts)
+                or self._is_of_another_branch(clip, facts)
             ):
                 continue
             found = self._prepared_model(clip, facts)
@@ -1004,6 +1022,11 @@ main(make_loader())
             if any(flag.startswith("try#") for flag in PathCondition([condition]).flags())
             for other in self._of_accelerator(clip, facts)
         )
+
+    def _is_of_another_branch(self, clip: Event, facts: Facts) -> bool:
+        """True if the function runs the Accelerator's backward pass, but in no branch that goes on to a clip."""
+        own = [event for event in facts.events("framework") if event.scope is clip.scope]
+        return bool(own) and not any(compatible(event.guard, clip.guard) for event in own)
 
     def _of_accelerator(self, clip: Event, facts: Facts) -> list[Call]:
         """Return the calls of the Accelerator's own clipping in the same function."""
