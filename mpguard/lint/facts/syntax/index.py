@@ -10,7 +10,7 @@ import libcst as cst
 
 from mpguard.lint.facts.syntax.conditions import Conditions
 from mpguard.lint.facts.syntax.nodes import assigned, children, constant, dotted, ends_process
-from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, Flag, PathCondition, negated
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, Flag, PathCondition, membership, negated
 from mpguard.lint.facts.syntax.records import Binding, BindingKind, Call, Exit, Param, Record, Return, Scope, Use, With
 from mpguard.lint.source.source import Chunk
 
@@ -309,9 +309,15 @@ class Indexer:
         self._expr(node.subject, node)
         before, arm = self.guard, f"match#{self._place(node)[2]}"
         subject = dotted(node.subject).rsplit(".", 1)[-1]
+        earlier: list[Condition] = []
         for place, case in enumerate(node.cases):
-            value = constant(case.pattern.value) if isinstance(case.pattern, cst.MatchValue) else None
-            self.guard = before.given(Flag(subject, value[0]) if value and subject else Flag(arm, place + 1))
+            values = _values_of(case.pattern) if subject else ()
+            matches = membership(subject, values) if values else Flag(arm, place + 1)
+            self.guard = (
+                before.given(*map(negated, earlier)) if _is_wildcard(case) and earlier else before.given(matches)
+            )
+            if case.guard is None and values:
+                earlier.append(matches)
             if case.guard is not None:
                 self._expr(case.guard, case)
             self._suite(case.body)
@@ -484,6 +490,23 @@ _COMPOUND: dict[type, Any] = {
     cst.FunctionDef: Indexer._function,
     cst.ClassDef: Indexer._class,
 }
+
+
+def _values_of(pattern: cst.MatchPattern) -> list[object]:
+    """Return the constants that a pattern matches, those of `"fp16" | "half"` too; nothing for any other pattern."""
+    parts = [each.pattern for each in pattern.patterns] if isinstance(pattern, cst.MatchOr) else [pattern]
+    found: list[object] = []
+    for part in parts:
+        literal = constant(part.value) if isinstance(part, (cst.MatchValue, cst.MatchSingleton)) else None
+        if literal is None:
+            return []
+        found.append(literal[0])
+    return found
+
+
+def _is_wildcard(case: cst.MatchCase) -> bool:
+    """True for `case _:`."""
+    return isinstance(case.pattern, cst.MatchAs) and case.pattern.pattern is None and case.guard is None
 
 
 def _params(node: cst.Parameters) -> list[Param]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 #: What is known of a flag, by its name: None -> its truth value; a constant -> whether the flag equals it; `_IS` -> the
 #: constant that it equals.
@@ -121,6 +121,12 @@ def equality(flag: str, value: object) -> Condition:
     if value is None or isinstance(value, bool):
         return Flag(flag) if value else negated(Flag(flag))
     return Flag(flag, value)
+
+
+def membership(flag: str, values: Sequence[object]) -> Condition:
+    """Return the condition that a flag has one of several values."""
+    parts = tuple(equality(flag, value) for value in values)
+    return parts[0] if len(parts) == 1 else Any(parts)
 
 
 class PathCondition(frozenset[Condition]):

@@ -2430,6 +2430,30 @@ def train(args, manager, loader):
             optimizer.zero_grad()
 """
         ),
+        Good(
+            """\
+import torch
+
+def dtype_of(name):
+    match name:
+        case "fp16" | "half":
+            return torch.float16
+        case "bf16":
+            return torch.bfloat16
+        case _:
+            raise ValueError(name)
+
+def train(precision, model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        with torch.autocast("cuda", dtype=dtype_of(precision)):
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+
+train("bf16", torch.nn.Linear(8, 8).cuda(), torch.rand(4, 2, 8, device="cuda"))
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
