@@ -77,6 +77,7 @@ HEADINGS = {
     "wide27": "The other 53 of that list, after the rules were changed because of the first",
     "wide28": "90 more, closed before the rules were changed because of the last of these",
     "wide29": "46 more, closed before the rules were changed because of that lot",
+    "wide30": "45 more, closed before the rules were changed because of all of these",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")
