@@ -67,6 +67,7 @@ class FrozenModels:
     def _decides_frozen(self, name: str, by_eval: bool) -> bool:
         methods, made = self._by_name()
         frozen = evaluated = trained = False
+        optimized = {use.scope for use, method, call in methods.get(name, ()) if self._is_optimized(method, call)}
         for use, method, call in methods.get(name, ()):
             given = constant(call.args[0].value) if call.args else None
             if method == "eval" and not call.args:  # another object's `eval` takes what it evaluates
@@ -74,9 +75,9 @@ class FrozenModels:
             elif method == "train":
                 trained = trained or given != (False,)
                 evaluated = evaluated or given == (False,)
-            elif method in ("parameters", "named_parameters") and self._optimized(call):
+            elif self._is_optimized(method, call):
                 trained = True
-            freezes = not frozen and self._sets_grad(use, method, call, False)
+            freezes = not frozen and self._sets_grad(use, method, call, False) and not _is_another(name, use, optimized)
             frozen = frozen or (freezes and not (self._trained_before(use, name) or self._in_turns(use, name)))
         frozen = frozen or self._is_frozen_layer(name)
         for binding in made.get(name, ()):
@@ -150,6 +151,10 @@ class FrozenModels:
         called = any(each.scope is use.scope and after < each.order < use.order for each, _, _ in methods.get(name, ()))
         return (passed or called) and not rebound
 
+    def _is_optimized(self, method: str, call: cst.Call) -> bool:
+        """True for the parameters of an object that an optimizer takes."""
+        return method in ("parameters", "named_parameters") and self._optimized(call)
+
     def _optimized(self, call: cst.Call) -> bool:
         """True if the result of a call is passed to an optimizer."""
         parents = self.facts.index.parents
@@ -206,6 +211,13 @@ class FrozenModels:
         """True if a binding's value is returned by a helper that freezes it."""
         value = binding.value
         return isinstance(value, cst.Call) and any(self._freezes_argument(value, arg.value) for arg in value.args)
+
+
+def _is_another(name: str, use: Use, optimized: set[Scope]) -> bool:
+    """True if a function uses an object that it makes itself, and the optimizer takes one of that name elsewhere."""
+    own = any(binding.kind == "assign" for binding in use.scope.bindings.get(name, ()))
+    near = {*use.scope.within(), *use.scope.descendants()}
+    return own and use.scope.kind == "function" and bool(optimized) and not optimized & near
 
 
 def _uses(scope: Scope) -> Iterator[Use]:

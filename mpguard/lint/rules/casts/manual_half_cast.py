@@ -2291,6 +2291,55 @@ class Net(torch.nn.Module):
                 "for x in torch.rand(4, 2, 8, device='cuda'):\n    model(x).sum().backward()\n    optimizer.step()\n",
             },
         ),
+        Bad(
+            """\
+import torch
+
+def load_encoder(path):
+    model = build_encoder()
+    model.load_state_dict(torch.load(path))
+    model = model.cuda().eval()
+    for p in model.parameters():
+        p.requires_grad_(False)
+    return model
+
+def run_epoch(model, encoder, loader, optimizer, is_train):
+    for x in loader:
+        loss = model(encoder(x)).sum()
+        if is_train:
+            loss.backward()
+            optimizer.step()
+
+def main(path, loader):
+    encoder, model = load_encoder(path), build_decoder().cuda()
+    model.half()  # !
+    optimizer = torch.optim.AdamW(model.parameters())
+    run_epoch(model, encoder, loader, optimizer, is_train=True)
+""",
+            fixed="""\
+import torch
+
+def load_encoder(path):
+    model = build_encoder()
+    model.load_state_dict(torch.load(path))
+    model = model.cuda().eval()
+    for p in model.parameters():
+        p.requires_grad_(False)
+    return model
+
+def run_epoch(model, encoder, loader, optimizer, is_train):
+    for x in loader:
+        loss = model(encoder(x)).sum()
+        if is_train:
+            loss.backward()
+            optimizer.step()
+
+def main(path, loader):
+    encoder, model = load_encoder(path), build_decoder().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    run_epoch(model, encoder, loader, optimizer, is_train=True)
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
