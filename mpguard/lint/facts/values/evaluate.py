@@ -318,7 +318,8 @@ class Values:
                         break
                 if len(bindings) > _MAX_ALTERNATIVES:
                     found += NOTHING_KNOWN
-                if key.startswith("self.") and all(each.scope.kind == "class" for each in bindings):
+                is_constant = all(each.kind == "assign" and each.scope.kind == "class" for each in bindings)
+                if is_constant and key.startswith("self."):
                     found = self._of_derived(key[5:], scope, found)
                 if key.startswith("self.") and key.count(".") == 1:
                     found = self.set_from_outside(key[5:], found)
