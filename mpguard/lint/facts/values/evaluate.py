@@ -18,6 +18,7 @@ from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, PathCondition, compatible, equality, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Param, Scope
 from mpguard.lint.facts.values import api_names
+from mpguard.lint.facts.values.keywords import item_given
 from mpguard.lint.facts.values.lattice import (
     NOTHING_KNOWN,
     UNKNOWN,
@@ -567,7 +568,7 @@ class Values:
         if place is not None and place < len(call.positional):
             return call.positional[place]
         if call.starred:
-            return None
+            return item_given(call, name, self.facts.of(call))
         param: Param | None = next((p for p in scope.params if p.name == name), None)
         return param.default if param is not None else None
 

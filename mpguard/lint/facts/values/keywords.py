@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from mpguard.lint.facts.syntax.nodes import dotted
+from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.values.lattice import Alternatives, DictValue
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def passed(call: Call, facts: Facts, depth: int = _DEPTH) -> list[Keywords] | No
 def _items(mapping: cst.BaseExpression, at: Record, facts: Facts, depth: int) -> list[Keywords] | None:
     """Return the items of a mapping, for each value that it may have."""
     path = dotted(mapping)
-    if path and _is_changed(path, facts):
+    if path and is_changed(path, facts):
         return None
     inner = facts.call_of(mapping)
     if inner is not None and inner.path == "dict" and not inner.positional:
@@ -87,7 +87,27 @@ def _kwargs(binding: Binding, facts: Facts, depth: int) -> list[Keywords] | None
     return found
 
 
-def _is_changed(path: str, facts: Facts) -> bool:
+def item_given(call: Call, name: str, facts: Facts) -> cst.BaseExpression | None:
+    """Return what the only `**mapping` of a call has for a name, if it is a dict literal that the file does not change.
+
+    Also by the one name that the function binds it to.
+    """
+    starred = [arg for arg in call.node.args if arg.star]
+    if len(starred) != 1 or starred[0].star != "**":
+        return None
+    mapping: cst.CSTNode | None = starred[0].value
+    path = dotted(mapping)
+    if path:
+        bindings = facts.bindings(path, call)
+        known = len(bindings) == 1 and bindings[0].kind == "assign" and bindings[0].scope is call.scope
+        mapping = bindings[0].value if known and not is_changed(path, facts) else None
+    if not isinstance(mapping, cst.Dict):
+        return None
+    items = (each for each in mapping.elements if isinstance(each, cst.DictElement))
+    return next((each.value for each in items if constant(each.key) == (name,)), None)
+
+
+def is_changed(path: str, facts: Facts) -> bool:
     """True if the file changes the items of a mapping."""
     return any(each.kind == "item" for scope in facts.scopes for each in scope.bindings.get(path, ())) or any(
         dotted(call.receiver) == path for name in _CHANGES for call in facts.calls.get(name, ())

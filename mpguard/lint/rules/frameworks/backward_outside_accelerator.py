@@ -533,6 +533,28 @@ for x in loader:
 seen = (seen.grad > 0.0001).float()
 """
         ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+def train_one_epoch(args, model, loader, optimizer):
+    for x in loader:
+        loss = 0
+        if x.size(0) > 1:
+            loss += model(x[1:]).sum() / 2
+        loss += model(x).sum() / 2
+        loss.backward()  # !
+        optimizer.step()
+
+def main(args, model, loader):
+    accelerator = Accelerator(mixed_precision="fp16")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    kwargs = {"args": args, "model": model, "loader": loader, "optimizer": optimizer}
+    train_one_epoch(**kwargs)
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
