@@ -78,6 +78,7 @@ HEADINGS = {
     "wide28": "90 more, closed before the rules were changed because of the last of these",
     "wide29": "46 more, closed before the rules were changed because of that lot",
     "wide30": "45 more, closed before the rules were changed because of all of these",
+    "wide31": "25 more, closed before the rules were changed because of the last of these",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")
