@@ -27,6 +27,7 @@ _DOCUMENTS = ("docs", "doc", "documents")
 _INSTALLS = re.compile(r"\b(?:(?:pip3?|conda|mamba) install|(?:conda|mamba) create)\b((?:[^\n`\\]|\\\n)*)")
 #: A line of a text that is a requirement: `- pytorch == 1.8.1`.
 _REQUIREMENT = re.compile(r"^[ \t>*+-]*`?([A-Za-z][\w.-]*[ \t]*(?:[=~!]=|[<>]=?)[ \t]*\d[\w.*+, <>=]*)`?[ \t]*$", re.M)
+_DOCKER_VARIABLE = re.compile(r"^(?:ARG|ENV)[ \t]+(\w+)(?:=|[ \t]+)[\"']?([\w.+-]+)[\"']?[ \t]*$", re.M)
 _LARGEST = 1 << 18
 #: The number of folders that are searched: a file's own, and those above it.
 _MOST_FOLDERS = 12
@@ -206,6 +207,9 @@ def _text(path: Path) -> str:
         return ""
     if _is_instruction(path):
         return "\n".join((*_INSTALLS.findall(text), *(_REQUIREMENT.findall(text) if path.suffix != ".sh" else ())))
+    if path.name.startswith("Dockerfile"):
+        values: dict[str, str] = dict(_DOCKER_VARIABLE.findall(text))
+        return re.sub(r"\$\{?(\w+)\}?", lambda used: values.get(used[1], used[0]), text)
     return text.partition("\n\n")[0] if path.name == "METADATA" else text  # the README follows
 
 

@@ -2340,6 +2340,25 @@ def main(path, loader):
     run_epoch(model, encoder, loader, optimizer, is_train=True)
 """,
         ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+def main(model, loader):
+    accelerator = Accelerator()
+    model.to(torch.float16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "configs/accelerate.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n",
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -2381,7 +2400,7 @@ def main(path, loader):
         all_fixable = not follow and all(fix is not None for _, _, fix in found)
         policy = any(map(facts.events, _POLICIES)) or bool(facts.project.configs_for(facts.path))
         for cast, training, fix in found:
-            if cast in follow:
+            if cast in follow or (cast in modules and _runs_in_engine(facts)):
                 continue
             yield self.at(
                 cast,
@@ -2391,6 +2410,11 @@ def main(path, loader):
                 fix=fix if all_fixable else None,
                 help=None if policy else "remove the cast, and compute in FP16 under autocast with a GradScaler",
             )
+
+
+def _runs_in_engine(facts: Facts) -> bool:
+    """True if the project launches the Accelerators of the file with DeepSpeed, which keeps FP32 masters of a model."""
+    return bool(facts.events("accelerator")) and facts.project.launches_with_deepspeed_only(facts.path)
 
 
 def _runs_in_half_engine(facts: Facts) -> bool:

@@ -151,6 +151,11 @@ def test_versions_that_a_project_excludes(specifier: str, versions: str, exclude
         ("vl.yml", "name: vl\ndependencies:\n  - pytorch=1.12.1=py3.9_0\n", Required((1, 12, 1), (1, 12, 2))),
         ("train.yml", "name: vl\ntorch: ==1.12\n", Required()),
         ("pyproject.toml", "[tool.poetry.dependencies]\ntorch = '~1.13'\n", Required((1, 13), (1, 14))),
+        (
+            "Dockerfile",
+            "ARG TORCH=1.12.1\nENV CUDA 113\nRUN pip install torch==${TORCH} torchvision==$VISION\n",
+            Required((1, 12, 1), (1, 12, 2)),
+        ),
         ("documents/INSTALL.md", "```\npip install torch==1.12.1\n```\n", Required((1, 12, 1), (1, 12, 2))),
         ("envelope.yaml", "pytorch==2.0.0\n", Required()),
         ("requirements.txt", "pytorch-lightning==1.9\n", Required()),
