@@ -112,7 +112,7 @@ def launched_with(config: str, option: str = "config_file") -> Iterator[tuple[st
         for launch in launches:
             own = launch.launcher == "mpguard" and option == "config_file"
             named = launch.options.get("config" if own else option)
-            name = (named.text or named.expanded) if named is not None else None
+            name = named.resolved if named is not None else None
             file = launch_lines.located(name, launch.path, top) if name else None
             if file is not None and tracked_fs.real_path(file) == tracked_fs.real_path(config):
                 yield script, launch
@@ -147,7 +147,7 @@ def launched(path: str) -> tuple[LaunchConfig, ...] | None:
 
 def _found(named: Word, launch: Launch, top: Path) -> LaunchConfig | None:
     try:
-        name = named.text or named.expanded
+        name = named.resolved
         file = launch_lines.located(name, launch.path, top) if name else None
         return None if file is None else launch_config(file, os.path.relpath(file))
     except ConfigError:

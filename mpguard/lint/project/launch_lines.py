@@ -92,6 +92,11 @@ class Word:
     span: Span
     expanded: str | None = None
 
+    @property
+    def resolved(self) -> str | None:
+        """The text, with its variables replaced if they are known."""
+        return self.text if self.text is not None else self.expanded
+
 
 @dataclasses.dataclass(frozen=True)
 class Launch:

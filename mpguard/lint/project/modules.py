@@ -190,6 +190,7 @@ def is_missing(module: str, from_path: str) -> bool:
     return False
 
 
+@tracked_fs.cached_per_run
 def _searched(module: str, from_path: str) -> tuple[str, list[str]] | None:
     """Return the folder in which an import of a project is searched, and the names below it; None if it is unclear.
 

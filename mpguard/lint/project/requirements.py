@@ -27,6 +27,7 @@ _DOCUMENTS = ("docs", "doc", "documents")
 _INSTALLS = re.compile(r"\b(?:(?:pip3?|conda|mamba) install|(?:conda|mamba) create)\b((?:[^\n`\\]|\\\n)*)")
 #: A line of a text that is a requirement: `- pytorch == 1.8.1`.
 _REQUIREMENT = re.compile(r"^[ \t>*+-]*`?([A-Za-z][\w.-]*[ \t]*(?:[=~!]=|[<>]=?)[ \t]*\d[\w.*+, <>=]*)`?[ \t]*$", re.M)
+#: A variable of a Dockerfile and its value: `ENV PYTORCH_VERSION=1.12.1`.
 _DOCKER_VARIABLE = re.compile(r"^(?:ARG|ENV)[ \t]+(\w+)(?:=|[ \t]+)[\"']?([\w.+-]+)[\"']?[ \t]*$", re.M)
 _LARGEST = 1 << 18
 #: The number of folders that are searched: a file's own, and those above it.
@@ -174,11 +175,11 @@ def _files(folder: Path) -> list[Path]:
     found = [folder / name for name in _FILES if tracked_fs.is_file(folder / name)]
     found += [folder / name for name in tracked_fs.list_names(folder, (".txt",)) if "requir" in name]
     documents = tracked_fs.list_names(folder, (".yml", ".yaml"))
-    searched = [] if len(documents) > _MOST_ENVIRONMENTS else documents
+    are_few = len(documents) <= _MOST_ENVIRONMENTS
     found += [
         folder / name
         for name in documents
-        if _ENVIRONMENT.search(name) or (name in searched and _DEPENDENCIES.search(_text(folder / name)))
+        if _ENVIRONMENT.search(name) or (are_few and _DEPENDENCIES.search(_text(folder / name)))
     ]
     wheels = tracked_fs.list_names(folder, (".dist-info",))
     if len(wheels) == 1:  # an unpacked wheel; several are an environment

@@ -149,7 +149,7 @@ class CallGraph:
         return list(found.values())
 
     def overriding(self, cls: Scope, name: str) -> tuple[list[tuple[Class, Binding]], bool]:
-        """Return the bindings with which classes that derive from a class set an attribute of its body anew.
+        """Return the bindings by which derived classes override an attribute of a class.
 
         The second result is True if objects of the class itself, or of one that inherits the attribute, may exist.
         """

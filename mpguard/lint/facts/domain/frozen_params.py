@@ -66,8 +66,9 @@ class FrozenModels:
 
     def _decides_frozen(self, name: str, by_eval: bool) -> bool:
         methods, made = self._by_name()
-        frozen = evaluated = trained = False
         optimized = {use.scope for use, method, call in methods.get(name, ()) if self._is_optimized(method, call)}
+        frozen = evaluated = False
+        trained = bool(optimized)
         for use, method, call in methods.get(name, ()):
             given = constant(call.args[0].value) if call.args else None
             if method == "eval" and not call.args:  # another object's `eval` takes what it evaluates
@@ -75,8 +76,6 @@ class FrozenModels:
             elif method == "train":
                 trained = trained or given != (False,)
                 evaluated = evaluated or given == (False,)
-            elif self._is_optimized(method, call):
-                trained = True
             freezes = not frozen and self._sets_grad(use, method, call, False) and not _is_another(name, use, optimized)
             frozen = frozen or (freezes and not (self._trained_before(use, name) or self._in_turns(use, name)))
         frozen = frozen or self._is_frozen_layer(name)
@@ -122,7 +121,7 @@ class FrozenModels:
             return False
         above = self.facts.index.parents.get(call)
         loop = above if isinstance(above, cst.For) else use.loops[-1] if use.loops else None
-        return isinstance(loop, cst.For) and _sets_grad(use.scope, loop, value)
+        return isinstance(loop, cst.For) and _loop_sets_grad(use.scope, loop, value)
 
     def _in_turns(self, use: Use, name: str) -> bool:
         """True if the loop in which a model is frozen trains it again, as that of a GAN."""
@@ -225,7 +224,7 @@ def _uses(scope: Scope) -> Iterator[Use]:
         yield from uses
 
 
-def _sets_grad(scope: Scope, loop: cst.For, value: bool) -> bool:
+def _loop_sets_grad(scope: Scope, loop: cst.For, value: bool) -> bool:
     """True if a loop sets the `requires_grad` of its target, which for False may be by a method with any argument."""
     target = loop.target
     keys = [dotted(e.value) for e in target.elements] if isinstance(target, cst.Tuple) else [dotted(target)]

@@ -585,13 +585,20 @@ class TrainingUse:
         """
         if self._all_keep_masters or weights.training.reach.meets("initialize"):
             return True
-        if self.facts.events("accelerator") and self.facts.project.launches_with_deepspeed_only(self.facts.path):
+        if self.runs_in_deepspeed:
             return True
         takes = (sink.call.scope for sink in weights.training.sinks if sink.kind != "backward")
         starts = dict.fromkeys((weights.event.scope, *takes))
         programs = (self.facts.programs_of(scope, _may_shard) for scope in starts)
         near = {each for program in programs for each in program if each.kind != "class"}
         return any(self._mentions_sharding(each, weights.event.call) for each in near)
+
+    @cached_property
+    def runs_in_deepspeed(self) -> bool:
+        """True if the project launches the Accelerators of the file with DeepSpeed, which keeps FP32 masters."""
+        return bool(self.facts.events("accelerator")) and self.facts.project.launches_with_deepspeed_only(
+            self.facts.path
+        )
 
     @cached_property
     def _all_keep_masters(self) -> bool:

@@ -313,13 +313,12 @@ class Indexer:
         for place, case in enumerate(node.cases):
             values = _values_of(case.pattern) if subject else ()
             matches = membership(subject, values) if values else Flag(arm, place + 1)
-            self.guard = (
-                before.given(*map(negated, earlier)) if _is_wildcard(case) and earlier else before.given(matches)
-            )
-            if case.guard is None and values:
-                earlier.append(matches)
+            conditions = map(negated, earlier) if earlier and _is_wildcard(case) else [matches]
+            self.guard = before.given(*conditions)
             if case.guard is not None:
                 self._expr(case.guard, case)
+            elif values:
+                earlier.append(matches)
             self._suite(case.body)
         self.guard = before
         return False

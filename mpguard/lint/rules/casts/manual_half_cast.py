@@ -2400,7 +2400,7 @@ def main(model, loader):
         all_fixable = not follow and all(fix is not None for _, _, fix in found)
         policy = any(map(facts.events, _POLICIES)) or bool(facts.project.configs_for(facts.path))
         for cast, training, fix in found:
-            if cast in follow or (cast in modules and _runs_in_engine(facts)):
+            if cast in follow or (cast in modules and facts.training_use.runs_in_deepspeed):
                 continue
             yield self.at(
                 cast,
@@ -2410,11 +2410,6 @@ def main(model, loader):
                 fix=fix if all_fixable else None,
                 help=None if policy else "remove the cast, and compute in FP16 under autocast with a GradScaler",
             )
-
-
-def _runs_in_engine(facts: Facts) -> bool:
-    """True if the project launches the Accelerators of the file with DeepSpeed, which keeps FP32 masters of a model."""
-    return bool(facts.events("accelerator")) and facts.project.launches_with_deepspeed_only(facts.path)
 
 
 def _runs_in_half_engine(facts: Facts) -> bool:
