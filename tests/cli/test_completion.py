@@ -140,7 +140,7 @@ class Zsh:
     def type(self, keys: str, until: str) -> bool:
         """Type keys, and return True once the terminal shows a text."""
         os.write(self.terminal, keys.encode())
-        shown, deadline = "", time.monotonic() + 60
+        shown, deadline = "", time.monotonic() + seconds(60)
         while until not in shown and time.monotonic() < deadline:
             if select.select([self.terminal], [], [], 0.1)[0]:
                 shown += os.read(self.terminal, 65536).decode()

@@ -181,7 +181,7 @@ def test_hostile_settings(text: str) -> None:
 # -- fixes are written whole ----------------------------------------------------------------------------
 
 #: `MPGUARD_KILLS=200 pytest -k killed` for a longer look.
-KILLS = int(os.environ.get("MPGUARD_KILLS", "3"))
+KILLS = int(os.environ.get("MPGUARD_KILLS", "2"))
 COMMAND = [sys.executable, "-m", "mpguard", "lint", "--fix", "-j", "1", "--no-cache", "."]
 
 
@@ -196,32 +196,48 @@ def many(count: int) -> tuple[bytes, bytes]:
     return old, new
 
 
+#: `mpguard lint --fix`, killed as it is about to put the fixed text of its n-th file in place.
+KILLED_WHILE_WRITING = """
+import itertools, os, signal, sys
+number = itertools.count(1)
+def kill(event, arguments):
+    if event == "os.rename" and str(arguments[1]).endswith(".py") and next(number) == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(kill)
+from mpguard.cli import main
+main(sys.argv[2:])
+"""
+
+
+def assert_whole(old: bytes, new: bytes) -> int:
+    """Return how many files have their new text; each file is old or new, with the permissions it had."""
+    contents = [path.read_bytes() for path in Path().glob("train*.py")]
+    assert set(contents) <= {old, new}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in Path().glob("train*.py")} == {0o640}
+    for left in Path().glob(".train*"):
+        left.unlink()
+    return contents.count(new)
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no such signal here")
 def test_a_run_that_is_killed_leaves_each_file_old_or_new() -> None:
     old, _ = many(30)
     begin = time.monotonic()
     assert subprocess.run(COMMAND, capture_output=True, check=False).returncode == 0
     whole = time.monotonic() - begin
-    between = 0
     new = Path("train0.py").read_bytes()
     assert new.startswith(b"\xef\xbb\xbf") and new != old and new.count(b"\n") == new.count(b"\r\n")
-    for number in range(KILLS):
+    for number in (1, 7, 30):
+        many(30)
+        command = [sys.executable, "-c", KILLED_WHILE_WRITING, str(number), *COMMAND[3:]]
+        assert subprocess.run(command, capture_output=True, check=False).returncode == -signal.SIGKILL
+        assert assert_whole(old, new) == number - 1
+    for _ in range(KILLS):  # anywhere else
         many(30)
         with subprocess.Popen(COMMAND, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-            if number % 2:
-                time.sleep(random.uniform(0, 1.2) * whole)
-            else:  # while it writes
-                while process.poll() is None and Path("train0.py").read_bytes() == old:
-                    pass
-                time.sleep(random.uniform(0, 0.02))
+            time.sleep(random.uniform(0, 1.2) * whole)
             process.kill()
-        contents = [path.read_bytes() for path in Path().glob("train*.py")]
-        assert set(contents) <= {old, new}
-        assert {stat.S_IMODE(path.stat().st_mode) for path in Path().glob("train*.py")} == {0o640}
-        between += len(set(contents)) == 2
-        for left in Path().glob(".train*"):
-            left.unlink()
-    assert between, "no run was killed while it wrote"
+        assert_whole(old, new)
 
 
 def test_two_runs_at_once() -> None:
@@ -403,7 +419,7 @@ def test_a_patch_is_shown_on_a_terminal_and_whole_in_a_pipe() -> None:
     ours, theirs = os.openpty()
     with subprocess.Popen(command, stdout=theirs, stderr=subprocess.DEVNULL) as process:
         os.close(theirs)
-        process.wait(60)
+        process.wait(seconds(60))
         shown = os.read(ours, 100_000)
     os.close(ours)
     assert b"+scaler = torch.amp.GradScaler" in shown

@@ -87,7 +87,7 @@ def test_an_interrupt_ends_all_workers(tmp_path: Path, whole_group: bool) -> Non
     code = CTRL_C.format(tests=[str(TESTS / "support")], folder=str(tmp_path))
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + seconds(60)
         while len(list(tmp_path.glob("*.begun"))) < 2:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)

@@ -16,6 +16,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 
 import stock
 from accelerate.commands.launch import launch_command_parser
+from limits import seconds
 from paths import PROGRAMS
 from processes import (
     free_port,
@@ -125,8 +126,8 @@ def test_a_signal_to_the_launcher_ends_all_workers(tmp_path: Path, processes: in
         assert launcher.stdout is not None
         workers = [int(launcher.stdout.readline().split()[1]) for _ in range(processes)]
         launcher.send_signal(number)
-        assert launcher.wait(40) == 128 + number
-        deadline = time.monotonic() + 10
+        assert launcher.wait(seconds(40)) == 128 + number
+        deadline = time.monotonic() + seconds(10)
         while not all(map(gone, workers)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert all(map(gone, workers))
@@ -163,7 +164,7 @@ def test_a_second_signal_ends_workers_that_ignore_the_first(tmp_path: Path, proc
         for _ in range(1 + processes):  # torchelastic takes the second one for itself
             launcher.send_signal(signal.SIGTERM)
             time.sleep(1)
-        assert launcher.wait(40) == 128 + signal.SIGTERM, (tmp_path / "errors").read_text()
+        assert launcher.wait(seconds(40)) == 128 + signal.SIGTERM, (tmp_path / "errors").read_text()
         assert all(map(gone, workers))
     assert "Traceback" not in (tmp_path / "errors").read_text()
     assert not (tmp_path / "build" / "own" / "lock").exists()
