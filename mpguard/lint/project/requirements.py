@@ -13,17 +13,20 @@ from mpguard.core.tracked_fs import cached_per_run
 if TYPE_CHECKING:
     from packaging.version import Version
 
-#: Files that name requirements; `*requir*.txt` too, there and in the folders below, and environments of conda.
+#: Files that name requirements; text files with such a name too, there and in the folders below, and environments of
+#: conda.
 _FILES = ("pyproject.toml", "setup.py", "setup.cfg", "requirements.in", "Dockerfile", "docker/Dockerfile")
+_NAMED = re.compile(r"(?i)requir|^req")
 _ENVIRONMENT = re.compile(r"(?i)conda|(?:^|[_-])env(?:ironment)?s?(?:[_.-]|$)")
 _FOLDERS = ("requirements", "docker")
 #: An environment of conda with any name, and the most files of a folder that may be one.
 _DEPENDENCIES = re.compile(r"^dependencies:[ \t]*(?:#.*)?\n[ \t]*- ", re.M)
 _MOST_ENVIRONMENTS = 20
 #: Scripts whose commands install packages: `pip install deepspeed==0.6.3`. So do README.rst, Markdown of the folder,
-#: and `*install*.md` in the folders below.
+#: and Markdown about it in the folders below.
 _SETS_UP = re.compile(r"(?i)install|setup|requir|(?:^|[_-])env")
 _DOCUMENTS = ("docs", "doc", "documents")
+_ABOUT_INSTALLING = re.compile(r"(?i)install|environment|setup|get.?started|requir")
 _INSTALLS = re.compile(r"\b(?:(?:pip3?|conda|mamba) install|(?:conda|mamba) create)\b((?:[^\n`\\]|\\\n)*)")
 #: A line of a text that is a requirement: `- pytorch == 1.8.1`.
 _REQUIREMENT = re.compile(r"^[ \t>*+-]*`?([A-Za-z][\w.-]*[ \t]*(?:[=~!]=|[<>]=?)[ \t]*\d[\w.*+, <>=]*)`?[ \t]*$", re.M)
@@ -33,6 +36,13 @@ _LARGEST = 1 << 18
 #: The number of folders that are searched: a file's own, and those above it.
 _MOST_FOLDERS = 12
 _CUDA = re.compile(r"(?:\bcu(1[1-3])(\d)\b|\bnvidia/cuda:(\d\d)\.(\d+))")
+#: The CUDA version of the builds of torch that are installed, by conda's packages and by the index of its wheels; and
+#: the version of torch for which there are no such builds any more (pytorch.org/get-started/previous-versions).
+_BUILT_WITH = re.compile(r"\b(?:pytorch-cuda|cudatoolkit)\s*=+\s*(\d+)\.(\d+)|/whl/cu(\d\d)(\d)\b")
+_WITHOUT_CUDA = {
+    (9, 2): "1.8", (10, 0): "1.5", (10, 1): "1.9", (10, 2): "1.13", (11, 0): "1.8", (11, 1): "1.11", (11, 3): "1.13",
+    (11, 5): "1.12", (11, 6): "1.14", (11, 7): "2.1", (11, 8): "2.8", (12, 1): "2.6", (12, 4): "2.7",
+}  # fmt: skip
 #: NVIDIA's images by year and month, and a version that was released later than the images before this one.
 _IMAGE = re.compile(r"\bnvcr\.io/nvidia/pytorch:(\d\d)\.(\d\d)-")
 _NOT_IN_IMAGES = {"transformer_engine": ((25, 9), "<2.9")}
@@ -90,8 +100,8 @@ def required(folder: str, top: str, package: str) -> Required:
     """Return what the nearest files that name a package require of it, from a folder up to the top of its tree.
 
     Where they have no upper bound, that of files further up holds: the list of a copied example does not lift the pin
-    of the project around it. What a README installs counts where no list names the package, not even without a version;
-    what a script installs counts always.
+    of the project around it. What a README installs counts where no list next to it names the package, not even without
+    a version; what a script installs counts always.
 
     The files are searched as text: only some of them (pyproject.toml, METADATA) have requirements in the syntax that
     `packaging.requirements` reads, and the others are setup.py, Dockerfiles, and tables of Poetry and conda.
@@ -110,7 +120,6 @@ def required(folder: str, top: str, package: str) -> Required:
         rf"git\+[^\s\"'@]+/{name.replace('[-_.]', '[-_.]?')}(?:\.git)?@v?(\d+(?:\.\d+)*)(?![\w.])", re.IGNORECASE
     )
     named = re.compile(rf"(?<![\w./-]){name}(?![\w-])", re.IGNORECASE)
-    is_named = False
     start, last = Path(folder), Path(top)
     if tracked_fs.is_file(last / "__init__.py"):  # without a pyproject.toml, setup.py is next to the package
         last = last.parent
@@ -118,8 +127,9 @@ def required(folder: str, top: str, package: str) -> Required:
     images: set[tuple[int, int]] = set()
     for place in [start, *start.parents][:_MOST_FOLDERS]:
         specifiers: list[str] = []
-        is_nearest = not images
+        is_nearest, is_named = not images, False
         cuda: set[tuple[int, int]] = set()
+        built: set[tuple[int, int]] = set()
         for file in _files(place):
             text = _text(file)
             if not _is_instruction(file):
@@ -130,9 +140,12 @@ def required(folder: str, top: str, package: str) -> Required:
             specifiers += [f"=={version}" for version in (tagged.findall(text) or repository.findall(text))]
             images |= {(int(year), int(month)) for year, month in _IMAGE.findall(text)} if is_nearest else set()
             cuda |= {(int(a or c), int(b or d)) for a, b, c, d in _CUDA.findall(text)}
+            built |= {(int(a or c), int(b or d)) for a, b, c, d in _BUILT_WITH.findall(text) if named.search(text)}
         if not specifiers and is_nearest and images and package in _NOT_IN_IMAGES:
             first, bound = _NOT_IN_IMAGES[package]
             specifiers += [bound] if max(images) < first else []
+        if package == "torch" and not specifiers and built and built <= _WITHOUT_CUDA.keys():
+            specifiers += [f"<{_WITHOUT_CUDA[version]}" for version in built]
         if specifiers or cuda:
             bounds = _bounds(specifiers, next(iter(cuda)) if len(cuda) == 1 else None)
             found = bounds if found is None else found.bounded(bounds.below)
@@ -173,7 +186,7 @@ def _torch_with(package: str, version: tuple[int, ...] | None) -> tuple[int, ...
 def _files(folder: Path) -> list[Path]:
     """Return the files of a folder that may name requirements, the instructions last."""
     found = [folder / name for name in _FILES if tracked_fs.is_file(folder / name)]
-    found += [folder / name for name in tracked_fs.list_names(folder, (".txt",)) if "requir" in name]
+    found += [folder / name for name in tracked_fs.list_names(folder, (".txt",)) if _NAMED.search(name)]
     documents = tracked_fs.list_names(folder, (".yml", ".yaml"))
     are_few = len(documents) <= _MOST_ENVIRONMENTS
     found += [
@@ -186,12 +199,12 @@ def _files(folder: Path) -> list[Path]:
         found.append(folder / wheels[0] / "METADATA")
     for place in (folder / name for name in _FOLDERS):
         names = tracked_fs.list_names(place, (".txt",))
-        found += [place / name for name in names if "requir" in name or place.name == "requirements"]
+        found += [place / name for name in names if _NAMED.search(name) or place.name == "requirements"]
     found += [folder / name for name in tracked_fs.list_names(folder, (".sh",)) if _SETS_UP.search(name)]
     found += [folder / "README.rst"] if tracked_fs.is_file(folder / "README.rst") else []
     found += [folder / name for name in tracked_fs.list_names(folder, (".md",))]
     for place in (folder / name for name in _DOCUMENTS):
-        found += [place / name for name in tracked_fs.list_names(place, (".md",)) if "install" in name.lower()]
+        found += [place / name for name in tracked_fs.list_names(place, (".md",)) if _ABOUT_INSTALLING.search(name)]
     return found
 
 

@@ -343,6 +343,30 @@ def test_a_pin_of_a_project_holds_in_a_copied_library(files: dict[str, str], hol
     assert (found.low, found.before((1, 0))) == ((0, 10), holds)
 
 
+@pytest.mark.parametrize("name", ["reqs.txt", "requrements.txt", "Requirements_gpu.txt", "docker/requirements.txt"])
+def test_text_files_that_are_named_after_requirements(name: str) -> None:
+    make({"pyproject.toml": "", name: "torch==1.9.0\n"})
+    assert Project().required("train.py", "torch").before((1, 10))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "holds"),
+    [
+        ("README.md", "    conda install pytorch torchvision pytorch-cuda=11.7 -c pytorch -c nvidia\n", True),
+        ("environment.yml", "dependencies:\n  - pytorch\n  - cudatoolkit=11.3\n", True),
+        ("install.sh", "pip install torch --index-url https://download.pytorch.org/whl/cu117\n", True),
+        ("install.sh", "pip install torch --index-url https://download.pytorch.org/whl/cu118\n", False),
+        ("README.md", "    conda install pytorch cudatoolkit=10.2 && conda install pytorch pytorch-cuda=12.1\n", False),
+        ("environment.yml", "dependencies:\n  - pytorch>=1.8\n  - cudatoolkit=11.3\n", False),
+        ("environment.yml", "dependencies:\n  - cudatoolkit=11.3\n", False),
+    ],
+)
+def test_the_cuda_version_of_torch_bounds_its_version(name: str, text: str, holds: bool) -> None:
+    """There are no builds of torch 2.4 for CUDA 11.7."""
+    make({"pyproject.toml": "", name: text})
+    assert Project().required("train.py", "torch").before((2, 4)) == holds
+
+
 def test_trees_of_modules_are_not_kept_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "helper.py").write_text("import torch\nx = torch.float16\n")
     (tmp_path / "pyproject.toml").touch()

@@ -83,6 +83,18 @@ def may_be_mixed(facts: Facts) -> bool:
     return any(launch.hidden or "mixed_precision" in launch.options for launch in launches)
 
 
+def is_without(facts: Facts) -> bool:
+    """True if nothing gives the Accelerators of a file a precision: no argument, and nothing launches with accelerate.
+
+    They place the models and the data, and the code's own mixed precision is the only one.
+    """
+    created = facts.events("accelerator")
+    if not created or facts.project.configs_for(facts.path) or _may_be_launched(facts):
+        return False
+    ways = [None if event.call.positional else keywords.passed(event.call, facts) for event in created]
+    return all(each is not None and all(_PRECISIONS.isdisjoint(way) for way in each) for each in ways)
+
+
 def leaves_autocast_out(facts: Facts) -> bool:
     """True if the file runs, or may run, under an engine with which Accelerate enters no autocast by itself.
 

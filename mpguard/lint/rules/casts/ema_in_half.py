@@ -53,7 +53,7 @@ class EmaInHalf(Rule):
 
     ## Known limits
     Other averages are not recognized. A copy that is cast for a checkpoint (`deepcopy(ema).half()`) or
-    for inference is not reported, nor is an average that nothing in the file updates.
+    for inference is not reported, nor is an average that nothing in the file updates, or of a frozen model.
     """
 
     code, name = "MPG109", "ema-in-half"
@@ -396,6 +396,21 @@ class EMA:
             },
             name="ema.py",
         ),
+        Good(
+            """\
+import torch
+from diffusers.training_utils import EMAModel
+
+def main(unet, controlnet, loader, optimizer, accelerator):
+    unet.requires_grad_(False)
+    unet.to(accelerator.device, dtype=torch.bfloat16)
+    ema = EMAModel(unet.parameters())
+    for x in loader:
+        accelerator.backward(controlnet(unet(x)).mean())
+        optimizer.step()
+        ema.step(controlnet.parameters())
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -410,6 +425,8 @@ class EMA:
             ema, averaging = self._average(cast), self._averaging_call(cast, facts)
             if averaging is not None and low is Dtype.FP16 and cast.kind == "cast" and _is_optimized(cast, facts):
                 continue  # MPG101 reports FP16 weights that an optimizer takes; their average is FP16 with them
+            if averaging is not None and facts.frozen_params.is_frozen_name(cast.key):
+                continue  # nothing updates the model, so its average never moves
             names = self._names(ema, cast) if ema else ()
             if (
                 averaging is not None

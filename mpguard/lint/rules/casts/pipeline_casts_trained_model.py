@@ -25,6 +25,8 @@ def main(args, unet, optimizer, loader):
         pipeline = StableDiffusionPipeline.from_pretrained(args.name, unet={unet}, torch_dtype=torch.float16)
         log_validation(pipeline, accelerator, torch.float16, args.prompt)
 """
+#: A tensor that is made by a model of the pipeline, and cast.
+_LATENTS = "unet(pipeline.vae.encode(x).sample().to(torch.float16))"
 _BACK = "        cast_training_params(unet, dtype=torch.float32)\n"
 
 
@@ -59,6 +61,7 @@ class PipelineCastsTrainedModel(Rule):
         Good(_TRAINS.format(cast="pipeline.to(torch.float32)", unet="accelerator.unwrap_model(unet)")),
         Good(_TRAINS.format(cast="pipeline.to(torch.float16)", unet="build(args)")),
         Good(_TRAINS.format(cast="pipeline.to(torch.float16)", unet="accelerator.unwrap_model(unet)") + _BACK),
+        Good(_TRAINS.format(cast="pipeline.to(accelerator.device)", unet="unet").replace("unet(x)", _LATENTS)),
         Good(
             """\
 import torch
@@ -87,7 +90,7 @@ def main(args, unet, optimizer, loader):
         }
         for cast in facts.events("cast") if made else ():
             if cast.may_be(Dtype.FP16) and cast.subject is not None and "." not in cast.key.removeprefix("self."):
-                records = facts.flow.backward(cast.subject, cast.call)
+                records = facts.flow.backward(cast.subject, cast.call) if facts.training_use.is_module(cast) else ()
                 for call in (each for each in records if isinstance(each, Call) and each in made):
                     notes = (Note("the pipeline has the trained model from here", call.span),)
                     yield self.at(cast, cast=facts.short(cast.call.node), model=made[call], notes=notes)

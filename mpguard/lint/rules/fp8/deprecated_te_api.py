@@ -60,9 +60,9 @@ class DeprecatedTeApi(Rule):
     ## Known limits
     Not reported if the project requires a Transformer Engine older than 2.10, or the code can only run with one: it
     calls a function, or passes an argument, that was removed before. A fallback for old versions (in an `except` arm,
-    under a condition on the version) is not reported either, nor a call under a condition if no script, config or text
-    of the project mentions FP8: nothing switches it on. There is no fix if a name is passed on as a value, if the
-    new module has no such name, or if another name of the file would clash.
+    under a condition on the version, after `getattr(te, "autocast", None)`) is not reported either, nor a call under a
+    condition if no script, config or text of the project mentions FP8: nothing switches it on. There is no fix if a
+    name is passed on as a value, if the new module has no such name, or if another name of the file would clash.
     """
 
     code, name = "MPG406", "deprecated-te-api"
@@ -274,6 +274,18 @@ with fp8_model_init(enabled=True):
     model = build()
 """
         ),
+        Good(
+            """\
+import transformer_engine.pytorch as te
+
+def run(model, x):
+    autocast = getattr(te, "autocast", None)
+    if autocast is None:
+        autocast = te.fp8_autocast
+    with autocast(enabled=True):
+        return model(x)
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -296,7 +308,7 @@ with fp8_model_init(enabled=True):
                     continue  # reported at the import
                 for use in uses:
                     old = self._deprecated_name(use, facts)
-                    if not old or imports.stands_in(use):
+                    if not old or imports.stands_in(use) or self._follows_getattr(use, facts):
                         continue
                     if is_never_switched_on(use, facts):
                         continue
@@ -318,6 +330,15 @@ with fp8_model_init(enabled=True):
             and other.target.startswith("transformer_engine.")
             and not self._deprecated(other)
             for other in binding.scope.bindings.get(binding.key, ())
+        )
+
+    def _follows_getattr(self, use: Use, facts: Facts) -> bool:
+        """True if a name is bound to the old function where it is not the new one: `getattr(te, "autocast", None)`."""
+        new = _NEW.get(use.path.rsplit(".", 1)[-1])
+        others = [b for bindings in use.scope.bindings.values() for b in bindings if b.value is use.node]
+        calls = (facts.call_of(b.value) for other in others for b in use.scope.bindings[other.key])
+        return any(
+            call is not None and call.path == "getattr" and (new,) in map(constant, call.positional) for call in calls
         )
 
     def _deprecated_name(self, use: Use, facts: Facts) -> str:

@@ -54,7 +54,8 @@ class ManualAmpUnderAccelerate(Rule):
     from `accelerator.mixed_precision` or from the option that the Accelerator takes, or the constant that the code
     gives the Accelerator too, since it cannot differ; a region of a script that launch lines, configs or plugins run
     with DeepSpeed or Megatron-LM, where Accelerate enters no autocast, unless its dtype differs from the precision that
-    is set; a region that is entered only if an attribute is True that begins as False and is set under a condition.
+    is set; a region that is entered only if an attribute is True that begins as False and is set under a condition;
+    Accelerators without a precision in a project that has no launch line, config or text for accelerate.
     """
 
     code, name = "MPG502", "manual-amp-under-accelerate"
@@ -463,9 +464,47 @@ def train(model, optimizer, loader):
         optimizer.step()
 """
         ),
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+def main(model, optimizer, loader):
+    accelerator = Accelerator(split_batches=True)
+    scaler = torch.amp.GradScaler("cuda")
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        loss = model(x).sum()
+        accelerator.backward(scaler.scale(loss))
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            name="train.py",
+            files={"pyproject.toml": "", "run.sh": "python train.py\n"},
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+def main(model, optimizer, loader):
+    accelerator = Accelerator(split_batches=True)
+    scaler = torch.amp.GradScaler("cuda")  # !
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        loss = model(x).sum()
+        accelerator.backward(scaler.scale(loss))
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            name="train.py",
+            files={"pyproject.toml": "", "run.sh": "accelerate launch train.py\n"},
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        if accelerate_precision.is_without(facts):
+            return
         reported: set[Call] = set()
         for call, wrap in facts.wrappers.forwards("accelerate"):
             if facts.is_inference(call):
