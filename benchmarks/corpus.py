@@ -79,6 +79,8 @@ HEADINGS = {
     "wide29": "46 more, closed before the rules were changed because of that lot",
     "wide30": "45 more, closed before the rules were changed because of all of these",
     "wide31": "25 more, closed before the rules were changed because of the last of these",
+    "wide32": "69 more, closed before the rules were changed because of all of these",
+    "wide33": "65 more, closed before the rules were changed because of all of these, or of the lot above",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")
@@ -133,9 +135,13 @@ def fetch(folder: Path) -> None:
 
 
 def lint(folder: Path, which: str) -> dict[str, Any]:
-    """Return the findings of all rules, preview rules included, in the repositories of a half that are there."""
+    """Return the findings of all rules, preview rules included, in the repositories of a half that are there.
+
+    Files that no rule is about are not parsed, as in a run without options: who selects MPG000 asks for all of them.
+    """
+    codes = sorted(set(rules(own_only=True)) - {"MPG000"})
     command = [sys.executable, "-m", "mpguard", "lint", "--format", "json", "--no-cache", "--isolated"]
-    command += ["--select", "ALL", "--preview", "-j", "1", "."]
+    command += ["--extend-select", ",".join(codes), "--preview", "-j", "1", "."]
     found: list[dict[str, Any]] = []
     missing, linted, files = [], 0, 0
     for repository in repositories():
