@@ -20,6 +20,8 @@ _MAX_EXPRESSIONS = 400
 _CONSTANT_METHODS = frozenset({
     "detach", "detach_", "numpy", "item", "tolist", "argmax", "argsort", "multinomial", "generate", "long", "bool",
 })  # fmt: skip
+#: Methods of a list that put a value into it, their last argument.
+_ADDS = frozenset({"append", "extend", "insert"})
 _CONSTANT_FUNCTIONS = frozenset({"torch.tensor", "torch.from_numpy"})
 
 
@@ -74,6 +76,7 @@ class BackwardFlow:
                     self.found.append(binding)
                     if not self._is_constant(binding):
                         self.expression(binding.value, binding.scope, binding.order, guard, depth)
+                        self._added(binding, order, guard, depth)
                 elif binding.kind == "param" and binding.scope not in self._called:  # else its argument is followed
                     for call in facts.callers(binding.scope):
                         given = facts.values.given(call, binding.scope, binding.key)
@@ -81,6 +84,15 @@ class BackwardFlow:
                             self.expression(given, call.scope, call.order, guard, depth - 1)
             if bindings:
                 return
+
+    def _added(self, made: Binding, order: int, guard: PathCondition, depth: int) -> None:
+        """Follow what a function adds to a list that it makes, before the place where the list is read."""
+        if not isinstance(made.value, cst.List) or made.value.elements or made.scope.kind != "function":
+            return
+        for call in made.scope.calls:
+            adds = call.name in _ADDS and dotted(call.receiver) == made.key and bool(call.positional)
+            if adds and made.order < call.order < order and compatible(call.guard, guard):
+                self.expression(call.positional[-1], call.scope, call.order, guard, depth)
 
     def _is_constant(self, binding: Binding) -> bool:
         """True for a value that is bound inside `torch.no_grad()`: no gradient goes further back."""

@@ -54,6 +54,7 @@ class CallGraph:
         self._passed_names_at = -1
         self._neighbours_of: dict[Scope, list[Scope]] = {}
         self._derived: dict[Scope, list[Class]] = {}
+        self._looked_up: set[Scope] = set()
         self._depth = 0
         self._named: dict[str, list[Scope]] = {}
         self._named_at = 0
@@ -97,12 +98,23 @@ class CallGraph:
         return None
 
     def bases(self, cls: Scope) -> list[Class | str]:
-        """Return the base classes: those of the tree, and the full names of the others ("" if unknown)."""
+        """Return the base classes: those of the tree, and the full names of the others ("" if unknown).
+
+        Empty while they are being looked up: the name of a base's module may get an object of the class later.
+        """
         found: list[Class | str] = []
-        for name in cls.base_names:
-            for each in (
+        if cls in self._looked_up:
+            return found
+        self._looked_up.add(cls)
+        try:
+            bases = [
                 self.facts.values.lookup(name, cls.parent or self.facts.module, 1 << 60) if name else NOTHING_KNOWN
-            ):
+                for name in cls.base_names
+            ]
+        finally:
+            self._looked_up.discard(cls)
+        for alternatives in bases:
+            for each in alternatives:
                 if isinstance(each.atom, Class) and each.atom.scope is not cls:
                     found.append(each.atom)
                 else:

@@ -2454,6 +2454,50 @@ def train(precision, model, loader):
 train("bf16", torch.nn.Linear(8, 8).cuda(), torch.rand(4, 2, 8, device="cuda"))
 """
         ),
+        Bad(
+            """\
+import torch
+
+def train(model, loader, optimizer):
+    for x in loader:
+        optimizer.zero_grad()
+        results = []
+        for part in x.chunk(4):
+            with torch.autocast("cuda", dtype=torch.float16):
+                results.append(model(part))
+            (results[-1].loss / 4).backward()  # !
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def train(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        optimizer.zero_grad()
+        results = []
+        for part in x.chunk(4):
+            with torch.autocast("cuda", dtype=torch.float16):
+                results.append(model(part))
+            scaler.scale(results[-1].loss / 4).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+def train(model, probe, loader, optimizer):
+    for x in loader:
+        seen = []
+        with torch.autocast("cuda", dtype=torch.float16):
+            seen.append(probe(x).detach())
+        optimizer.zero_grad()
+        model(torch.stack(seen)).mean().backward()
+        optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

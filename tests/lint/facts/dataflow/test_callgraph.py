@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from lint_facts import facts_of
 
+from mpguard.lint.facts.values.lattice import Class
+
 
 @pytest.mark.parametrize(
     "code",
@@ -32,3 +34,11 @@ def test_callers_of_forward(code: str) -> None:
     assert call.positional and call.line is not None and facts.source.position(call.span[0])[0] > 9
     (init,) = (scope for scope in facts.index.scopes if scope.qualname == "Net.__init__")
     assert facts.callers(init)
+
+
+def test_a_module_whose_name_gets_an_object_of_the_class_that_derives_from_it() -> None:
+    """The base of `Loop` is looked up in the object, whose class is `Loop`."""
+    facts = facts_of("import loop\nclass Loop(loop.Base):\n    steps = 1\nloop = Loop()\nloop.run()\n")
+    (cls,) = (scope for scope in facts.index.scopes if scope.name == "Loop")
+    assert not any(isinstance(base, Class) for base in facts.graph.bases(cls))
+    assert facts.graph.inherited(cls, "run") is None
