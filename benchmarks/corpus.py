@@ -81,8 +81,8 @@ HEADINGS = {
     "wide31": "25 more, closed before the rules were changed because of the last of these",
     "wide32": "69 more, closed before the rules were changed because of all of these",
     "wide33": "65 more, closed before the rules were changed because of all of these, or of the lot above",
-    "wide34": "LOT34",
-    "wide35": "LOT35",
+    "wide34": "70 more, closed before the rules were changed because of these",
+    "wide35": "70 more, closed before the rules were changed because of these, or of the lot above",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")

@@ -351,6 +351,13 @@ class Project:
             top = tree.top_of(file.parent)
             return not tree.is_project(top) or references.may_set(top, file, name)
 
+    def is_replaced(self, path: str, name: str) -> bool:
+        """True if another file of the project imports a module and defines one of its functions anew."""
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(file.parent)
+            return tree.is_project(top) and references.is_replaced(top, file, name)
+
     def attribute_set_from_outside(self, path: str, name: str) -> bool:
         """True if a file that uses another one assigns to an attribute of this name, other than of `self`."""
         file = Path(path).absolute()

@@ -63,7 +63,7 @@ _COMPILE = re.compile(rb"(?<!\bre)(?<!\bregex)\.compile\b|\bimport compile\b|(?i
 _BUILDS = re.compile(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
 #: Kinds of questions.
 _USES, _LOOKS_UP, _READS, _ASKS, _CALLS = "use ", "looks up", "reads deepspeed", "asks for ", "calls "
-_WHERE, _SETS, _SETS_OUTSIDE, _DERIVES = "where ", "sets ", "assigns to ", "derives "
+_WHERE, _SETS, _SETS_OUTSIDE, _DERIVES, _REPLACES = "where ", "sets ", "assigns to ", "derives ", "replaces "
 _RUNS, _UPDATES, _COMPILES, _ALONE = "runs", "updates a scaler", "compiles", "alone"
 _OPTION, _PASSES, _GIVES, _NAMES = "reads option ", "passes option ", "gives option ", "names value "
 _UNREAD, _READS_JSON, _DEEPSPEED = "unread keys", "reads deepspeed as json", "chooses deepspeed"
@@ -165,6 +165,11 @@ def may_set(top: Path, file: Path, name: str) -> bool:
 def may_set_from_outside(top: Path, file: Path, name: str) -> bool:
     """True if a file that uses another one assigns to an attribute of this name, of an object other than `self`."""
     return _asked(top, file, _SETS_OUTSIDE + name)
+
+
+def is_replaced(top: Path, file: Path, name: str) -> bool:
+    """True if another file that imports a module defines one of its functions anew."""
+    return _asked(top, file, _REPLACES + name)
 
 
 def may_update_scaler(top: Path, file: Path) -> bool:
@@ -305,6 +310,10 @@ def answer(top: str, file: str, question: str) -> bool | list[str]:
             assigned = re.compile(rb"(?<![\w.])(?!self\b|cls\b)\w[\w.]*\.%s[ \t]*=(?!=)" % attribute)
             others = (each for each in files if each != file and each.endswith((*PYTHON, NOTEBOOK)))
             return any(assigned.search(stripped(_content(each))) and _uses(each, file, "") for each in others)
+        if question.startswith(_REPLACES):
+            defined = re.compile(rb"^def[ \t]+%s[ \t]*\(" % re.escape(question.removeprefix(_REPLACES).encode()), re.M)
+            others = (each for each in files if each != file and each.endswith(PYTHON))
+            return any(defined.search(_content(each)) and _uses(each, file, "") for each in others)
         if question.startswith(_DERIVES):
             name = question.removeprefix(_DERIVES)
             word = re.escape(name.encode())

@@ -28,8 +28,16 @@ _SETS_UP = re.compile(r"(?i)install|setup|requir|(?:^|[_-])env")
 _DOCUMENTS = ("docs", "doc", "documents")
 _ABOUT_INSTALLING = re.compile(r"(?i)install|environment|setup|get.?started|requir")
 _INSTALLS = re.compile(r"\b(?:(?:pip3?|conda|mamba) install|(?:conda|mamba) create)\b((?:[^\n`\\]|\\\n)*)")
-#: A line of a text that is a requirement: `- pytorch == 1.8.1`.
-_REQUIREMENT = re.compile(r"^[ \t>*+-]*`?([A-Za-z][\w.-]*[ \t]*(?:[=~!]=|[<>]=?)[ \t]*\d[\w.*+, <>=]*)`?[ \t]*$", re.M)
+#: A line or literal of a text that is a requirement: `- pytorch == 1.8.1`, `1.10 <= torch < 2.0`, `* PyTorch 1.8.1`.
+_REQUIREMENT = re.compile(
+    r"(?:^[ \t>*+-]*|`)([A-Za-z][\w.-]*[ \t]*(?:[=~!]=|[<>]=?)[ \t]*\d[\w.*+, <>=]*)(?:`|[ \t]*$)", re.M
+)
+_BETWEEN = re.compile(
+    r"^[ \t>*+-]*`?(\d[\d.]*)[ \t]*<=?[ \t]*([A-Za-z][\w.-]*)[ \t]*(<=?[ \t]*\d[\d.]*)`?[ \t]*$", re.M
+)
+_TORCH_VERSION = re.compile(
+    r"(?i)^[ \t>*+-]*`?(?:py)?torch[ \t]+v?(\d+\.\d[\d.]*)`?[ \t]*$|\b(?:py)?torch[ \t]+v?(\d+\.\d[\d.]*)\+cu\d+", re.M
+)
 #: A variable of a Dockerfile and its value: `ENV PYTORCH_VERSION=1.12.1`.
 _DOCKER_VARIABLE = re.compile(r"^(?:ARG|ENV)[ \t]+(\w+)(?:=|[ \t]+)[\"']?([\w.+-]+)[\"']?[ \t]*$", re.M)
 _LARGEST = 1 << 18
@@ -38,6 +46,9 @@ _MOST_FOLDERS = 12
 _CUDA = re.compile(r"(?:\bcu(1[1-3])(\d)\b|\bnvidia/cuda:(\d\d)\.(\d+))")
 #: The CUDA version of the builds of torch that are installed, by conda's packages and by the index of its wheels; and
 #: the version of torch for which there are no such builds any more (pytorch.org/get-started/previous-versions).
+#: The version of torch that has no wheels for a version of Python any more.
+_WITHOUT_PYTHON = {(3, 6): "1.11", (3, 7): "2.0"}
+_PYTHON = re.compile(r"\bpython[ \t]*=+[ \t]*(\d)\.(\d+)(?!\d)")
 _BUILT_WITH = re.compile(r"\b(?:pytorch-cuda|cudatoolkit)\s*=+\s*(\d+)\.(\d+)|/whl/cu(\d\d)(\d)\b")
 _WITHOUT_CUDA = {
     (9, 2): "1.8", (10, 0): "1.5", (10, 1): "1.9", (10, 2): "1.13", (11, 0): "1.8", (11, 1): "1.11", (11, 3): "1.13",
@@ -100,8 +111,8 @@ def required(folder: str, top: str, package: str) -> Required:
     """Return what the nearest files that name a package require of it, from a folder up to the top of its tree.
 
     Where they have no upper bound, that of files further up holds: the list of a copied example does not lift the pin
-    of the project around it. What a README installs counts where no list next to it names the package, not even without
-    a version; what a script installs counts always.
+    of the project around it. What a README installs counts where no list next to it gives the package a version; what a
+    script installs counts always.
 
     The files are searched as text: only some of them (pyproject.toml, METADATA) have requirements in the syntax that
     `packaging.requirements` reads, and the others are setup.py, Dockerfiles, and tables of Poetry and conda.
@@ -127,25 +138,28 @@ def required(folder: str, top: str, package: str) -> Required:
     images: set[tuple[int, int]] = set()
     for place in [start, *start.parents][:_MOST_FOLDERS]:
         specifiers: list[str] = []
-        is_nearest, is_named = not images, False
+        is_nearest, is_listed = not images, False
         cuda: set[tuple[int, int]] = set()
-        built: set[tuple[int, int]] = set()
+        environments: set[str | None] = set()
         for file in _files(place):
             text = _text(file)
-            if not _is_instruction(file):
-                is_named = is_named or named.search(text) is not None
-            elif is_named and file.suffix != ".sh":
+            if _is_instruction(file) and is_listed and file.suffix != ".sh":
                 continue
             specifiers += wanted.findall(text)
             specifiers += [f"=={version}" for version in (tagged.findall(text) or repository.findall(text))]
             images |= {(int(year), int(month)) for year, month in _IMAGE.findall(text)} if is_nearest else set()
             cuda |= {(int(a or c), int(b or d)) for a, b, c, d in _CUDA.findall(text)}
-            built |= {(int(a or c), int(b or d)) for a, b, c, d in _BUILT_WITH.findall(text) if named.search(text)}
+            is_listed = is_listed or bool(specifiers)
+            if package == "torch":
+                environments |= {_WITHOUT_PYTHON.get((int(a), int(b))) for a, b in _PYTHON.findall(text)}
+                if named.search(text):
+                    versions = {(int(a or c), int(b or d)) for a, b, c, d in _BUILT_WITH.findall(text)}
+                    environments |= {_WITHOUT_CUDA.get(version) for version in versions}
         if not specifiers and is_nearest and images and package in _NOT_IN_IMAGES:
             first, bound = _NOT_IN_IMAGES[package]
             specifiers += [bound] if max(images) < first else []
-        if package == "torch" and not specifiers and built and built <= _WITHOUT_CUDA.keys():
-            specifiers += [f"<{_WITHOUT_CUDA[version]}" for version in built]
+        if not specifiers and None not in environments:
+            specifiers += [f"<{version}" for version in environments]
         if specifiers or cuda:
             bounds = _bounds(specifiers, next(iter(cuda)) if len(cuda) == 1 else None)
             found = bounds if found is None else found.bounded(bounds.below)
@@ -220,11 +234,18 @@ def _text(path: Path) -> str:
     except OSError:
         return ""
     if _is_instruction(path):
-        return "\n".join((*_INSTALLS.findall(text), *(_REQUIREMENT.findall(text) if path.suffix != ".sh" else ())))
+        return "\n".join((*_INSTALLS.findall(text), *(_requirements(text) if path.suffix != ".sh" else ())))
     if path.name.startswith("Dockerfile"):
         values: dict[str, str] = dict(_DOCKER_VARIABLE.findall(text))
         return re.sub(r"\$\{?(\w+)\}?", lambda used: values.get(used[1], used[0]), text)
     return text.partition("\n\n")[0] if path.name == "METADATA" else text  # the README follows
+
+
+def _requirements(text: str) -> list[str]:
+    """Return what a text for readers requires, each as a requirement."""
+    between = [f"{name}>={low},{high}" for low, name, high in _BETWEEN.findall(text)]
+    versions = [f"torch=={line or tagged}" for line, tagged in _TORCH_VERSION.findall(text)]
+    return [*_REQUIREMENT.findall(text), *between, *versions]
 
 
 def _bounds(specifiers: list[str], cuda: tuple[int, int] | None) -> Required:

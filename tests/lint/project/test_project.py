@@ -359,11 +359,34 @@ def test_text_files_that_are_named_after_requirements(name: str) -> None:
         ("README.md", "    conda install pytorch cudatoolkit=10.2 && conda install pytorch pytorch-cuda=12.1\n", False),
         ("environment.yml", "dependencies:\n  - pytorch>=1.8\n  - cudatoolkit=11.3\n", False),
         ("environment.yml", "dependencies:\n  - cudatoolkit=11.3\n", False),
+        ("environment.yml", "dependencies:\n  - ipython=7.29.0\n  - python=3.7.11\n", True),
+        ("environment.yml", "dependencies:\n  - python=3.10\n", False),
+        ("README.md", "    conda create -n x python=3.7\n    conda create -n y python=3.11\n", False),
+        ("README.md", "    conda create -n x python=3.7 -y\n", True),
     ],
 )
-def test_the_cuda_version_of_torch_bounds_its_version(name: str, text: str, holds: bool) -> None:
-    """There are no builds of torch 2.4 for CUDA 11.7."""
+def test_the_environment_of_torch_bounds_its_version(name: str, text: str, holds: bool) -> None:
+    """There are no builds of torch 2.4 for CUDA 11.7, or for Python 3.7."""
     make({"pyproject.toml": "", name: text})
+    assert Project().required("train.py", "torch").before((2, 4)) == holds
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("Install `torch==2.2.0` and `sentencepiece`.", True),
+        ("Requirements:\n\n* PyTorch 1.8.1\n", True),
+        ("1.10.0 <= pytorch < 2.0.0\n", True),
+        ("1.10.0 <= pytorch\n", False),
+        ("It was tested under **torch 1.9.0+cu111**.", True),
+        ("It needs PyTorch 1.10.0+cu113 and mmcv.", True),
+        ("PyTorch 1.8 introduced it.", False),
+        ("Install `torch>=2.0`.", False),
+    ],
+)
+def test_texts_for_readers_give_versions(text: str, holds: bool) -> None:
+    """Where a list names torch without a version, too."""
+    make({"pyproject.toml": "", "requirements.txt": "torch\n", "README.md": text})
     assert Project().required("train.py", "torch").before((2, 4)) == holds
 
 

@@ -82,6 +82,9 @@ class ProjectApi(Protocol):
     def subclassed_elsewhere(self, path: str, name: str) -> bool:
         """True if a class of another file may derive from a class of a file; outside of a project, it may."""
 
+    def is_replaced(self, path: str, name: str) -> bool:
+        """True if another file of the project imports a module and defines one of its functions anew."""
+
     def attribute_set_from_outside(self, path: str, name: str) -> bool:
         """True if a file that uses another one assigns to an attribute of this name, other than of `self`."""
 
@@ -187,6 +190,9 @@ class NoProject:
 
     def subclassed_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
         return True
+
+    def is_replaced(self, path: str, name: str) -> bool:  # noqa: ARG002
+        return False
 
     def attribute_set_from_outside(self, path: str, name: str) -> bool:  # noqa: ARG002
         return False

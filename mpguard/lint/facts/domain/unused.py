@@ -167,9 +167,13 @@ class UnusedDefinitions:
         )
 
     def _is_public(self, chunk: Chunk, name: str) -> bool:
-        """True if a definition is part of the interface of an installable package; a function needs parameters."""
+        """True if a definition is part of the interface of an installable package; a function needs parameters.
+
+        A function of which the program that imports the module has its own version is left over.
+        """
         is_private = name.startswith("_") or _NO_PARAMETERS.search(chunk.text) is not None
-        return not is_private and self._facts.project.is_library(self._facts.path)
+        project, path = self._facts.project, self._facts.path
+        return not is_private and project.is_library(path) and not project.is_replaced(path, name)
 
     def _is_looked_up(self, chunk: Chunk) -> bool:
         """True if a class with a base class may be chosen by its name, as a trainer or a model of a registry."""

@@ -7,6 +7,7 @@ import libcst as cst
 from mpguard.lint import (
     SCALER_CLASS_FILES,
     Bad,
+    Binding,
     Call,
     Diagnostic,
     Dtype,
@@ -16,12 +17,14 @@ from mpguard.lint import (
     Fix,
     Good,
     Note,
+    Object,
     PathCondition,
     Record,
     Region,
     Rule,
     Scope,
     any_of,
+    autocast_ops,
     can_be_chosen,
     compatible,
     dotted,
@@ -30,6 +33,7 @@ from mpguard.lint import (
     unscaled_steps,
 )
 
+_FLOAT32_LAYERS = frozenset(f"torch.nn.{name}" for name in autocast_ops.FLOAT32_LAYERS)
 #: A model whose autocast an argument of its constructor switches on.
 _SWITCHED_NET = {
     "pyproject.toml": "",
@@ -2498,6 +2502,24 @@ def train(model, probe, loader, optimizer):
         optimizer.step()
 """
         ),
+        Good(
+            """\
+import torch
+import torch.nn.functional as F
+
+criterion = torch.nn.CrossEntropyLoss()
+
+def train(model, loader, optimizer):
+    for x, y, z in loader:
+        logits, numbers = model(x)
+        with torch.autocast("cuda"):
+            loss = criterion(logits.view(-1, logits.size(-1)), y.view(-1))
+            loss = loss + F.mse_loss(numbers, z)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -2562,7 +2584,7 @@ def train(model, probe, loader, optimizer):
         program = facts.programs_of(backward.scope)
         records: list[Record] = [backward.call, *facts.flow.backward(backward.subject, backward.call)]
         for record in records:
-            if _of_another_loop(record, backward):
+            if _of_another_loop(record, backward) or (record is not backward.call and _lowers_nothing(record, facts)):
                 continue
             around = facts.regions(record)
             without = [region.guard for region in around if region.kind == "no_grad"]
@@ -2701,6 +2723,26 @@ def _is_active(region: Region, guard: PathCondition, program: set[Scope], facts:
     if not guard.possible or _of_accelerate(guard, facts) or facts.switched_off(region, program):
         return False
     return region.call is not None and region.call not in facts.forgotten_dtypes
+
+
+def _lowers_nothing(record: Record, facts: Facts) -> bool:
+    """True for a loss of torch that autocast computes in FP32, for a change of shape, and for a sum of such values."""
+    if isinstance(record, Call):
+        return _keeps_dtype(record, facts)
+    value = record.value if isinstance(record, Binding) else None
+    if isinstance(value, cst.BinaryOperation):
+        return not isinstance(value.operator, cst.MatrixMultiply)
+    call = facts.call_of(value)
+    return call is not None and _keeps_dtype(call, facts)
+
+
+def _keeps_dtype(call: Call, facts: Facts) -> bool:
+    if call.receiver is not None and call.name in autocast_ops.KEEPS | autocast_ops.NUMBERS:
+        return True
+    if call.name in autocast_ops.FLOAT32_ON_CUDA and facts.called_path(call).startswith("torch."):
+        return True
+    made = [each.atom for each in facts.evaluate(call.func, call)]
+    return bool(made) and all(isinstance(each, Object) and each.path in _FLOAT32_LAYERS for each in made)
 
 
 def _of_accelerate(guard: PathCondition, facts: Facts) -> bool:

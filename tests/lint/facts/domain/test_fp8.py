@@ -171,10 +171,13 @@ def test_what_a_project_installs(file: str, text: str, expected: Required, tmp_p
     assert required(str(tmp_path), str(tmp_path), "torch") == expected
 
 
-def test_a_readme_does_not_pin_what_a_list_leaves_open(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("listed", "expected"), [("torch", (2, 2)), ("torch>=1.8", None), ("torch==2.4", (2, 5))])
+def test_a_readme_pins_what_a_list_has_no_version_for(
+    listed: str, expected: tuple[int, int] | None, tmp_path: Path
+) -> None:
     (tmp_path / "README.md").write_text("    pip install torch==2.1\n")
-    (tmp_path / "requirements.txt").write_text("torch\ntorchvision\n")
-    assert required(str(tmp_path), str(tmp_path), "torch") == Required()
+    (tmp_path / "requirements.txt").write_text(f"{listed}\ntorchvision\n")
+    assert required(str(tmp_path), str(tmp_path), "torch").below == expected
 
 
 def test_the_versions_of_all_rules_can_be_compared() -> None:
@@ -216,11 +219,11 @@ def test_every_recipe_of_te_has_its_requirements() -> None:
     assert {row for row in BACKENDS if NEEDS[row].multiple == 1} == set()
 
 
-def test_a_script_that_installs_a_version_counts_next_to_a_list_without_one(tmp_path: Path) -> None:
-    for file, expected in (("README.md", Required()), ("setup.sh", Required((2, 1, 0), (2, 1, 1)))):
+def test_a_script_that_installs_a_version_counts_next_to_a_list_with_another(tmp_path: Path) -> None:
+    for file, expected in (("README.md", Required((2, 0), (2, 1))), ("setup.sh", Required((2, 0), (2, 1, 1)))):
         folder = tmp_path / file.partition(".")[0]
         folder.mkdir()
-        (folder / "requirements.txt").write_text("torch\n")
+        (folder / "requirements.txt").write_text("torch==2.0\n")
         (folder / file).write_text("pip install torch==2.1.0\n")
         assert required(str(folder), str(folder), "torch") == expected
 

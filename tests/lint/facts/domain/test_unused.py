@@ -103,6 +103,12 @@ UNUSED = {
         "pkg/__init__.py": "",
         "pkg/a.py": TRAIN.format("find_configuration()"),
     },
+    "the program of its package has its own version": {
+        "setup.py": "",
+        "pkg/__init__.py": "",
+        "pkg/a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)") + "\ndef context(): ...\n",
+        "pkg/b.py": "from pkg.a import context\n\ndef fit(model): ...\n\nfit(context())\n",
+    },
 }
 USED = {
     "it is called in its file": {
@@ -174,6 +180,12 @@ USED = {
         "setup.py": "",
         "pkg/__init__.py": "",
         "pkg/a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
+    },
+    "it is the interface of a package, and a program that does not use it has a function of its name": {
+        "setup.py": "",
+        "pkg/__init__.py": "",
+        "pkg/a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
+        "pkg/b.py": "def fit(model): ...\n\nfit(1)\n",
     },
     "it is a method, and its name is called on an object": {
         "a.py": METHOD,
