@@ -25,6 +25,10 @@ _PRECISION = re.compile(r"(?i)half|fp_?(?:16|32)|float_?(?:16|32)|bf16|precision
 _NEEDS_FLOAT32 = re.compile(
     r"(?i)target|label|box|gt(?:$|_)|loss|coord|pos(?:$|[e_i])|point|xyz|loc(?:$|[s_a])|depth|angle|time|sigma"
 )
+#: Names of values that only models take.
+_INPUT = re.compile(
+    r"(?i)(?:^|[._\[\"'])(?:inps?|inputs?|images?|imgs?|pixels?|pixel_values|frames?|videos?|audios?)[\"'\]]*$"
+)
 #: The frequencies of rotary embeddings, which checkpoints in FP16 were trained with: MPG108 is about them.
 FREQUENCIES = re.compile(r"(?:^|[._])inv(?:erse)?_freqs?$")
 #: Functions whose values are at most 1; those that join tensors; methods that change only their shape or place.
@@ -54,6 +58,21 @@ def loses_nothing(cast: Event, dtype: Dtype, guards: list[PathCondition], traini
     if FREQUENCIES.search(cast.key) or _is_wave(cast.facts, cast.subject, cast.call):
         return True
     return all(_enters_low_models(cast, dtype, guard) or _is_own_mode(cast, dtype, guard, training) for guard in guards)
+
+
+def is_chosen_input(cast: Event, guards: list[PathCondition]) -> bool:
+    """True if only models take a tensor that an option makes FP16: under autocast they cast it anyway.
+
+    Without autocast a model in FP32 raises, and the cast of one in FP16 is reported itself.
+    """
+    facts = cast.facts
+    if cast.kind != "cast" or facts.training_use.is_module(cast) or not all(map(_names_precision, guards)):
+        return False
+    reaches = [facts.training_use.inputs(cast, guard) for guard in guards]
+    if any(reach.training_sinks or reach.outside or not reach.models for reach in reaches):
+        return False
+    names = {cast.key, *(name for reach in reaches for name in reach.names if not _INPUT.search(cast.key))}
+    return not any(map(_NEEDS_FLOAT32.search, names))
 
 
 def _enters_low_models(cast: Event, dtype: Dtype, guard: PathCondition) -> bool:

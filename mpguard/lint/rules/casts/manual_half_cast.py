@@ -53,12 +53,12 @@ class ManualHalfCast(Rule):
     `export` and the like, for frozen models and their inputs, for models that no optimizer takes and their inputs, for
     inputs of models that compute in FP16 anyway (under an FP16 autocast if the cast is not hard-coded, under one whose
     dtype a config gives and that the same condition enters, or with adapters on frozen weights), for inputs that take
-    their dtype from the variable that gives it to weights, which are reported, for inputs that an option makes FP16
-    where no policy is active and no FP16 weights are trained, for sines and cosines, for copies written to a
-    checkpoint, for `.half().float()` rounding, for masks, for the targets of a loss, which have no gradient, and for
-    the inputs of a DeepSpeed engine, also that of Lightning's `strategy`, whose parameters may be FP16; nor is a model
-    that `deepspeed.initialize` takes, since its FP16 engine keeps FP32 masters of it, nor anything in a script that is
-    launched with DeepSpeed in FP16. A dtype that follows
+    their dtype from the variable that gives it to weights, which are reported, for inputs of models that an option
+    makes FP16, for other values that it makes FP16 where no policy is active and no FP16 weights are trained, for sines
+    and cosines, for copies written to a checkpoint, for `.half().float()` rounding, for masks, for the targets of a
+    loss, which have no gradient, and for the inputs of a DeepSpeed engine, also that of Lightning's `strategy`, whose
+    parameters may be FP16; nor is a model that `deepspeed.initialize` takes, since its FP16 engine keeps FP32 masters
+    of it, nor anything in a script that is launched with DeepSpeed in FP16. A dtype that follows
     `accelerator.mixed_precision` follows the policy, except for weights that an optimizer takes. An optimizer alone, or
     a `backward`, does not count as training if the file takes no step. Where something may keep FP32 masters
     (`FP16_Optimizer`, `optimizer.backward(loss)`, a framework's own FP16 module, an optimizer of the tree whose code
@@ -1506,7 +1506,7 @@ def train(args, model, loader):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for x, y in loader:
         if args.half:
-            x = x.half()  # !
+            x = x.half()
         torch.nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
 """
@@ -2359,6 +2359,53 @@ def main(model, loader):
                 "configs/accelerate.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n",
             },
         ),
+        Good(
+            """\
+import torch
+
+def train(args, model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
+    for images, labels in loader:
+        if args.amp:
+            images = images.half()
+        with torch.autocast("cuda", dtype=torch.float16, enabled=args.native_amp):
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def train(args, model, optimizer, loader):
+    dtype = torch.float16 if args.fp16 else torch.float32
+    scaler = torch.amp.GradScaler("cuda", enabled=args.fp16)
+    for images, boxes in loader:
+        images = images.to(dtype)
+        boxes = boxes.to(dtype)  # !
+        with torch.autocast("cuda", dtype=torch.float16, enabled=args.fp16):
+            loss = model(images, boxes).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+            fixed="""\
+import torch
+
+def train(args, model, optimizer, loader):
+    dtype = torch.float16 if args.fp16 else torch.float32
+    scaler = torch.amp.GradScaler("cuda", enabled=args.fp16)
+    for images, boxes in loader:
+        images = images.to(dtype)
+        with torch.autocast("cuda", dtype=torch.float16, enabled=args.fp16):
+            loss = model(images, boxes).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -2372,6 +2419,7 @@ def main(model, loader):
         if _runs_in_half_engine(facts):
             return
         found = []
+        chosen = set()
         norms = list(_norms_in_float32(facts))
         optimized = {
             each.event
@@ -2394,8 +2442,10 @@ def main(model, loader):
             ):
                 fix = None if cast.kind == "construct" else python_edits.without_cast(facts, cast)
                 found.append((cast, training, fix))
+                if input_casts.is_chosen_input(cast, guards):
+                    chosen.add(cast)
         modules = [cast for cast, _, _ in found if facts.training_use.is_module(cast)]
-        follow = {cast for cast, _, _ in found if _follows(cast, modules, facts)}
+        follow = chosen | {cast for cast, _, _ in found if _follows(cast, modules, facts)}
         # A model and its inputs change together.
         all_fixable = not follow and all(fix is not None for _, _, fix in found)
         policy = any(map(facts.events, _POLICIES)) or bool(facts.project.configs_for(facts.path))
