@@ -533,6 +533,11 @@ class TrainingUse:
             return True
         return bool({key.rsplit(".", 1)[-1] for key in keys} & self.modules)
 
+    def bound_name(self, cast: Event) -> str:
+        """Return the last name of what a cast changes in place, or of what its result is bound to; empty without."""
+        bound = self._bound(cast.call)
+        return (bound.key if bound is not None else cast.key if cast.call.is_statement else "").rsplit(".", 1)[-1]
+
     def _is_called(self, bound: Binding) -> bool:
         """True if what is bound to a name is called as a function."""
         return any(

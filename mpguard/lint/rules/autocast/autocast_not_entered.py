@@ -5,7 +5,21 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import Bad, Call, Diagnostic, Edit, Facts, Fix, Good, Object, Rule, any_of, dotted, text_of
+from mpguard.lint import (
+    HALF_DTYPES,
+    Bad,
+    Call,
+    Diagnostic,
+    Edit,
+    Facts,
+    Fix,
+    Good,
+    Object,
+    Rule,
+    any_of,
+    dotted,
+    text_of,
+)
 
 #: Contexts in which a call is a probe for an error or a warning.
 _PROBES = re.compile(r"(?i)raises|warns|warnings|subtest|suppress")
@@ -32,7 +46,9 @@ class AutocastNotEntered(Rule):
 
     ## Known limits
     A context that is stored in an attribute, a dict or a list, passed on or returned counts as entered, and so does a
-    name that is read anywhere. A call that probes for support is not reported: under `try`, or inside `pytest.raises`.
+    name that is read anywhere. A dropped autocast is not reported if the block calls a model whose weights the file
+    casts to its dtype: it computes in that dtype anyway. A call that probes for support is not reported: under `try`,
+    or inside `pytest.raises`.
     """
 
     code, name = "MPG304", "autocast-not-entered"
@@ -346,6 +362,22 @@ def train(model, loader, optimizer):
                 "    def __exit__(self, *error):\n        SWITCH.on = False\n"
             },
         ),
+        Good(
+            """\
+import torch
+from transformers import T5EncoderModel
+
+class Conditioner(torch.nn.Module):
+    def __init__(self, train):
+        super().__init__()
+        model = T5EncoderModel.from_pretrained("t5-base").train(train).requires_grad_(train).to(torch.float16)
+        self.train_encoder, self.model = train, model
+
+    def forward(self, x):
+        with torch.autocast("cuda", dtype=torch.float16) and torch.set_grad_enabled(self.train_encoder):
+            return self.model.encode(x)
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -353,6 +385,8 @@ def train(model, loader, optimizer):
             if self._is_probe(call, facts):
                 continue
             dropped = self._dropped(call, facts)
+            if dropped is not None and self._runs_low_weights(dropped, call, facts):
+                continue
             if dropped is not None:
                 help = "write a comma: a context is truthy, so `and` evaluates to its second operand"
                 yield self.at(call, call=facts.short(call.node), help=help, fix=self._fix(dropped, call, facts))
@@ -380,6 +414,14 @@ def train(model, loader, optimizer):
         if not isinstance(above, cst.BooleanOperation) or not isinstance(above.operator, cst.And):
             return None
         return above if above.left is call.node else None
+
+    def _runs_low_weights(self, dropped: cst.BooleanOperation, call: Call, facts: Facts) -> bool:
+        """True if the block calls a model whose weights the file casts to the dtype of the autocast."""
+        dtypes = {dtype for dtype in HALF_DTYPES if facts.autocast(call, facts.called_path(call)).may_be(dtype)}
+        casts = [cast for cast in facts.events("cast") if any(map(cast.may_be, dtypes))]
+        weights = {facts.training_use.bound_name(cast) for cast in casts if facts.training_use.is_module(cast)} - {""}
+        inside = (each for each in call.scope.calls if any(entered.expr is dropped for entered in each.withs))
+        return any(not weights.isdisjoint(each.path.split(".")) for each in inside)
 
     def _fix(self, dropped: cst.BooleanOperation, call: Call, facts: Facts) -> Fix | None:
         statement = facts.parent(dropped)
