@@ -83,6 +83,8 @@ HEADINGS = {
     "wide33": "65 more, closed before the rules were changed because of all of these, or of the lot above",
     "wide34": "70 more, closed before the rules were changed because of these",
     "wide35": "70 more, closed before the rules were changed because of these, or of the lot above",
+    "wide36": "LOT36",
+    "wide37": "LOT37",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")

@@ -165,7 +165,7 @@ class Checkpoints:
         if not key or not isinstance(key[0], str):
             return False
         name = re.escape(key[0])
-        if re.search(rf"([\"']){name}\1(?!\s*\](?!\s*=[^=]))|\b{name}\s*=[^=]", stripped(self.facts.file_text)):
+        if re.search(rf"([\"']){name}\1(?!\s*\](?!\s*=[^=]))|[(,]\s*{name}\s*=[^=]", stripped(self.facts.file_text)):
             return False
         while node is not None and not isinstance(node, cst.FunctionDef):
             node = self.facts.parent(node)

@@ -26,7 +26,7 @@ from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
 from mpguard.lint.facts.values import api_names, project_words
-from mpguard.lint.facts.values.dtypes import AnyDtype, as_dtype
+from mpguard.lint.facts.values.dtypes import AnyDtype, PossibleDtypes, as_dtype
 from mpguard.lint.facts.values.lattice import Class, Function, Object, Ref
 from mpguard.lint.source.files import NOTEBOOK
 from mpguard.policy.dtype import Dtype
@@ -148,7 +148,7 @@ class TrainingUse:
             or self.facts.is_inference(cast.call)
         ):
             return None
-        if self._is_exact(cast):
+        if self._is_exact(cast) or self._is_replaced_by_callers(cast, dtype):
             return None
         if self.facts.frozen_params.is_frozen(cast.subject) or self.facts.frozen_params.is_frozen(cast.call.node):
             return None
@@ -171,6 +171,22 @@ class TrainingUse:
         bound = self._bound(cast.call)
         untaken = self.is_untaken(bound.key, bound) if bound is not None else self.is_untaken(cast.key, cast.call)
         return None if untaken else training
+
+    def _is_replaced_by_callers(self, cast: Event, dtype: AnyDtype | str) -> bool:
+        """True if a dtype is only what a parameter falls back to (`if dtype is None`), and all calls pass another."""
+        scope, facts = cast.scope, self.facts
+        for given in (*cast.call.positional, *cast.call.keywords.values()):
+            name = dotted(given)
+            kinds = [binding.kind for binding in scope.bindings.get(name, ())]
+            calls = facts.callers(scope) if kinds == ["param", "assign"] else []
+            if not calls or re.search(rf"\bif (?:not {name}|{name} is None)\s*:", scope.chunk.text) is None:
+                continue
+            passed = [(facts.values.given(call, scope, name), call) for call in calls]
+            if all(
+                value is not None and _is_another(facts.of(call).dtypes(value, call), dtype) for value, call in passed
+            ):
+                return True
+        return False
 
     def _is_quantized_next(self, cast: Event) -> bool:
         """True if integers replace the weights after a cast: `net.half().quantize(4)`, `net = net.quantize(4)`."""
@@ -978,3 +994,8 @@ def _is_plain_name(literal: tuple[object] | None) -> bool:
         and isinstance(literal[0], str)
         and bool(api_names.TRAINER_PLAIN_OPTIMIZERS.match(literal[0]))
     )
+
+
+def _is_another(dtypes: PossibleDtypes, dtype: AnyDtype | str) -> bool:
+    """True if all alternatives of a dtype are known, and none is the given one."""
+    return bool(dtypes) and all(isinstance(each, Dtype) and each is not dtype for _, each in dtypes)

@@ -2406,6 +2406,69 @@ def train(args, model, optimizer, loader):
         scaler.update()
 """,
         ),
+        Good(
+            """\
+import torch
+
+class Net(torch.nn.Module):
+    @classmethod
+    def load(cls, config, dtype=None):
+        if dtype is None:
+            dtype = {"float16": torch.float16, "float32": torch.float32}[config.torch_dtype]
+        model = cls()
+        model = model.to(dtype=dtype)
+        return model
+
+def train(config, args, loader):
+    model = Net.load(config, dtype=torch.bfloat16 if args.bf16 else torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+class Net(torch.nn.Module):
+    @classmethod
+    def load(cls, config, dtype=None):
+        if dtype is None:
+            dtype = {"float16": torch.float16, "float32": torch.float32}[config.torch_dtype]
+        model = cls()
+        model = model.to(dtype=dtype)  # !
+        return model
+
+def train(config, args, loader):
+    model = Net.load(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+class Net(torch.nn.Module):
+    @classmethod
+    def load(cls, config, dtype=None):
+        if dtype is None:
+            dtype = {"float16": torch.float16, "float32": torch.float32}[config.torch_dtype]
+        model = cls()
+        return model
+
+def train(config, args, loader):
+    model = Net.load(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
