@@ -44,15 +44,16 @@ _LARGEST = 1 << 18
 #: The number of folders that are searched: a file's own, and those above it.
 _MOST_FOLDERS = 12
 _CUDA = re.compile(r"(?:\bcu(1[1-3])(\d)\b|\bnvidia/cuda:(\d\d)\.(\d+))")
-#: The CUDA version of the builds of torch that are installed, by conda's packages and by the index of its wheels; and
-#: the version of torch for which there are no such builds any more (pytorch.org/get-started/previous-versions).
-#: The version of torch that has no wheels for a version of Python any more.
-_WITHOUT_PYTHON = {(3, 6): "1.11", (3, 7): "2.0"}
+#: What an environment gives torch: a version of Python, and the CUDA version of its builds, by conda's packages and by
+#: the index of its wheels. Each with the version of torch from which on there are no wheels for it any more
+#: (pytorch.org/get-started/previous-versions).
 _PYTHON = re.compile(r"\bpython[ \t]*=+[ \t]*(\d)\.(\d+)(?!\d)")
+_WITHOUT_PYTHON = {(3, 6): (1, 11), (3, 7): (2, 0)}
 _BUILT_WITH = re.compile(r"\b(?:pytorch-cuda|cudatoolkit)\s*=+\s*(\d+)\.(\d+)|/whl/cu(\d\d)(\d)\b")
 _WITHOUT_CUDA = {
-    (9, 2): "1.8", (10, 0): "1.5", (10, 1): "1.9", (10, 2): "1.13", (11, 0): "1.8", (11, 1): "1.11", (11, 3): "1.13",
-    (11, 5): "1.12", (11, 6): "1.14", (11, 7): "2.1", (11, 8): "2.8", (12, 1): "2.6", (12, 4): "2.7",
+    (9, 2): (1, 8), (10, 0): (1, 5), (10, 1): (1, 9), (10, 2): (1, 13), (11, 0): (1, 8), (11, 1): (1, 11),
+    (11, 3): (1, 13), (11, 5): (1, 12), (11, 6): (1, 14), (11, 7): (2, 1), (11, 8): (2, 8), (12, 1): (2, 6),
+    (12, 4): (2, 7),
 }  # fmt: skip
 #: NVIDIA's images by year and month, and a version that was released later than the images before this one.
 _IMAGE = re.compile(r"\bnvcr\.io/nvidia/pytorch:(\d\d)\.(\d\d)-")
@@ -140,7 +141,7 @@ def required(folder: str, top: str, package: str) -> Required:
         specifiers: list[str] = []
         is_nearest, is_listed = not images, False
         cuda: set[tuple[int, int]] = set()
-        environments: set[str | None] = set()
+        read: list[str] = []
         for file in _files(place):
             text = _text(file)
             if _is_instruction(file) and is_listed and file.suffix != ".sh":
@@ -149,17 +150,13 @@ def required(folder: str, top: str, package: str) -> Required:
             specifiers += [f"=={version}" for version in (tagged.findall(text) or repository.findall(text))]
             images |= {(int(year), int(month)) for year, month in _IMAGE.findall(text)} if is_nearest else set()
             cuda |= {(int(a or c), int(b or d)) for a, b, c, d in _CUDA.findall(text)}
-            is_listed = is_listed or bool(specifiers)
-            if package == "torch":
-                environments |= {_WITHOUT_PYTHON.get((int(a), int(b))) for a, b in _PYTHON.findall(text)}
-                if named.search(text):
-                    versions = {(int(a or c), int(b or d)) for a, b, c, d in _BUILT_WITH.findall(text)}
-                    environments |= {_WITHOUT_CUDA.get(version) for version in versions}
+            is_listed = is_listed or (bool(specifiers) and not _is_instruction(file))
+            read.append(text)
         if not specifiers and is_nearest and images and package in _NOT_IN_IMAGES:
             first, bound = _NOT_IN_IMAGES[package]
             specifiers += [bound] if max(images) < first else []
-        if not specifiers and None not in environments:
-            specifiers += [f"<{version}" for version in environments]
+        if not specifiers and package == "torch" and (below := _of_environment(read, named)) is not None:
+            specifiers.append(f"<{'.'.join(map(str, below))}")
         if specifiers or cuda:
             bounds = _bounds(specifiers, next(iter(cuda)) if len(cuda) == 1 else None)
             found = bounds if found is None else found.bounded(bounds.below)
@@ -172,6 +169,23 @@ def required(folder: str, top: str, package: str) -> Required:
         return _of_companions(folder, top)
     below, needed = _NEEDS_TORCH.get(package, (None, ()))
     return found.bounded(below) if needed and required(folder, top, "torch").before(needed) else found
+
+
+def _of_environment(texts: list[str], named: re.Pattern[str]) -> tuple[int, ...] | None:
+    """Return the version of torch from which on none can be installed next to the required Python and CUDA, or None.
+
+    named: its name in the texts; the CUDA version of others is that of other packages.
+    """
+    pythons = {(int(a), int(b)) for text in texts for a, b in _PYTHON.findall(text)}
+    builds = {
+        (int(a or c), int(b or d)) for text in texts if named.search(text) for a, b, c, d in _BUILT_WITH.findall(text)
+    }
+    bounds = [
+        max(without[version] for version in versions)
+        for versions, without in ((pythons, _WITHOUT_PYTHON), (builds, _WITHOUT_CUDA))
+        if versions and versions <= without.keys()
+    ]
+    return min(bounds, default=None)
 
 
 def _of_companions(folder: str, top: str) -> Required:

@@ -363,6 +363,7 @@ def test_text_files_that_are_named_after_requirements(name: str) -> None:
         ("environment.yml", "dependencies:\n  - python=3.10\n", False),
         ("README.md", "    conda create -n x python=3.7\n    conda create -n y python=3.11\n", False),
         ("README.md", "    conda create -n x python=3.7 -y\n", True),
+        ("README.md", "    conda create -n x python=3.9\n    conda install pytorch cudatoolkit=11.3\n", True),
     ],
 )
 def test_the_environment_of_torch_bounds_its_version(name: str, text: str, holds: bool) -> None:

@@ -175,7 +175,8 @@ def test_what_a_project_installs(file: str, text: str, expected: Required, tmp_p
 def test_a_readme_pins_what_a_list_has_no_version_for(
     listed: str, expected: tuple[int, int] | None, tmp_path: Path
 ) -> None:
-    (tmp_path / "README.md").write_text("    pip install torch==2.1\n")
+    (tmp_path / "README.md").write_text("    pip install torch==2.0\n")
+    (tmp_path / "README_en.md").write_text("    pip install torch==2.1\n")
     (tmp_path / "requirements.txt").write_text(f"{listed}\ntorchvision\n")
     assert required(str(tmp_path), str(tmp_path), "torch").below == expected
 
