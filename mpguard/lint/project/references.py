@@ -396,6 +396,8 @@ def _uses(user: str, file: str, name: str) -> bool:
         return _code_uses(code, user, file, name)
     if user.lower().endswith(MARKDOWN):
         return any(word.search(part) for part in _MARKDOWN_CODE.findall(data))
+    if not name:  # a folder of the module's name is none
+        word = re.compile(rb"\b%s\b(?!/)" % re.escape(wanted))
     return word.search(data) is not None
 
 

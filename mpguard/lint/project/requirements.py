@@ -44,11 +44,16 @@ _LARGEST = 1 << 18
 #: The number of folders that are searched: a file's own, and those above it.
 _MOST_FOLDERS = 12
 _CUDA = re.compile(r"(?:\bcu(1[1-3])(\d)\b|\bnvidia/cuda:(\d\d)\.(\d+))")
-#: What an environment gives torch: a version of Python, and the CUDA version of its builds, by conda's packages and by
-#: the index of its wheels. Each with the version of torch from which on there are no wheels for it any more
-#: (pytorch.org/get-started/previous-versions).
+#: What an environment gives: a version of Python, and the CUDA version of torch's builds, by conda's packages and by
+#: the index of its wheels. Each with the version of a package from which on it cannot be installed there any more
+#: (pytorch.org/get-started/previous-versions; `Requires-Python` of the wheels).
 _PYTHON = re.compile(r"\bpython[ \t]*=+[ \t]*(\d)\.(\d+)(?!\d)")
-_WITHOUT_PYTHON = {(3, 6): (1, 11), (3, 7): (2, 0)}
+_WITHOUT_PYTHON = {
+    "torch": {(3, 6): (1, 11), (3, 7): (2, 0)},
+    "accelerate": {(3, 6): (0, 21), (3, 7): (0, 21)},
+    "lightning": {(3, 6): (2, 0), (3, 7): (2, 0)},
+    "pytorch-lightning": {(3, 6): (2, 0), (3, 7): (2, 0)},
+}
 _BUILT_WITH = re.compile(r"\b(?:pytorch-cuda|cudatoolkit)\s*=+\s*(\d+)\.(\d+)|/whl/cu(\d\d)(\d)\b")
 _WITHOUT_CUDA = {
     (9, 2): (1, 8), (10, 0): (1, 5), (10, 1): (1, 9), (10, 2): (1, 13), (11, 0): (1, 8), (11, 1): (1, 11),
@@ -58,11 +63,11 @@ _WITHOUT_CUDA = {
 #: NVIDIA's images by year and month, and a version that was released later than the images before this one.
 _IMAGE = re.compile(r"\bnvcr\.io/nvidia/pytorch:(\d\d)\.(\d\d)-")
 _NOT_IN_IMAGES = {"transformer_engine": ((25, 9), "<2.9")}
-#: A package, its lowest version that needs a newer torch, and that torch: 1.0 of accelerate, 2.0 of Lightning.
-_NEEDS_TORCH = {
-    "accelerate": ((1, 0), (1, 10)),
-    "lightning": ((2, 0), (1, 11)),
-    "pytorch-lightning": ((2, 0), (1, 11)),
+#: A version of a package, and what it and later ones need of others: 1.0 of accelerate, 2.0 of Lightning.
+_NEEDS = {
+    "accelerate": ((1, 0), {"torch": (1, 10), "huggingface-hub": (0, 21)}),
+    "lightning": ((2, 0), {"torch": (1, 11)}),
+    "pytorch-lightning": ((2, 0), {"torch": (1, 11)}),
 }
 #: One bound of a rule's `versions`.
 RANGE = re.compile(r"(>=|<)(\d+(?:\.\d+)*)")
@@ -155,8 +160,8 @@ def required(folder: str, top: str, package: str) -> Required:
         if not specifiers and is_nearest and images and package in _NOT_IN_IMAGES:
             first, bound = _NOT_IN_IMAGES[package]
             specifiers += [bound] if max(images) < first else []
-        if not specifiers and package == "torch" and (below := _of_environment(read, named)) is not None:
-            specifiers.append(f"<{'.'.join(map(str, below))}")
+        if not specifiers and (limit := _of_environment(package, named, read)) is not None:
+            specifiers.append(f"<{'.'.join(map(str, limit))}")
         if specifiers or cuda:
             bounds = _bounds(specifiers, next(iter(cuda)) if len(cuda) == 1 else None)
             found = bounds if found is None else found.bounded(bounds.below)
@@ -167,22 +172,24 @@ def required(folder: str, top: str, package: str) -> Required:
     found = found or Required()
     if package == "torch" and found == Required():
         return _of_companions(folder, top)
-    below, needed = _NEEDS_TORCH.get(package, (None, ()))
-    return found.bounded(below) if needed and required(folder, top, "torch").before(needed) else found
+    below, needed = _NEEDS.get(package, (None, {}))
+    lacks = any(required(folder, top, other).before(version) for other, version in needed.items())
+    return found.bounded(below) if lacks else found
 
 
-def _of_environment(texts: list[str], named: re.Pattern[str]) -> tuple[int, ...] | None:
-    """Return the version of torch from which on none can be installed next to the required Python and CUDA, or None.
+def _of_environment(package: str, named: re.Pattern[str], texts: list[str]) -> tuple[int, ...] | None:
+    """Return the version of a package from which on it cannot be installed next to the required Python and CUDA.
 
-    named: its name in the texts; the CUDA version of others is that of other packages.
+    None if they allow all. named: its name in the texts; the CUDA version of others is that of other packages.
     """
     pythons = {(int(a), int(b)) for text in texts for a, b in _PYTHON.findall(text)}
-    builds = {
-        (int(a or c), int(b or d)) for text in texts if named.search(text) for a, b, c, d in _BUILT_WITH.findall(text)
-    }
+    found = (
+        match for text in texts if package == "torch" and named.search(text) for match in _BUILT_WITH.findall(text)
+    )
+    builds = {(int(a or c), int(b or d)) for a, b, c, d in found}
     bounds = [
         max(without[version] for version in versions)
-        for versions, without in ((pythons, _WITHOUT_PYTHON), (builds, _WITHOUT_CUDA))
+        for versions, without in ((pythons, _WITHOUT_PYTHON.get(package, {})), (builds, _WITHOUT_CUDA))
         if versions and versions <= without.keys()
     ]
     return min(bounds, default=None)

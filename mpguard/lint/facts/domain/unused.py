@@ -28,6 +28,7 @@ _ENTRIES = frozenset({"main", "_mp_fn"})
 _COMMON_BASES = frozenset({"", "object", "nn.Module", "torch.nn.Module", "Module", "ABC"})
 #: Code that may get a function of its own file by a name that comes from outside.
 _BY_NAME = re.compile(r"(?<![\w.])(?:(?:globals|locals|vars)\(\)|eval\()|sys\.modules")
+_REGISTERS = re.compile(r"@[\w.]*\bregister\w*\(\w*\)\s")
 #: A method in the text of a class.
 _METHOD = re.compile(
     r"^(?P<decorated>[ \t]+@[^\n]*\n)?(?P<indent>[ \t]+)(?:async[ \t]+)?def[ \t]+(?P<name>\w+)[ \t]*\(", re.M
@@ -157,6 +158,8 @@ class UnusedDefinitions:
     def _find_root(self, chunk: Chunk) -> bool:
         """True if a statement runs, or if something outside of the file may use what it defines."""
         name = chunk.defines
+        if name is not None and self._is_unregistered(chunk):
+            return False
         return (
             name is None
             or name in _ENTRIES
@@ -164,6 +167,16 @@ class UnusedDefinitions:
             or self._is_public(chunk, name)
             or self._is_looked_up(chunk)
             or self._facts.project.used_elsewhere(self._facts.path, name)
+        )
+
+    def _is_unregistered(self, chunk: Chunk) -> bool:
+        """True if a decorator that registers a definition never runs, since nothing imports or runs the module."""
+        facts = self._facts
+        return (
+            _REGISTERS.match(chunk.text) is not None
+            and not any(call.is_statement and not _is_preparation(call, facts) for call in facts.module.calls)
+            and not facts.project.launches_of(facts.path)
+            and not facts.project.used_elsewhere(facts.path)
         )
 
     def _is_public(self, chunk: Chunk, name: str) -> bool:

@@ -229,6 +229,22 @@ def test_a_script_that_installs_a_version_counts_next_to_a_list_with_another(tmp
         assert required(str(folder), str(folder), "torch") == expected
 
 
+@pytest.mark.parametrize(("hub", "old"), [("==0.0.12", True), (">=0.0.12", False), ("==0.25", False)])
+def test_an_old_hub_bounds_accelerate(hub: str, old: bool, tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text(f"huggingface_hub{hub}\naccelerate\n")
+    assert required(str(tmp_path), str(tmp_path), "accelerate").before((1, 0)) is old
+
+
+def test_an_old_python_bounds_what_needs_a_newer_one(tmp_path: Path) -> None:
+    (tmp_path / "environment.yml").write_text(
+        "dependencies:\n  - python=3.7\n  - pip:\n    - accelerate\n    - deepspeed\n"
+    )
+    found = {
+        name: required(str(tmp_path), str(tmp_path), name).below for name in ("accelerate", "lightning", "deepspeed")
+    }
+    assert found == {"accelerate": (0, 21), "lightning": (2, 0), "deepspeed": None}
+
+
 @pytest.mark.parametrize(("torch", "old"), [("1.9.1", True), ("1.13", False)])
 def test_an_old_torch_bounds_what_needs_a_newer_one(torch: str, old: bool, tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text(f"torch=={torch}\naccelerate\npytorch-lightning>=1.5\n")

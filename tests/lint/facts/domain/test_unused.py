@@ -103,6 +103,13 @@ UNUSED = {
         "pkg/__init__.py": "",
         "pkg/a.py": TRAIN.format("find_configuration()"),
     },
+    "the decorator that registers it never runs": {
+        "a.py": TRAIN.replace("\n\ndef", "\n@REGISTRY.register()\ndef").format(
+            "fit(model, loader=loader, optimizer=optimizer)"
+        ),
+        "b.py": "# import a\nrun = REGISTRY.get('fit')\n",
+        "run.sh": "python b.py --weights weights/a/last.pth\n",
+    },
     "the program of its package has its own version": {
         "setup.py": "",
         "pkg/__init__.py": "",
@@ -186,6 +193,12 @@ USED = {
         "pkg/__init__.py": "",
         "pkg/a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "pkg/b.py": "def fit(model): ...\n\nfit(1)\n",
+    },
+    "another file imports the module in which a decorator registers it": {
+        "a.py": TRAIN.replace("\n\ndef", "\n@REGISTRY.register()\ndef").format(
+            "fit(model, loader=loader, optimizer=optimizer)"
+        ),
+        "b.py": "import a\nrun = REGISTRY.get('fit')\n",
     },
     "it is a method, and its name is called on an object": {
         "a.py": METHOD,
