@@ -24,6 +24,8 @@ from mpguard.lint import (
     text_of,
 )
 
+#: Classes of norms, and not a transform's `Normalize`.
+_NORM = re.compile(r"Norm(?!al)")
 #: Events that show a policy which chooses the dtype, so that the cast need only be removed.
 _POLICIES: tuple[EventKind, ...] = ("autocast", "accelerator", "initialize", "trainer")
 
@@ -2469,6 +2471,37 @@ def train(config, args, loader):
         optimizer.step()
 """,
         ),
+        Bad(
+            """\
+import torch
+from torchvision import transforms
+
+def main(model, loader, normalizer):
+    if isinstance(normalizer, transforms.Normalize):
+        mean = torch.tensor(normalizer.mean).float()
+        print(mean)
+    model.half()  # !
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+from torchvision import transforms
+
+def main(model, loader, normalizer):
+    if isinstance(normalizer, transforms.Normalize):
+        mean = torch.tensor(normalizer.mean).float()
+        print(mean)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -2559,7 +2592,7 @@ def _norms_in_float32(facts: Facts) -> Iterator[Call]:
     scopes = {
         check.scope
         for check in facts.calls.get("isinstance", ())
-        if len(check.positional) == 2 and "Norm" in text_of(check.positional[1])
+        if len(check.positional) == 2 and _NORM.search(text_of(check.positional[1]))
     }
     for name in ("float", "to") if scopes else ():
         for call in facts.calls.get(name, ()):
