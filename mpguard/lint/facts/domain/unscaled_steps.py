@@ -302,7 +302,8 @@ def _returned(node: cst.CSTNode, use: Use, facts: Facts) -> bool:
 def _is_factor(use: Use, program: set[Scope], facts: Facts) -> bool:
     """True if a number is a factor or a divisor of something whole, or other code gets it.
 
-    A factor of one term of a sum, as in `a_loss_scale * a + b_loss_scale * b`, is a weight.
+    A factor of one term of a sum, as in `a_loss_scale * a + b_loss_scale * b`, is a weight, and one of an integer is
+    none of a loss.
     """
     facts = facts.of(use)
     node: cst.CSTNode = use.node
@@ -313,6 +314,8 @@ def _is_factor(use: Use, program: set[Scope], facts: Facts) -> bool:
         if isinstance(parent.operator, (cst.Add, cst.Subtract)):
             return False
         node, factor = parent, True
+    if factor and isinstance(parent, cst.Arg) and isinstance(call := facts.parent(parent), cst.Call):
+        return dotted(call.func) != "int"  # the size of a batch
     return factor or (isinstance(parent, cst.Arg) and _passed_on(parent, use, program, facts))
 
 

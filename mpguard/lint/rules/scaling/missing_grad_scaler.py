@@ -2520,6 +2520,38 @@ def train(model, loader, optimizer):
         optimizer.step()
 """
         ),
+        Bad(
+            """\
+import torch
+
+def train(args, model, loader, optimizer):
+    loss_scale = 0.5 if args.loss == "trades" else 1.0
+    size = int(args.batch_size * loss_scale)
+    for x in loader:
+        for part in x.split(size):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(part).sum()
+            loss.backward()  # !
+            optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def train(args, model, loader, optimizer):
+    loss_scale = 0.5 if args.loss == "trades" else 1.0
+    size = int(args.batch_size * loss_scale)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        for part in x.split(size):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(part).sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
