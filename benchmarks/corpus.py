@@ -83,8 +83,9 @@ HEADINGS = {
     "wide33": "65 more, closed before the rules were changed because of all of these, or of the lot above",
     "wide34": "70 more, closed before the rules were changed because of these",
     "wide35": "70 more, closed before the rules were changed because of these, or of the lot above",
-    "wide36": "LOT36",
-    "wide37": "LOT37",
+    "wide36": "68 more, closed before the rules were changed because of these",
+    "wide37": "63 more, closed before the rules were changed because of these, or of the lot above",
+    "wide38": "158 that were fetched for earlier lots and left out of them, closed before the rules were changed because of these",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")

@@ -17,8 +17,8 @@ _MISPLACED = re.compile(r"offload|zero")
 _APEX = frozenset({"opt_level", "fp16_opt_level"})
 #: The version since which an unknown key of `bf16` and `fp16` stops the run, at the latest.
 _STRICT_SINCE = (0, 17, 1)
-#: The only switch at the top level that is on by default (`*_DEFAULT` in deepspeed/runtime/constants.py).
-_ON_BY_DEFAULT = "zero_force_ds_cpu_optimizer"
+#: Defaults of keys at the top level (`*_DEFAULT` in deepspeed/runtime/constants.py); all other switches are off.
+_DEFAULTS = {"zero_force_ds_cpu_optimizer": True, "gradient_predivide_factor": 1.0}
 _IGNORED = "does not know this key, and ignores it"
 
 
@@ -38,10 +38,9 @@ class UnknownDeepspeedSection(ConfigRule):
     The keys are those of DeepSpeed 0.19.8. A file in which most keys are not DeepSpeed's is read by another program
     (GPT-NeoX, a training script), and so is a dict that is set on another library's config (`config.ds_config =
     {...}`); neither is reported. Unknown keys are reported only if they are about precision or offloading, or similar
-    to a known key; names that begin with `_`, `/` or `#` are comments. A misspelled switch that is `false` is not
-    reported, since it is off anyway. Apex's `opt_level` is not reported where DeepSpeed ignores it. The keys of other
-    sections are not checked. DeepSpeed has no FP8 of its own: FP8 modules (Transformer Engine, torchao) run inside its
-    BF16 engine.
+    to a known key; names that begin with `_`, `/` or `#` are comments. A misspelled key whose value is the default is
+    not reported. Apex's `opt_level` is not reported where DeepSpeed ignores it. The keys of other sections are not
+    checked. DeepSpeed has no FP8 of its own: FP8 modules (Transformer Engine, torchao) run inside its BF16 engine.
     """
 
     code, name = "MPG823", "unknown-deepspeed-section"
@@ -183,7 +182,8 @@ abilities = {"zero_optimization": True, "torch_autocast": True, "fp8": False}
             name="report.py",
         ),
         Good(
-            '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "memory_break_down": false}\n',
+            '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "gradient_pre_divide_factor": 1.0,\n'
+            '"memory_break_down": false}\n',
             name="ds_config.json",
         ),
         Bad(
@@ -210,8 +210,8 @@ abilities = {"zero_optimization": True, "torch_autocast": True, "fp8": False}
             return
         meant = _meant(key)
         is_misplaced = isinstance(entry.value, dict) and _MISPLACED.search(key.lower())
-        if meant is not None and entry.value is False and meant != _ON_BY_DEFAULT:
-            return  # it is off anyway
+        if meant is not None and entry.value == _DEFAULTS.get(meant, False):
+            return  # it is in force anyway
         if meant is None and not is_misplaced and not _PRECISION.search(key.lower()):
             return
         hint = " It has no FP8 of its own" if key.lower().startswith("fp8") else ""
