@@ -718,15 +718,30 @@ class Facts(FormerNames, former=_FORMER):
 
 
 def _trains(scope: Scope) -> bool:
-    """True if a function trains whatever its name is: `eval_linear` calls `train(...)`, or steps on parameters."""
+    """True if a function trains whatever its name is: `eval_linear` calls `train(...)`, or steps on parameters.
+
+    Or it gives an optimizer that it makes to a function that it calls in a loop.
+    """
     calls_trainer = any(call.receiver is None and api_names.is_training(call.name) for call in scope.calls)
-    return calls_trainer or (_optimizes(scope) and not api_names.measures(scope.name))
+    return calls_trainer or ((_optimizes(scope) or _hands_out_optimizer(scope)) and not api_names.measures(scope.name))
 
 
 def _optimizes(scope: Scope) -> bool:
     """True if a function takes steps on the parameters of a model in a loop."""
     looped = {call.name for call in scope.calls if call.loops and call.receiver is not None}
     return {"backward", "step"} <= looped and any(call.name == "parameters" for call in scope.calls)
+
+
+def _hands_out_optimizer(scope: Scope) -> bool:
+    """True if a function makes an optimizer of torch, and passes it to a function in a loop."""
+    made = {
+        key
+        for key, bindings in scope.bindings.items()
+        for binding in bindings
+        if isinstance(binding.value, cst.Call) and "optim." in f".{dotted(binding.value.func)}"
+    }
+    looped = (call for call in scope.calls if call.loops and call.receiver is None)
+    return bool(made) and any(dotted(arg.value) in made for call in looped for arg in call.node.args)
 
 
 @contextlib.contextmanager

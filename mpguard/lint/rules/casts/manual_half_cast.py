@@ -2502,6 +2502,45 @@ def main(model, loader, normalizer):
         optimizer.step()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+def epoch(mode, loader, net, optimizer):
+    for x, y in loader:
+        loss = torch.nn.functional.cross_entropy(net(x), y)
+        if mode == "train":
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+def evaluate_synset(net, images, loader):
+    net.half()  # !
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(10):
+        epoch("train", images, net, optimizer)
+    with torch.no_grad():
+        epoch("test", loader, net, optimizer)
+""",
+            fixed="""\
+import torch
+
+def epoch(mode, loader, net, optimizer):
+    for x, y in loader:
+        loss = torch.nn.functional.cross_entropy(net(x), y)
+        if mode == "train":
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+def evaluate_synset(net, images, loader):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(10):
+        epoch("train", images, net, optimizer)
+    with torch.no_grad():
+        epoch("test", loader, net, optimizer)
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
