@@ -247,6 +247,8 @@ def _may_scale(use: Use, program: set[Scope], facts: Facts) -> bool:
     """
     if any(param.name == use.path and constant(param.default) in ((True,), (False,)) for param in use.scope.params):
         return False  # a switch of what the function does
+    if _is_weight_of_module(use, facts.of(use)):
+        return False
     parts = use.path.split(".")
     place = max(place for place, part in enumerate(parts) if _MAY_BE_SCALER.search(part))
     node: cst.CSTNode = use.node
@@ -297,6 +299,18 @@ def _returned(node: cst.CSTNode, use: Use, facts: Facts) -> bool:
         again = use.scope.uses.get(dotted(node.targets[0].target), ())
         return bool(again) and all(isinstance(facts.parent(each.node), cst.Return) for each in again)
     return isinstance(node, cst.Return)
+
+
+def _is_weight_of_module(use: Use, facts: Facts) -> bool:
+    """True for an attribute that a loss or another module, which runs no backward pass, multiplies with itself."""
+    owner = use.scope.owner
+    return (
+        use.path.startswith("self.")
+        and owner is not None
+        and facts.class_kind(owner) in ("model", "criterion")
+        and not _differentiates(owner)
+        and isinstance(facts.parent(use.node), cst.BinaryOperation)
+    )
 
 
 def _is_factor(use: Use, program: set[Scope], facts: Facts) -> bool:

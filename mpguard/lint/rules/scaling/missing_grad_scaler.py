@@ -2552,6 +2552,50 @@ def train(args, model, loader, optimizer):
             scaler.update()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+class BarlowTwins(torch.nn.Module):
+    def __init__(self, scale_loss=1 / 32):
+        super().__init__()
+        self.scale_loss = scale_loss
+
+    def forward(self, a, b):
+        return self.scale_loss * (a @ b.T).pow(2).sum()
+
+def train(model, loader, optimizer):
+    criterion = BarlowTwins()
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = criterion(model(x), model(y))
+        loss.backward()  # !
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+class BarlowTwins(torch.nn.Module):
+    def __init__(self, scale_loss=1 / 32):
+        super().__init__()
+        self.scale_loss = scale_loss
+
+    def forward(self, a, b):
+        return self.scale_loss * (a @ b.T).pow(2).sum()
+
+def train(model, loader, optimizer):
+    criterion = BarlowTwins()
+    scaler = torch.amp.GradScaler("cuda")
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = criterion(model(x), model(y))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
