@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 #: Files that name requirements; text files with such a name too, there and in the folders below, and environments of
 #: conda.
-_FILES = ("pyproject.toml", "setup.py", "setup.cfg", "requirements.in", "Dockerfile", "docker/Dockerfile")
+_FILES = (
+    "pyproject.toml", "setup.py", "setup.cfg", "settings.ini", "requirements.in", "Dockerfile", "docker/Dockerfile",
+)  # fmt: skip
 _NAMED = re.compile(r"(?i)requir|^req")
 _ENVIRONMENT = re.compile(r"(?i)conda|(?:^|[_-])env(?:ironment)?s?(?:[_.-]|$)")
 _FOLDERS = ("requirements", "docker")
@@ -36,7 +38,9 @@ _BETWEEN = re.compile(
     r"^[ \t>*+-]*`?(\d[\d.]*)[ \t]*<=?[ \t]*([A-Za-z][\w.-]*)[ \t]*(<=?[ \t]*\d[\d.]*)`?[ \t]*$", re.M
 )
 _TORCH_VERSION = re.compile(
-    r"(?i)^[ \t>*+-]*`?(?:py)?torch[ \t]+v?(\d+\.\d[\d.]*)`?[ \t]*$|\b(?:py)?torch[ \t]+v?(\d+\.\d[\d.]*)\+cu\d+", re.M
+    r"(?i)^[ \t>*+-]*`?(?:py)?torch[ \t]+v?(\d+\.\d[\d.]*)`?[ \t]*(?:<br[ \t]*/?>)?$"
+    r"|\b(?:py)?torch[ \t]+v?(\d+\.\d[\d.]*)\+cu\d+",
+    re.M,
 )
 #: A variable of a Dockerfile and its value: `ENV PYTORCH_VERSION=1.12.1`.
 _DOCKER_VARIABLE = re.compile(r"^(?:ARG|ENV)[ \t]+(\w+)(?:=|[ \t]+)[\"']?([\w.+-]+)[\"']?[ \t]*$", re.M)

@@ -343,8 +343,10 @@ def test_a_pin_of_a_project_holds_in_a_copied_library(files: dict[str, str], hol
     assert (found.low, found.before((1, 0))) == ((0, 10), holds)
 
 
-@pytest.mark.parametrize("name", ["reqs.txt", "requrements.txt", "Requirements_gpu.txt", "docker/requirements.txt"])
-def test_text_files_that_are_named_after_requirements(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["reqs.txt", "requrements.txt", "Requirements_gpu.txt", "docker/requirements.txt", "settings.ini"]
+)
+def test_files_that_name_requirements(name: str) -> None:
     make({"pyproject.toml": "", name: "torch==1.9.0\n"})
     assert Project().required("train.py", "torch").before((1, 10))
 
@@ -377,6 +379,7 @@ def test_the_environment_of_torch_bounds_its_version(name: str, text: str, holds
     [
         ("Install `torch==2.2.0` and `sentencepiece`.", True),
         ("Requirements:\n\n* PyTorch 1.8.1\n", True),
+        ("pytorch                   1.7.1<br/>\n", True),
         ("1.10.0 <= pytorch < 2.0.0\n", True),
         ("1.10.0 <= pytorch\n", False),
         ("It was tested under **torch 1.9.0+cu111**.", True),
