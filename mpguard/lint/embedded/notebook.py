@@ -25,7 +25,7 @@ from mpguard.lint.source.text import STRING
 #: Cell magics whose cell is Python of this notebook; cells with any other are in another language, or another
 #: process.
 _PYTHON_MAGICS = frozenset({"capture", "prun", "time", "timeit"})
-_CELL_MAGIC = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\r?\n)*[ \t]*%%(\w+)")
+_CELL_MAGIC = re.compile(r"(?:[ \t\r]*(?:#[^\n]*)?\n)*[ \t]*%%(\w+)")
 _TOKEN = re.compile(rf"({STRING}|#[^\n]*|\\\r?\n)|([(\[{{])|([)\]}}])|\n", re.DOTALL)
 _LINE = r"(?:[^\\\n]|\\(?!\r?\n)|\\\r?\n)*"
 #: Commands that IPython takes without a `%`, where no Python can follow: `pip install ...`, `cd folder`.
@@ -37,7 +37,7 @@ _COMMAND = (
 _MAGIC = re.compile(rf"[ \t]*(?:([%!?]{_LINE})|([\w.]+\?\??[ \t]*)(?=\r?$)|((?:{_COMMAND}){_LINE}))", re.M)
 _ASSIGNED = re.compile(rf"[ \t]*[\w.,* \[\]]+=[ \t]*([%!]{_LINE})")
 #: A cell that begins with an indented line of code.
-_INDENTED = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\r?\n)*[ \t]+[^\s#]")
+_INDENTED = re.compile(r"(?:[ \t\r]*(?:#[^\n]*)?\n)*[ \t]+[^\s#]")
 
 
 class BrokenNotebook(Exception):

@@ -185,6 +185,15 @@ def test_magics_are_blanked_and_nothing_shifts(source: str, expected: str) -> No
     assert len(expected) == len(source) + (not source.endswith("\n"))
 
 
+def test_many_comments_with_carriage_returns() -> None:
+    """A regular expression that splits each `\\r\\n` in two ways would try all combinations."""
+    comments = "# a comment\r\n" * 100
+    assert (
+        program(f"{comments}model = 1\n", f"{comments}%%time\nx = 1\n")
+        == f"{comments}model = 1\n{comments}_     \nx = 1\n"
+    )
+
+
 def test_cells_of_other_languages_are_left_out() -> None:
     assert program("%%bash\nrm -r x\n", "x = 1", "%%writefile a.py\ny = (\n", "  \n", "y = 2") == "x = 1\ny = 2\n"
 
