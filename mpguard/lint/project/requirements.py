@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,7 +67,10 @@ _WITHOUT_CUDA = {
 }  # fmt: skip
 #: NVIDIA's images by year and month, and a version that was released later than the images before this one.
 _IMAGE = re.compile(r"\bnvcr\.io/nvidia/pytorch:(\d\d)\.(\d\d)-")
-_NOT_IN_IMAGES = {"transformer_engine": ((25, 9), "<2.9")}
+_NOT_IN_IMAGES = {
+    "torch": (((24, 5), "<2.4"),),
+    "transformer_engine": (((25, 1), "<2.0"), ((25, 9), "<2.9")),
+}
 #: A version of a package, and what it and later ones need of others: 1.0 of accelerate, 2.0 of Lightning.
 _NEEDS = {
     "accelerate": ((1, 0), {"torch": (1, 10), "huggingface-hub": (0, 21)}),
@@ -161,9 +165,9 @@ def required(folder: str, top: str, package: str) -> Required:
             cuda |= {(int(a or c), int(b or d)) for a, b, c, d in _CUDA.findall(text)}
             is_listed = is_listed or (bool(specifiers) and not _is_instruction(file))
             read.append(text)
-        if not specifiers and is_nearest and images and package in _NOT_IN_IMAGES:
-            first, bound = _NOT_IN_IMAGES[package]
-            specifiers += [bound] if max(images) < first else []
+        if not specifiers and is_nearest and images:
+            bounds_of_images = (bound for first, bound in _NOT_IN_IMAGES.get(package, ()) if max(images) < first)
+            specifiers += itertools.islice(bounds_of_images, 1)
         if not specifiers and (limit := _of_environment(package, named, read)) is not None:
             specifiers.append(f"<{'.'.join(map(str, limit))}")
         if specifiers or cuda:
@@ -267,10 +271,10 @@ def _text(path: Path) -> str:
 
 
 def _requirements(text: str) -> list[str]:
-    """Return what a text for readers requires, each as a requirement."""
+    """Return what a text for readers requires, each as a requirement, and the images of NVIDIA that it names."""
     between = [f"{name}>={low},{high}" for low, name, high in _BETWEEN.findall(text)]
     versions = [f"torch=={line or tagged}" for line, tagged in _TORCH_VERSION.findall(text)]
-    return [*_REQUIREMENT.findall(text), *between, *versions]
+    return [*_REQUIREMENT.findall(text), *between, *versions, *(image[0] for image in _IMAGE.finditer(text))]
 
 
 def _bounds(specifiers: list[str], cuda: tuple[int, int] | None) -> Required:

@@ -42,6 +42,8 @@ NEW = "import transformer_engine.pytorch as te\n\nwith te.autocast(recipe=recipe
         ("Dockerfile", "RUN pip install git+https://github.com/nvidia/TransformerEngine.git@stable\n", Required()),
         ("Dockerfile", "RUN pip install git+https://github.com/me/my-transformer-engine.git@v2.4\n", Required()),
         ("Dockerfile", "ARG IMAGE=nvcr.io/nvidia/pytorch:25.08-py3\n", Required(below=(2, 9))),
+        ("Dockerfile", "FROM nvcr.io/nvidia/pytorch:24.01-py3\n", Required(below=(2, 0))),
+        ("README.md", "Run\n\n```\ndocker run --rm nvcr.io/nvidia/pytorch:24.01-py3\n```\n", Required(below=(2, 0))),
         ("Dockerfile", "FROM nvcr.io/nvidia/pytorch:26.04-py3\n", Required()),
         ("requirements.txt", "--index-url https://download.pytorch.org/whl/cu124\ntorch", Required(cuda=(12, 4))),
         ("Dockerfile", "FROM nvidia/cuda:12.9.1-devel\n", Required(cuda=(12, 9))),
