@@ -124,9 +124,9 @@ class FrozenModels:
         return isinstance(loop, cst.For) and _loop_sets_grad(use.scope, loop, value)
 
     def _in_turns(self, use: Use, name: str) -> bool:
-        """True if the loop in which a model is frozen trains it again, as that of a GAN."""
+        """True if a loop in which a model is frozen trains it again, as that of a GAN."""
         return bool(use.loops) and any(
-            each.scope is use.scope and each.loops == use.loops and self._sets_grad(each, method, call, True)
+            each.scope is use.scope and set(each.loops) & set(use.loops) and self._sets_grad(each, method, call, True)
             for each, method, call in self._by_name()[0].get(name, ())
         )
 

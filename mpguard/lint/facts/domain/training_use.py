@@ -164,6 +164,8 @@ class TrainingUse:
         reach = self._reach(cast, guards[0], whole)
         is_module = whole is not None or self.is_module(cast)
         training = self._training(reach, weights=is_module)
+        if training is None and whole is not None and cast.key == "self":
+            training = self._own_training(cast, reach)
         if training is None or (training.by_engine and not is_module):
             return None  # the inputs of a model that an engine may run in low precision
         if not is_module or whole is not None:
@@ -211,6 +213,18 @@ class TrainingUse:
         trained = [sink for sink in reach.training_sinks if not self._only_places(sink)]
         sinks = tuple(sink for sink in trained if not self._by_engine(sink))
         return Training(reach, sinks, len(sinks) < len(trained)) if sinks else None
+
+    def _own_training(self, cast: Event, reach: Reach) -> Training | None:
+        """Return what trains a model in its own methods: it makes an optimizer of its parameters, and steps with it."""
+        owner = cast.scope.owner
+        calls = [call for scope in owner.descendants() for call in scope.calls] if owner is not None else []
+        if not {"backward", "step"} <= {call.name for call in calls}:
+            return None
+        for call in calls:
+            takes_all = any(text_of(given) == "self.parameters()" for given in call.positional)
+            if takes_all and any(api_names.kind_of(path) == "optimizer" for _, path in self.facts.paths(call)):
+                return Training(reach, (Sink("optimizer", call),), False)
+        return None
 
     def _only_places(self, sink: Sink) -> bool:
         """True if Accelerate prepares a model without an optimizer in a file that runs no backward pass."""

@@ -27,6 +27,10 @@ _EQUALITY = _EQUAL | {cst.IsNot, cst.NotEqual}
 _MEMBERSHIP: frozenset[type] = frozenset({cst.In, cst.NotIn})
 
 
+#: Attributes that have different meanings in different objects of a program.
+_COMMON = frozenset({"type", "name", "kind"})
+
+
 class Conditions:
     """The conditions of one file."""
 
@@ -129,10 +133,14 @@ def _bases(owner: Scope | None, depth: int = 4) -> Iterator[Scope]:
 
 
 def subject(node: cst.CSTNode) -> str:
-    """Return the flag that a comparison tests: the last name of the expression, its string key, or its text."""
+    """Return the flag that a comparison tests: the last name of the expression, its string key, or its text.
+
+    An attribute that objects of many kinds have goes with the name of its object: `device.type`.
+    """
     path = dotted(node)
     if path:
-        return path.rsplit(".", 1)[-1]
+        *owners, name = path.split(".")
+        return ".".join([*owners[-1:], name]) if name in _COMMON else name
     if type(node) is cst.Subscript and len(node.slice) == 1 and type(node.slice[0].slice) is cst.Index:
         key = constant(node.slice[0].slice.value)
         if key and isinstance(key[0], str):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import libcst as cst
 
-from mpguard.lint.facts.syntax.conditions import Conditions
+from mpguard.lint.facts.syntax.conditions import Conditions, subject
 from mpguard.lint.facts.syntax.nodes import assigned, children, constant, dotted, ends_process
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, Flag, PathCondition, membership, negated
 from mpguard.lint.facts.syntax.records import Binding, BindingKind, Call, Exit, Param, Record, Return, Scope, Use, With
@@ -308,11 +308,11 @@ class Indexer:
     def _match(self, node: cst.Match) -> bool:
         self._expr(node.subject, node)
         before, arm = self.guard, f"match#{self._place(node)[2]}"
-        subject = dotted(node.subject).rsplit(".", 1)[-1]
+        flag = subject(node.subject) if dotted(node.subject) else ""
         earlier: list[Condition] = []
         for place, case in enumerate(node.cases):
-            values = _values_of(case.pattern) if subject else ()
-            matches = membership(subject, values) if values else Flag(arm, place + 1)
+            values = _values_of(case.pattern) if flag else ()
+            matches = membership(flag, values) if values else Flag(arm, place + 1)
             conditions = map(negated, earlier) if earlier and _is_wildcard(case) else [matches]
             self.guard = before.given(*conditions)
             if case.guard is not None:

@@ -2541,6 +2541,47 @@ def evaluate_synset(net, images, loader):
         epoch("test", loader, net, optimizer)
 """,
         ),
+        Bad(
+            """\
+import torch
+
+class ActorCritic(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+        self.half()  # !
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=2e-4)
+
+    def train_net(self, states, returns):
+        self.optimizer.zero_grad()
+        (self.layer(states) - returns).pow(2).mean().backward()
+        self.optimizer.step()
+
+def main(env):
+    model = ActorCritic()
+    for states, returns in env:
+        model.train_net(states, returns)
+""",
+            fixed="""\
+import torch
+
+class ActorCritic(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=2e-4)
+
+    def train_net(self, states, returns):
+        self.optimizer.zero_grad()
+        (self.layer(states) - returns).pow(2).mean().backward()
+        self.optimizer.step()
+
+def main(env):
+    model = ActorCritic()
+    for states, returns in env:
+        model.train_net(states, returns)
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -2596,6 +2596,42 @@ def train(model, loader, optimizer):
         scaler.update()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+def train(model, loader, optimizer, device):
+    amp = device.type == "cuda"
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast(device_type=device.type, dtype=torch.float16, enabled=amp):
+            loss = model(x).sum()
+        loss.backward()  # !
+        optimizer.step()
+
+def run(node, model, loader, optimizer):
+    if node.type == "train":
+        train(model, loader, optimizer, torch.device(node.device))
+""",
+            fixed="""\
+import torch
+
+def train(model, loader, optimizer, device):
+    amp = device.type == "cuda"
+    scaler = torch.amp.GradScaler("cuda", enabled=amp)
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast(device_type=device.type, dtype=torch.float16, enabled=amp):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def run(node, model, loader, optimizer):
+    if node.type == "train":
+        train(model, loader, optimizer, torch.device(node.device))
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
