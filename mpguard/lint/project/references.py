@@ -389,6 +389,8 @@ def _uses(user: str, file: str, name: str) -> bool:
     if wanted not in data:
         return False
     word = re.compile(rb"\b%s\b" % re.escape(wanted))
+    if word.search(data) is None:
+        return False
     if user.endswith(PYTHON):
         code = stripped(data)
         if word.search(code) is None or (name and _only_imports(code, wanted, word)):

@@ -91,7 +91,7 @@ class ManualHalfCast(Rule):
             b"fully_shard",
         ),
     )
-    pattern = re.compile(rb"\bhalf\b|float16|HalfTensor|DTYPE\b")  # not `rotate_half`
+    pattern = re.compile(rb"half\b(?<!\whalf)|float16|HalfTensor|DTYPE\b")  # not `rotate_half`
     yields_to = ("MPG107", "MPG109", "MPG110", "MPG511", "MPG603", "MPG606")
     examples = (
         Bad(
