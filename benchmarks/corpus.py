@@ -85,7 +85,7 @@ HEADINGS = {
     "wide35": "70 more, closed before the rules were changed because of these, or of the one before",
     "wide36": "68 more, closed before the rules were changed because of these",
     "wide37": "63 more, closed before the rules were changed because of these, or of the one before",
-    "wide38": "158 that were fetched for earlier lots and left out of them, closed before the rules were changed because of these",
+    "wide38": "158 that earlier lots had left out, closed before the rules were changed because of these",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")

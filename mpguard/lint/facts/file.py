@@ -733,12 +733,12 @@ def _optimizes(scope: Scope) -> bool:
 
 
 def _hands_out_optimizer(scope: Scope) -> bool:
-    """True if a function makes an optimizer of torch, and passes it to a function in a loop."""
+    """True if a function makes an optimizer (`optim.SGD(...)`), and passes it to a function in a loop."""
     made = {
         key
         for key, bindings in scope.bindings.items()
         for binding in bindings
-        if isinstance(binding.value, cst.Call) and "optim." in f".{dotted(binding.value.func)}"
+        if isinstance(binding.value, cst.Call) and re.search(r"(?:^|\.)optim\.", dotted(binding.value.func))
     }
     looped = (call for call in scope.calls if call.loops and call.receiver is None)
     return bool(made) and any(dotted(arg.value) in made for call in looped for arg in call.node.args)

@@ -168,7 +168,7 @@ def may_set_from_outside(top: Path, file: Path, name: str) -> bool:
 
 
 def is_replaced(top: Path, file: Path, name: str) -> bool:
-    """True if another file that imports a module defines one of its functions anew."""
+    """True if another file that imports a module has its own definition of a function of this name."""
     return _asked(top, file, _REPLACES + name)
 
 
@@ -398,7 +398,7 @@ def _uses(user: str, file: str, name: str) -> bool:
         return _code_uses(code, user, file, name)
     if user.lower().endswith(MARKDOWN):
         return any(word.search(part) for part in _MARKDOWN_CODE.findall(data))
-    if not name:  # a folder of the module's name is none
+    if not name:  # a folder of this name in a path is not the module
         word = re.compile(rb"\b%s\b(?!/)" % re.escape(wanted))
     return word.search(data) is not None
 

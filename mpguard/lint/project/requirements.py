@@ -14,12 +14,12 @@ from mpguard.core.tracked_fs import cached_per_run
 if TYPE_CHECKING:
     from packaging.version import Version
 
-#: Files that name requirements; text files with such a name too, there and in the folders below, and environments of
-#: conda.
+#: Files that name requirements; text files with a name of `_NAMED` too, there and in the folders below, and conda's
+#: environments.
 _FILES = (
     "pyproject.toml", "setup.py", "setup.cfg", "settings.ini", "requirements.in", "Dockerfile", "docker/Dockerfile",
 )  # fmt: skip
-_NAMED = re.compile(r"(?i)requir|^req")
+_NAMED = re.compile(r"(?i)requir|^reqs?\b|^req\w*ments")
 _ENVIRONMENT = re.compile(r"(?i)conda|(?:^|[_-])env(?:ironment)?s?(?:[_.-]|$)")
 _FOLDERS = ("requirements", "docker")
 #: An environment of conda with any name, and the most files of a folder that may be one.
@@ -29,19 +29,23 @@ _MOST_ENVIRONMENTS = 20
 #: and Markdown about it in the folders below.
 _SETS_UP = re.compile(r"(?i)install|setup|requir|(?:^|[_-])env")
 _DOCUMENTS = ("docs", "doc", "documents")
+_NO_INSTRUCTIONS = re.compile(r"(?i)change|history|news|releas")
 _ABOUT_INSTALLING = re.compile(r"(?i)install|environment|setup|get.?started|requir")
 _INSTALLS = re.compile(r"\b(?:(?:pip3?|conda|mamba) install|(?:conda|mamba) create)\b((?:[^\n`\\]|\\\n)*)")
-#: A line or literal of a text that is a requirement: `- pytorch == 1.8.1`, `1.10 <= torch < 2.0`, `* PyTorch 1.8.1`.
+#: A line of a text that is a requirement: `- pytorch == 1.8.1`, `1.10 <= torch < 2.0`, `* PyTorch 1.8.1`; and a literal
+#: in a line about installing.
 _REQUIREMENT = re.compile(
-    r"(?:^[ \t>*+-]*|`)([A-Za-z][\w.-]*[ \t]*(?:[=~!]=|[<>]=?)[ \t]*\d[\w.*+, <>=]*)(?:`|[ \t]*$)", re.M
+    r"^[ \t>*+-]*`?([A-Za-z][\w.-]*[ \t]*(?:[=~!]=|[<>]=?)[ \t]*\d[\w.*+, <>=]*)`?[ \t]*$", re.M | re.ASCII
 )
+_LITERAL = re.compile(r"`([A-Za-z][\w.-]*[ \t]*(?:[=~!]=|[<>]=?)[ \t]*\d[\w.*+, <>=]*)`", re.ASCII)
+_INSTALLED_BY = re.compile(r"(?i)\binstall|\brequire|\bdepend")
 _BETWEEN = re.compile(
-    r"^[ \t>*+-]*`?(\d[\d.]*)[ \t]*<=?[ \t]*([A-Za-z][\w.-]*)[ \t]*(<=?[ \t]*\d[\d.]*)`?[ \t]*$", re.M
+    r"^[ \t>*+-]*`?(\d[\d.]*)[ \t]*<=?[ \t]*([A-Za-z][\w.-]*)[ \t]*(<=?[ \t]*\d[\d.]*)`?[ \t]*$", re.M | re.ASCII
 )
 _TORCH_VERSION = re.compile(
     r"(?i)^[ \t>*+-]*`?(?:py)?torch[ \t]+v?(\d+\.\d[\d.]*)`?[ \t]*(?:<br[ \t]*/?>)?$"
     r"|\b(?:py)?torch[ \t]+v?(\d+\.\d[\d.]*)\+cu\d+",
-    re.M,
+    re.M | re.ASCII,
 )
 #: A variable of a Dockerfile and its value: `ENV PYTORCH_VERSION=1.12.1`.
 _DOCKER_VARIABLE = re.compile(r"^(?:ARG|ENV)[ \t]+(\w+)(?:=|[ \t]+)[\"']?([\w.+-]+)[\"']?[ \t]*$", re.M)
@@ -52,21 +56,24 @@ _CUDA = re.compile(r"(?:\bcu(1[1-3])(\d)\b|\bnvidia/cuda:(\d\d)\.(\d+))")
 #: What an environment gives: a version of Python, and the CUDA version of torch's builds, by conda's packages and by
 #: the index of its wheels. Each with the version of a package from which on it cannot be installed there any more
 #: (pytorch.org/get-started/previous-versions; `Requires-Python` of the wheels).
-_PYTHON = re.compile(r"\bpython[ \t]*=+[ \t]*(\d)\.(\d+)(?!\d)")
+_PYTHON = re.compile(r"\bpython=+(\d)\.(\d{1,2})(?!\d)", re.ASCII)
+_LOWEST_PYTHON = re.compile(r"\brequires?[-_]python[ \t]*=[ \t]*[\"']>=[ \t]*(\d)\.(\d{1,2})", re.ASCII)
 _WITHOUT_PYTHON = {
     "torch": {(3, 6): (1, 11), (3, 7): (2, 0)},
     "accelerate": {(3, 6): (0, 21), (3, 7): (0, 21)},
     "lightning": {(3, 6): (2, 0), (3, 7): (2, 0)},
     "pytorch-lightning": {(3, 6): (2, 0), (3, 7): (2, 0)},
 }
-_BUILT_WITH = re.compile(r"\b(?:pytorch-cuda|cudatoolkit)\s*=+\s*(\d+)\.(\d+)|/whl/cu(\d\d)(\d)\b")
+_BUILT_WITH = re.compile(r"\b(?:pytorch-cuda|cudatoolkit)\s*=+\s*(\d{1,2})\.(\d{1,2})|/whl/cu(\d\d)(\d)\b", re.ASCII)
+_BY_CONDA = re.compile(r"(?<![\w/.-])pytorch(?![\w-])")
 _WITHOUT_CUDA = {
     (9, 2): (1, 8), (10, 0): (1, 5), (10, 1): (1, 9), (10, 2): (1, 13), (11, 0): (1, 8), (11, 1): (1, 11),
     (11, 3): (1, 13), (11, 5): (1, 12), (11, 6): (1, 14), (11, 7): (2, 1), (11, 8): (2, 8), (12, 1): (2, 6),
     (12, 4): (2, 7),
 }  # fmt: skip
 #: NVIDIA's images by year and month, and a version that was released later than the images before this one.
-_IMAGE = re.compile(r"\bnvcr\.io/nvidia/pytorch:(\d\d)\.(\d\d)-")
+_IMAGE = re.compile(r"\bnvcr\.io/nvidia/pytorch:(\d\d)\.(\d\d)-", re.ASCII)
+_RUNS_IMAGE = re.compile(r"(?i)\bdocker[ \t]+(?:run|pull)\b|\b(?:srun|enroot|singularity|apptainer)\b")
 _NOT_IN_IMAGES = {
     "torch": (((24, 5), "<2.4"),),
     "transformer_engine": (((25, 1), "<2.0"), ((25, 9), "<2.9")),
@@ -79,7 +86,7 @@ _NEEDS = {
 }
 #: One bound of a rule's `versions`.
 RANGE = re.compile(r"(>=|<)(\d+(?:\.\d+)*)")
-_CLAUSE = re.compile(r"([<>=!~^]=?=?)\s*v?(\d+(?:\.\d+)*)")
+_CLAUSE = re.compile(r"([<>=!~^]=?=?)\s*v?(\d{1,9}(?:\.\d{1,9})*)", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,13 +143,14 @@ def required(folder: str, top: str, package: str) -> Required:
     wanted = re.compile(
         rf"(?<![\w./-]){name}(?:[-_](?:torch|cu\d+))?(?:\[[\w, -]*\])?(?:[\"']?\s*=\s*[\"']|\s*[(\"']?)\s*"
         r"((?:[<>=!~^]=?=?\s*v?[\d.*]+(?:\s*,\s*)?)+)",
-        re.IGNORECASE,
+        re.IGNORECASE | re.ASCII,
     )
     tagged = re.compile(
-        rf"(?<![\w./-]){name}(?:\[[\w, -]*\])?\s*@\s*git\+[^\s\"'@]+@v?(\d+(?:\.\d+)*)\b", re.IGNORECASE
+        rf"(?<![\w./-]){name}(?:\[[\w, -]*\])?\s*@\s*git\+[^\s\"'@]+@v?(\d+(?:\.\d+)*)\b", re.IGNORECASE | re.ASCII
     )
     repository = re.compile(
-        rf"git\+[^\s\"'@]+/{name.replace('[-_.]', '[-_.]?')}(?:\.git)?@v?(\d+(?:\.\d+)*)(?![\w.])", re.IGNORECASE
+        rf"git\+[^\s\"'@]+/{name.replace('[-_.]', '[-_.]?')}(?:\.git)?@v?(\d+(?:\.\d+)*)(?![\w.])",
+        re.IGNORECASE | re.ASCII,
     )
     named = re.compile(rf"(?<![\w./-]){name}(?![\w-])", re.IGNORECASE)
     start, last = Path(folder), Path(top)
@@ -165,7 +173,7 @@ def required(folder: str, top: str, package: str) -> Required:
             cuda |= {(int(a or c), int(b or d)) for a, b, c, d in _CUDA.findall(text)}
             is_listed = is_listed or (bool(specifiers) and not _is_instruction(file))
             read.append(text)
-        if not specifiers and is_nearest and images:
+        if not specifiers and is_nearest and images and not any(map(_installs(package).search, read)):
             bounds_of_images = (bound for first, bound in _NOT_IN_IMAGES.get(package, ()) if max(images) < first)
             specifiers += itertools.islice(bounds_of_images, 1)
         if not specifiers and (limit := _of_environment(package, named, read)) is not None:
@@ -185,16 +193,26 @@ def required(folder: str, top: str, package: str) -> Required:
     return found.bounded(below) if lacks else found
 
 
+def _installs(package: str) -> re.Pattern[str]:
+    """Return what finds a command that installs the newest version of a package: `pip install -U torch`."""
+    return re.compile(rf"\bpip3?[ \t]+install\b[^\n]*(?<![\w-]){package}(?![\w=<>~-])")
+
+
 def _of_environment(package: str, named: re.Pattern[str], texts: list[str]) -> tuple[int, ...] | None:
     """Return the version of a package from which on it cannot be installed next to the required Python and CUDA.
 
     None if they allow all. named: its name in the texts; the CUDA version of others is that of other packages.
     """
+    lowest = max(((int(a), int(b)) for text in texts for a, b in _LOWEST_PYTHON.findall(text)), default=(0, 0))
     pythons = {(int(a), int(b)) for text in texts for a, b in _PYTHON.findall(text)}
-    found = (
-        match for text in texts if package == "torch" and named.search(text) for match in _BUILT_WITH.findall(text)
-    )
-    builds = {(int(a or c), int(b or d)) for a, b, c, d in found}
+    pythons = {version for version in pythons if version >= lowest}
+    builds = {
+        (int(a or c), int(b or d))
+        for text in texts
+        if package == "torch"
+        for a, b, c, d in _BUILT_WITH.findall(text)
+        if (_BY_CONDA if a else named).search(text)
+    }
     bounds = [
         max(without[version] for version in versions)
         for versions, without in ((pythons, _WITHOUT_PYTHON.get(package, {})), (builds, _WITHOUT_CUDA))
@@ -245,7 +263,7 @@ def _files(folder: Path) -> list[Path]:
         found += [place / name for name in names if _NAMED.search(name) or place.name == "requirements"]
     found += [folder / name for name in tracked_fs.list_names(folder, (".sh",)) if _SETS_UP.search(name)]
     found += [folder / "README.rst"] if tracked_fs.is_file(folder / "README.rst") else []
-    found += [folder / name for name in tracked_fs.list_names(folder, (".md",))]
+    found += [folder / name for name in tracked_fs.list_names(folder, (".md",)) if not _NO_INSTRUCTIONS.search(name)]
     for place in (folder / name for name in _DOCUMENTS):
         found += [place / name for name in tracked_fs.list_names(place, (".md",)) if _ABOUT_INSTALLING.search(name)]
     return found
@@ -259,9 +277,11 @@ def _is_instruction(file: Path) -> bool:
 def _text(path: Path) -> str:
     """Return the text of a file that names requirements; of instructions, what they install, and lines that are one."""
     try:
-        text = (tracked_fs.read_up_to(path, _LARGEST) or b"").decode("utf-8", "replace")
+        text = (tracked_fs.read_up_to(path, _LARGEST) or b"").decode("utf-8", "replace").replace("\r\n", "\n")
     except OSError:
         return ""
+    if path.name == "settings.ini":  # of nbdev
+        return "\n".join(line for line in text.splitlines() if re.match(r"\w*requirements\b", line))
     if _is_instruction(path):
         return "\n".join((*_INSTALLS.findall(text), *(_requirements(text) if path.suffix != ".sh" else ())))
     if path.name.startswith("Dockerfile"):
@@ -272,9 +292,12 @@ def _text(path: Path) -> str:
 
 def _requirements(text: str) -> list[str]:
     """Return what a text for readers requires, each as a requirement, and the images of NVIDIA that it names."""
+    lines = text.splitlines()
+    literals = [each for line in lines if _INSTALLED_BY.search(line) for each in _LITERAL.findall(line)]
+    images = [image[0] for line in lines if _RUNS_IMAGE.search(line) for image in _IMAGE.finditer(line)]
     between = [f"{name}>={low},{high}" for low, name, high in _BETWEEN.findall(text)]
     versions = [f"torch=={line or tagged}" for line, tagged in _TORCH_VERSION.findall(text)]
-    return [*_REQUIREMENT.findall(text), *between, *versions, *(image[0] for image in _IMAGE.finditer(text))]
+    return [*_REQUIREMENT.findall(text), *literals, *between, *versions, *images]
 
 
 def _bounds(specifiers: list[str], cuda: tuple[int, int] | None) -> Required:

@@ -347,7 +347,8 @@ def test_a_pin_of_a_project_holds_in_a_copied_library(files: dict[str, str], hol
     "name", ["reqs.txt", "requrements.txt", "Requirements_gpu.txt", "docker/requirements.txt", "settings.ini"]
 )
 def test_files_that_name_requirements(name: str) -> None:
-    make({"pyproject.toml": "", name: "torch==1.9.0\n"})
+    content = "requirements = torch==1.9.0\n[train]\ntorch = 2.8\n" if name == "settings.ini" else "torch==1.9.0\n"
+    make({"pyproject.toml": "", name: content})
     assert Project().required("train.py", "torch").before((1, 10))
 
 
@@ -365,6 +366,12 @@ def test_files_that_name_requirements(name: str) -> None:
         ("environment.yml", "dependencies:\n  - python=3.10\n", False),
         ("README.md", "    conda create -n x python=3.7\n    conda create -n y python=3.11\n", False),
         ("README.md", "    conda create -n x python=3.7 -y\n", True),
+        ("CHANGELOG.md", "    conda create -n x python=3.7 -y\n", False),
+        ("setup.cfg", "python_requires = >=3.7\n# python = 3.7\n", False),
+        ("environment.yml", "dependencies:\n  - cudatoolkit=11.3\n  - pip:\n    - torch\n", False),
+        ("Dockerfile", "FROM nvcr.io/nvidia/pytorch:23.05-py3\n", True),
+        ("Dockerfile", "FROM nvcr.io/nvidia/pytorch:23.05-py3\nRUN pip install -U torch\n", False),
+        ("requests.txt", "torch==1.8\n", False),
         ("README.md", "    conda create -n x python=3.9\n    conda install pytorch cudatoolkit=11.3\n", True),
     ],
 )
@@ -386,6 +393,11 @@ def test_the_environment_of_torch_bounds_its_version(name: str, text: str, holds
         ("It needs PyTorch 1.10.0+cu113 and mmcv.", True),
         ("PyTorch 1.8 introduced it.", False),
         ("Install `torch>=2.0`.", False),
+        ("Checkpoints that were saved with `torch<1.6` can be read.", False),
+        ("* PyTorch 1.8.1\r\n* timm\r\n", True),
+        ("\uff11.\uff18 <= torch < \uff12.\uff10\n", False),
+        ("Measured in nvcr.io/nvidia/pytorch:22.05-py3.", False),
+        ("    docker run --rm nvcr.io/nvidia/pytorch:22.05-py3\n", True),
     ],
 )
 def test_texts_for_readers_give_versions(text: str, holds: bool) -> None:

@@ -175,7 +175,8 @@ def _in_configs(given: cst.BaseExpression, facts: Facts) -> set[object]:
 
 def _may_be_launched(facts: Facts) -> bool:
     """True if something may give the Accelerators of a file a precision that is not in their arguments."""
-    return any(word in facts.file_text or facts.project.asks_for(facts.path, word) for word in _LAUNCHES)
+    text = facts.file_text.lower()  # ACCELERATE_MIXED_PRECISION
+    return any(word in text or facts.project.asks_for(facts.path, word) for word in _LAUNCHES)
 
 
 def is_derived(region: Region) -> bool:

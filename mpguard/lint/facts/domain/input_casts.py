@@ -25,10 +25,11 @@ _PRECISION = re.compile(r"(?i)half|fp_?(?:16|32)|float_?(?:16|32)|bf16|precision
 _NEEDS_FLOAT32 = re.compile(
     r"(?i)target|label|box|gt(?:$|_)|loss|coord|pos(?:$|[e_i])|point|xyz|loc(?:$|[s_a])|depth|angle|time|sigma"
 )
-#: Names of values that only models take.
+#: Names of the inputs of models, and of functions that compare them with what a model makes of them.
 _INPUT = re.compile(
-    r"(?i)(?:^|[._\[\"'])(?:inps?|inputs?|images?|imgs?|pixels?|pixel_values|frames?|videos?|audios?)[\"'\]]*$"
+    r"(?i)(?:^|[._\[\"'])(?:x|(?:in_)?features?|inps?|inputs?|images?|imgs?|pixels?|pixel_values|frames?|videos?|audios?)[\"'\]]*$"
 )
+_COMPARES = re.compile(r"(?i)loss|criterion|entropy|mse|metric")
 #: The frequencies of rotary embeddings, which checkpoints in FP16 were trained with: MPG108 is about them.
 FREQUENCIES = re.compile(r"(?:^|[._])inv(?:erse)?_freqs?$")
 #: Functions whose values are at most 1; those that join tensors; methods that change only their shape or place.
@@ -66,13 +67,19 @@ def is_chosen_input(cast: Event, guards: list[PathCondition]) -> bool:
     Without autocast a model in FP32 raises, and the cast of one in FP16 is reported itself.
     """
     facts = cast.facts
-    if cast.kind != "cast" or facts.training_use.is_module(cast) or not all(map(_names_precision, guards)):
+    if cast.kind != "cast" or not _INPUT.search(cast.key) or facts.training_use.is_module(cast):
+        return False
+    if not all(map(_names_precision, guards)):
         return False
     reaches = [facts.training_use.inputs(cast, guard) for guard in guards]
     if any(reach.training_sinks or reach.outside or not reach.models for reach in reaches):
         return False
-    names = {cast.key, *(name for reach in reaches for name in reach.names if not _INPUT.search(cast.key))}
-    return not any(map(_NEEDS_FLOAT32.search, names))
+    names = {name for reach in reaches for name in reach.names if "loss" not in name.lower()}
+    is_compared = any(
+        _COMPARES.search(call.path) and cast.key in map(dotted, (*call.positional, *call.keywords.values()))
+        for call in cast.scope.calls
+    )
+    return not is_compared and not any(map(_NEEDS_FLOAT32.search, names))
 
 
 def _enters_low_models(cast: Event, dtype: Dtype, guard: PathCondition) -> bool:

@@ -179,9 +179,10 @@ class TrainingUse:
         scope, facts = cast.scope, self.facts
         for given in (*cast.call.positional, *cast.call.keywords.values()):
             name = dotted(given)
-            kinds = [binding.kind for binding in scope.bindings.get(name, ())]
-            calls = facts.callers(scope) if kinds == ["param", "assign"] else []
-            if not calls or re.search(rf"\bif (?:not {name}|{name} is None)\s*:", scope.chunk.text) is None:
+            bindings = scope.bindings.get(name, [])
+            calls = facts.callers(scope) if [each.kind for each in bindings] == ["param", "assign"] else []
+            fallback = rf"\bif (?:not {name}|{name} is None)\s*:\s*{name}\s*="
+            if not calls or re.search(fallback, scope.chunk.text) is None:
                 continue
             passed = [(facts.values.given(call, scope, name), call) for call in calls]
             if all(

@@ -302,22 +302,24 @@ def _returned(node: cst.CSTNode, use: Use, facts: Facts) -> bool:
 
 
 def _is_weight_of_module(use: Use, facts: Facts) -> bool:
-    """True for an attribute that a loss or another module, which runs no backward pass, multiplies with itself."""
-    owner = use.scope.owner
+    """True for an attribute by which a loss module multiplies its result: the module runs no backward pass."""
+    owner, parent = use.scope.owner, facts.parent(use.node)
     return (
         use.path.startswith("self.")
+        and _NUMBER.search(use.path) is None
         and owner is not None
         and facts.class_kind(owner) in ("model", "criterion")
         and not _differentiates(owner)
-        and isinstance(facts.parent(use.node), cst.BinaryOperation)
+        and isinstance(parent, cst.BinaryOperation)
+        and isinstance(parent.operator, cst.Multiply)
     )
 
 
 def _is_factor(use: Use, program: set[Scope], facts: Facts) -> bool:
     """True if a number is a factor or a divisor of something whole, or other code gets it.
 
-    A factor of one term of a sum, as in `a_loss_scale * a + b_loss_scale * b`, is a weight, and one of an integer is
-    none of a loss.
+    A factor of one term of a sum, as in `a_loss_scale * a + b_loss_scale * b`, is a weight; in `int(size * loss_scale)`
+    it scales no loss.
     """
     facts = facts.of(use)
     node: cst.CSTNode = use.node
@@ -329,7 +331,7 @@ def _is_factor(use: Use, program: set[Scope], facts: Facts) -> bool:
             return False
         node, factor = parent, True
     if factor and isinstance(parent, cst.Arg) and isinstance(call := facts.parent(parent), cst.Call):
-        return dotted(call.func) != "int"  # the size of a batch
+        return dotted(call.func) != "int" or isinstance(facts.parent(call), cst.BinaryOperation)  # the size of a batch
     return factor or (isinstance(parent, cst.Arg) and _passed_on(parent, use, program, facts))
 
 

@@ -28,7 +28,7 @@ _ENTRIES = frozenset({"main", "_mp_fn"})
 _COMMON_BASES = frozenset({"", "object", "nn.Module", "torch.nn.Module", "Module", "ABC"})
 #: Code that may get a function of its own file by a name that comes from outside.
 _BY_NAME = re.compile(r"(?<![\w.])(?:(?:globals|locals|vars)\(\)|eval\()|sys\.modules")
-_REGISTERS = re.compile(r"@[\w.]*\bregister\w*\(\w*\)\s")
+_REGISTERS = re.compile(r"@[\w.]*\bregister\w*\([^()\n]*\)\s")
 #: A method in the text of a class.
 _METHOD = re.compile(
     r"^(?P<decorated>[ \t]+@[^\n]*\n)?(?P<indent>[ \t]+)(?:async[ \t]+)?def[ \t]+(?P<name>\w+)[ \t]*\(", re.M
@@ -177,6 +177,8 @@ class UnusedDefinitions:
             and not any(call.is_statement and not _is_preparation(call, facts) for call in facts.module.calls)
             and not facts.project.launches_of(facts.path)
             and not facts.project.used_elsewhere(facts.path)
+            and not facts.project.looked_up(facts.path)
+            and not facts.project.asks_for(facts.path, "user-dir")
         )
 
     def _is_public(self, chunk: Chunk, name: str) -> bool:

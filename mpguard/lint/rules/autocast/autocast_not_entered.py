@@ -46,9 +46,9 @@ class AutocastNotEntered(Rule):
 
     ## Known limits
     A context that is stored in an attribute, a dict or a list, passed on or returned counts as entered, and so does a
-    name that is read anywhere. A dropped autocast is not reported if the block calls a model whose weights the file
-    casts to its dtype: it computes in that dtype anyway. A call that probes for support is not reported: under `try`,
-    or inside `pytest.raises`.
+    name that is read anywhere. A dropped autocast is not reported if the function, or its class, casts the weights of
+    the models in the block to its dtype: they compute in it anyway. A call that probes for support is not reported:
+    under `try`, or inside `pytest.raises`.
     """
 
     code, name = "MPG304", "autocast-not-entered"
@@ -416,12 +416,19 @@ class Conditioner(torch.nn.Module):
         return above if above.left is call.node else None
 
     def _runs_low_weights(self, dropped: cst.BooleanOperation, call: Call, facts: Facts) -> bool:
-        """True if the block calls a model whose weights the file casts to the dtype of the autocast."""
+        """True if the function or its class casts the weights of all models that the block calls to the dtype."""
         dtypes = {dtype for dtype in HALF_DTYPES if facts.autocast(call, facts.called_path(call)).may_be(dtype)}
-        casts = [cast for cast in facts.events("cast") if any(map(cast.may_be, dtypes))]
+        owner = call.scope.owner
+        near = [call.scope, *(owner.descendants() if owner is not None else ())]
+        casts = [cast for cast in facts.events("cast") if cast.scope in near and any(map(cast.may_be, dtypes))]
         weights = {facts.training_use.bound_name(cast) for cast in casts if facts.training_use.is_module(cast)} - {""}
-        inside = (each for each in call.scope.calls if any(entered.expr is dropped for entered in each.withs))
-        return any(not weights.isdisjoint(each.path.split(".")) for each in inside)
+        paths = [
+            each.path.split(".") for each in call.scope.calls if any(entered.expr is dropped for entered in each.withs)
+        ]
+        others = [path for path in paths if weights.isdisjoint(path)]
+        return len(others) < len(paths) and not any(
+            (path[0] == "self" and len(path) == 2) or not facts.training_use.modules.isdisjoint(path) for path in others
+        )
 
     def _fix(self, dropped: cst.BooleanOperation, call: Call, facts: Facts) -> Fix | None:
         statement = facts.parent(dropped)

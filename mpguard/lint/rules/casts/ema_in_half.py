@@ -31,6 +31,8 @@ _EMA = re.compile(r"(?i)(?:^|_)(?:m?ema|averaged?|shadow)(?:_|$)|(?:model|params
 _CLASSES = frozenset(
     {"AveragedModel", "ExponentialMovingAverage", "EMAModel", "ModelEma", "ModelEmaV2", "ModelEMA", "EMA"}
 )
+#: Code that trains parts of a model again after it was frozen.
+_THAWS = re.compile(r"requires_grad_\(\s*(?:True\s*)?\)|requires_grad\s*=\s*True")
 _UPDATES = frozenset({"lerp_", "mul_", "lerp", "update", "update_parameters", "step_ema", "ema_update", "update_ema"})
 #: Functions that move an average towards the model, and those that only read one.
 _AVERAGES = re.compile(r"(?i)ema(?![a-z])|averag|accumulate")
@@ -425,7 +427,8 @@ def main(unet, controlnet, loader, optimizer, accelerator):
             ema, averaging = self._average(cast), self._averaging_call(cast, facts)
             if averaging is not None and low is Dtype.FP16 and cast.kind == "cast" and _is_optimized(cast, facts):
                 continue  # MPG101 reports FP16 weights that an optimizer takes; their average is FP16 with them
-            if averaging is not None and facts.frozen_params.is_frozen_name(cast.key):
+            is_frozen = averaging is not None and facts.frozen_params.is_frozen_name(cast.key)
+            if is_frozen and not self._thaws_parts(cast.key, facts):
                 continue  # nothing updates the model, so its average never moves
             names = self._names(ema, cast) if ema else ()
             if (
@@ -438,6 +441,11 @@ def main(unet, controlnet, loader, optimizer, accelerator):
                     continue
                 reported.add(cast.call.statement)
                 yield self.at(cast, ema=ema or facts.short(cast.subject), dtype=low.label, notes=notes)
+
+    def _thaws_parts(self, key: str, facts: Facts) -> bool:
+        """True if code may train parts of a frozen model again: it goes through them, and sets `requires_grad`."""
+        parts = re.compile(rf"\bin {re.escape(key)}\.(?:named_)?(?:parameters|modules)\(")
+        return parts.search(facts.file_text) is not None and _THAWS.search(facts.file_text) is not None
 
     def _average(self, cast: Event) -> str:
         """Return the name of the average that is cast in place or that a cast creates; empty if there is none."""

@@ -2582,6 +2582,42 @@ def main(env):
         model.train_net(states, returns)
 """,
         ),
+        Bad(
+            """\
+import torch
+
+def prepare(model, dtype=None):
+    if dtype is None:
+        print("no dtype")
+    dtype = torch.float16
+    return model.to(dtype)  # !
+
+def train(model, loader):
+    model = prepare(model, torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def prepare(model, dtype=None):
+    if dtype is None:
+        print("no dtype")
+    dtype = torch.float16
+    return model
+
+def train(model, loader):
+    model = prepare(model, torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

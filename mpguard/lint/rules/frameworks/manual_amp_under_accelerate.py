@@ -55,7 +55,8 @@ class ManualAmpUnderAccelerate(Rule):
     gives the Accelerator too, since it cannot differ; a region of a script that launch lines, configs or plugins run
     with DeepSpeed or Megatron-LM, where Accelerate enters no autocast, unless its dtype differs from the precision that
     is set; a region that is entered only if an attribute is True that begins as False and is set under a condition;
-    Accelerators without a precision in a project that has no launch line, config or text for accelerate.
+    Accelerators without a precision in a project that has no launch line, config or text for accelerate, unless an FP16
+    region has no scaler.
     """
 
     code, name = "MPG502", "manual-amp-under-accelerate"
@@ -500,11 +501,40 @@ def main(model, optimizer, loader):
             name="train.py",
             files={"pyproject.toml": "", "run.sh": "accelerate launch train.py\n"},
         ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+def main(model, optimizer, loader):
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):  # !
+            loss = model(x).sum()
+        accelerator.backward(loss)
+        optimizer.step()
+""",
+            name="train.py",
+            files={"pyproject.toml": "", "run.sh": "python train.py\n"},
+            fixed="""\
+import torch
+from accelerate import Accelerator
+
+def main(model, optimizer, loader):
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        with accelerator.autocast():
+            loss = model(x).sum()
+        accelerator.backward(loss)
+        optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if accelerate_precision.is_without(facts):
-            return
+        is_alone = accelerate_precision.is_without(facts)
         reported: set[Call] = set()
         for call, wrap in facts.wrappers.forwards("accelerate"):
             if facts.is_inference(call):
@@ -513,11 +543,13 @@ def main(model, optimizer, loader):
                 place = region.call
                 if place is None or place in reported or facts.of(place) is not facts or facts.is_inference(place):
                     continue
+                if is_alone and (facts.events("scale") or not region.may_be(Dtype.FP16)):
+                    continue
                 certain = compatible(guard, wrap.guard) and not wrappers.other_way(guard, "accelerat")
                 if certain and self._conflicts(region, facts):
                     reported.add(place)
                     yield self._found(place, call, wrap, self._fix(place, wrap, facts), facts)
-        for scale in facts.events("scale"):
+        for scale in facts.events("scale") if not is_alone else ():
             yield from self._scaled(scale, reported, facts)
 
     def _conflicts(self, region: Region, facts: Facts) -> bool:

@@ -30,6 +30,7 @@ from mpguard.lint import (
     dotted,
     python_edits,
     speed_measurement,
+    text_of,
     unscaled_steps,
 )
 
@@ -2632,6 +2633,36 @@ def run(node, model, loader, optimizer):
         train(model, loader, optimizer, torch.device(node.device))
 """,
         ),
+        Bad(
+            """\
+import torch
+import torch.nn.functional as F
+
+def train(encode, loader, optimizer):
+    for images, texts, labels in loader:
+        a, b = encode(images, texts)
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(a @ b.t() / 0.07, labels)
+        loss.backward()  # !
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+import torch.nn.functional as F
+
+def train(encode, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for images, texts, labels in loader:
+        a, b = encode(images, texts)
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(a @ b.t() / 0.07, labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -2839,18 +2870,19 @@ def _is_active(region: Region, guard: PathCondition, program: set[Scope], facts:
 
 def _lowers_nothing(record: Record, facts: Facts) -> bool:
     """True for a loss of torch that autocast computes in FP32, for a change of shape, and for a sum of such values."""
-    if isinstance(record, Call):
-        return _keeps_dtype(record, facts)
-    value = record.value if isinstance(record, Binding) else None
-    if isinstance(value, cst.BinaryOperation):
-        return not isinstance(value.operator, cst.MatrixMultiply)
+    value = record.node if isinstance(record, Call) else record.value if isinstance(record, Binding) else None
+    if value is None or "@" in text_of(value):
+        return False
     call = facts.call_of(value)
-    return call is not None and _keeps_dtype(call, facts)
+    return isinstance(value, cst.BinaryOperation) or (call is not None and _keeps_dtype(call, facts))
 
 
 def _keeps_dtype(call: Call, facts: Facts) -> bool:
+    """True for a call of torch that autocast does not run in low precision: a method only of what is no module."""
     if call.receiver is not None and call.name in autocast_ops.KEEPS | autocast_ops.NUMBERS:
-        return True
+        is_module = "model" in facts.kinds(call.receiver, call)
+        named = dotted(call.receiver).rsplit(".", 1)[-1] in facts.training_use.modules
+        return not (is_module or named or facts.functions(call))
     if call.name in autocast_ops.FLOAT32_ON_CUDA and facts.called_path(call).startswith("torch."):
         return True
     made = [each.atom for each in facts.evaluate(call.func, call)]
