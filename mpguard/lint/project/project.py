@@ -352,7 +352,7 @@ class Project:
             return not tree.is_project(top) or references.may_set(top, file, name)
 
     def is_replaced(self, path: str, name: str) -> bool:
-        """True if another file of the project imports a module and defines one of its functions anew."""
+        """True if another file that imports a module has its own definition of a function of this name."""
         file = Path(path).absolute()
         with tracked_fs.recording_for(path):
             top = tree.top_of(file.parent)

@@ -398,9 +398,8 @@ def _uses(user: str, file: str, name: str) -> bool:
         return _code_uses(code, user, file, name)
     if user.lower().endswith(MARKDOWN):
         return any(word.search(part) for part in _MARKDOWN_CODE.findall(data))
-    if not name:  # a folder of this name in a path is not the module
-        word = re.compile(rb"\b%s\b(?!/)" % re.escape(wanted))
-    return word.search(data) is not None
+    # A folder of a module's name in a path is not the module.
+    return bool(name) or re.search(rb"\b%s\b(?!/)" % re.escape(wanted), data) is not None
 
 
 def _only_imports(code: bytes, name: bytes, word: re.Pattern[bytes]) -> bool:

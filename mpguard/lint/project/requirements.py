@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,10 +33,9 @@ _ABOUT_INSTALLING = re.compile(r"(?i)install|environment|setup|get.?started|requ
 _INSTALLS = re.compile(r"\b(?:(?:pip3?|conda|mamba) install|(?:conda|mamba) create)\b((?:[^\n`\\]|\\\n)*)")
 #: A line of a text that is a requirement: `- pytorch == 1.8.1`, `1.10 <= torch < 2.0`, `* PyTorch 1.8.1`; and a literal
 #: in a line about installing.
-_REQUIREMENT = re.compile(
-    r"^[ \t>*+-]*`?([A-Za-z][\w.-]*[ \t]*(?:[=~!]=|[<>]=?)[ \t]*\d[\w.*+, <>=]*)`?[ \t]*$", re.M | re.ASCII
-)
-_LITERAL = re.compile(r"`([A-Za-z][\w.-]*[ \t]*(?:[=~!]=|[<>]=?)[ \t]*\d[\w.*+, <>=]*)`", re.ASCII)
+_SPECIFIED = r"([A-Za-z][\w.-]*[ \t]*(?:[=~!]=|[<>]=?)[ \t]*\d[\w.*+, <>=]*)"
+_REQUIREMENT = re.compile(rf"^[ \t>*+-]*`?{_SPECIFIED}`?[ \t]*$", re.M | re.ASCII)
+_LITERAL = re.compile(rf"`{_SPECIFIED}`", re.ASCII)
 _INSTALLED_BY = re.compile(r"(?i)\binstall|\brequire|\bdepend")
 _BETWEEN = re.compile(
     r"^[ \t>*+-]*`?(\d[\d.]*)[ \t]*<=?[ \t]*([A-Za-z][\w.-]*)[ \t]*(<=?[ \t]*\d[\d.]*)`?[ \t]*$", re.M | re.ASCII
@@ -75,8 +73,8 @@ _WITHOUT_CUDA = {
 _IMAGE = re.compile(r"\bnvcr\.io/nvidia/pytorch:(\d\d)\.(\d\d)-", re.ASCII)
 _RUNS_IMAGE = re.compile(r"(?i)\bdocker[ \t]+(?:run|pull)\b|\b(?:srun|enroot|singularity|apptainer)\b")
 _NOT_IN_IMAGES = {
-    "torch": (((24, 5), "<2.4"),),
-    "transformer_engine": (((25, 1), "<2.0"), ((25, 9), "<2.9")),
+    "torch": (((24, 5), (2, 4)),),
+    "transformer_engine": (((25, 1), (2, 0)), ((25, 9), (2, 9))),
 }
 #: A version of a package, and what it and later ones need of others: 1.0 of accelerate, 2.0 of Lightning.
 _NEEDS = {
@@ -173,11 +171,10 @@ def required(folder: str, top: str, package: str) -> Required:
             cuda |= {(int(a or c), int(b or d)) for a, b, c, d in _CUDA.findall(text)}
             is_listed = is_listed or (bool(specifiers) and not _is_instruction(file))
             read.append(text)
-        if not specifiers and is_nearest and images and not any(map(_installs(package).search, read)):
-            bounds_of_images = (bound for first, bound in _NOT_IN_IMAGES.get(package, ()) if max(images) < first)
-            specifiers += itertools.islice(bounds_of_images, 1)
-        if not specifiers and (limit := _of_environment(package, named, read)) is not None:
-            specifiers.append(f"<{'.'.join(map(str, limit))}")
+        if not specifiers:
+            limit = _of_images(package, images, read) if is_nearest and images else None
+            limit = limit or _of_environment(package, named, read)
+            specifiers += [f"<{'.'.join(map(str, limit))}"] if limit is not None else []
         if specifiers or cuda:
             bounds = _bounds(specifiers, next(iter(cuda)) if len(cuda) == 1 else None)
             found = bounds if found is None else found.bounded(bounds.below)
@@ -193,9 +190,15 @@ def required(folder: str, top: str, package: str) -> Required:
     return found.bounded(below) if lacks else found
 
 
-def _installs(package: str) -> re.Pattern[str]:
-    """Return what finds a command that installs the newest version of a package: `pip install -U torch`."""
-    return re.compile(rf"\bpip3?[ \t]+install\b[^\n]*(?<![\w-]){package}(?![\w=<>~-])")
+def _of_images(package: str, images: set[tuple[int, int]], texts: list[str]) -> tuple[int, ...] | None:
+    """Return the version of a package that is in none of NVIDIA's images, or None.
+
+    None, too, if a text installs the newest one: `pip install -U torch`.
+    """
+    newest = re.compile(rf"\bpip3?[ \t]+install\b[^\n]*(?<![\w-]){package}(?![\w=<>~-])")
+    if any(map(newest.search, texts)):
+        return None
+    return next((bound for first, bound in _NOT_IN_IMAGES.get(package, ()) if max(images) < first), None)
 
 
 def _of_environment(package: str, named: re.Pattern[str], texts: list[str]) -> tuple[int, ...] | None:

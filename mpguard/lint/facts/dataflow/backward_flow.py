@@ -20,8 +20,6 @@ _MAX_EXPRESSIONS = 400
 _CONSTANT_METHODS = frozenset({
     "detach", "detach_", "numpy", "item", "tolist", "argmax", "argsort", "multinomial", "generate", "long", "bool",
 })  # fmt: skip
-#: Methods of a list that put a value into it, their last argument.
-_ADDS = frozenset({"append", "extend", "insert"})
 _CONSTANT_FUNCTIONS = frozenset({"torch.tensor", "torch.from_numpy"})
 
 
@@ -90,7 +88,9 @@ class BackwardFlow:
         if not isinstance(made.value, cst.List) or made.value.elements or made.scope.kind != "function":
             return
         for call in made.scope.calls:
-            adds = call.name in _ADDS and dotted(call.receiver) == made.key and bool(call.positional)
+            adds = (
+                call.name in api_names.ADDS_TO_CONTAINER and dotted(call.receiver) == made.key and bool(call.positional)
+            )
             if adds and made.order < call.order < order and compatible(call.guard, guard):
                 self.expression(call.positional[-1], call.scope, call.order, guard, depth)
 

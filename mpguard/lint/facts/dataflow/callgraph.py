@@ -102,23 +102,25 @@ class CallGraph:
 
         Empty while they are being looked up: the name of a base's module may get an object of the class later.
         """
-        found: list[Class | str] = []
         if cls in self._looked_up:
-            return found
+            return []
         self._looked_up.add(cls)
         try:
-            bases = [
-                self.facts.values.lookup(name, cls.parent or self.facts.module, 1 << 60) if name else NOTHING_KNOWN
+            atoms = [
+                each.atom
                 for name in cls.base_names
+                for each in (
+                    self.facts.values.lookup(name, cls.parent or self.facts.module, 1 << 60) if name else NOTHING_KNOWN
+                )
             ]
         finally:
             self._looked_up.discard(cls)
-        for alternatives in bases:
-            for each in alternatives:
-                if isinstance(each.atom, Class) and each.atom.scope is not cls:
-                    found.append(each.atom)
-                else:
-                    found.append(each.atom.path if isinstance(each.atom, Ref) else "")
+        found: list[Class | str] = []
+        for atom in atoms:
+            if isinstance(atom, Class) and atom.scope is not cls:
+                found.append(atom)
+            else:
+                found.append(atom.path if isinstance(atom, Ref) else "")
         return found
 
     def derived(self, cls: Scope) -> list[Class]:

@@ -51,7 +51,6 @@ _ENDS_FLOW = frozenset({
 _METADATA = frozenset(
     {"shape", "device", "dtype", "ndim", "config", "requires_grad", "is_cuda", "data", "grad", "__class__", "training"}
 )
-_ADDS_TO_CONTAINER = frozenset({"append", "extend", "add", "insert", "setdefault", "appendleft"})
 #: Methods whose result a framework calls `backward` on.
 FRAMEWORK_STEPS = frozenset({"training_step", "compute_loss"})
 #: Prefixes of the full names of functions that only read a value.
@@ -400,7 +399,7 @@ class ForwardFlow:
                 return False
             self.sink("backward", call)
             return False
-        if name in _ADDS_TO_CONTAINER or name in _ENDS_FLOW:
+        if name in api_names.ADDS_TO_CONTAINER or name in _ENDS_FLOW:
             if name.startswith("save"):
                 self.sink("saved", call)
             return False
@@ -414,7 +413,7 @@ class ForwardFlow:
         if name in ("backward", "manual_backward"):
             self.sink("backward", call)
             return False
-        if name in _ADDS_TO_CONTAINER and call.receiver is not None:
+        if name in api_names.ADDS_TO_CONTAINER and call.receiver is not None:
             self.bind(call.receiver, call)
             return False
         if name in _ENDS_FLOW:

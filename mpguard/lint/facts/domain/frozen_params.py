@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.lint.facts.events.event import creates_optimizer
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.records import Binding, Scope, Use
 from mpguard.lint.facts.values import api_names
@@ -159,7 +160,7 @@ class FrozenModels:
         parents = self.facts.index.parents
         above = parents.get(call)
         outer = self.facts.index.call_of.get(parents[above]) if isinstance(above, cst.Arg) else None
-        return outer is not None and any(api_names.kind_of(path) == "optimizer" for _, path in self.facts.paths(outer))
+        return outer is not None and creates_optimizer(self.facts, outer)
 
     # -- helpers ------------------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ class ProjectApi(Protocol):
         """True if a class of another file may derive from a class of a file; outside of a project, it may."""
 
     def is_replaced(self, path: str, name: str) -> bool:
-        """True if another file of the project imports a module and defines one of its functions anew."""
+        """True if another file that imports a module has its own definition of a function of this name."""
 
     def attribute_set_from_outside(self, path: str, name: str) -> bool:
         """True if a file that uses another one assigns to an attribute of this name, other than of `self`."""

@@ -21,7 +21,7 @@ from mpguard.lint.facts.domain.accelerate_precision import follows_policy
 from mpguard.lint.facts.domain.autocast_ops import LOWERED
 from mpguard.lint.facts.domain.mentions import mentions
 from mpguard.lint.facts.events import Event, EventKind
-from mpguard.lint.facts.events.event import is_optimizer
+from mpguard.lint.facts.events.event import creates_optimizer, is_optimizer
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
@@ -223,7 +223,7 @@ class TrainingUse:
             return None
         for call in calls:
             takes_all = any(text_of(given) == "self.parameters()" for given in call.positional)
-            if takes_all and any(api_names.kind_of(path) == "optimizer" for _, path in self.facts.paths(call)):
+            if takes_all and creates_optimizer(self.facts, call):
                 return Training(reach, (Sink("optimizer", call),), False)
         return None
 

@@ -55,9 +55,13 @@ def is_unused_module(facts: Facts) -> bool:
         and not facts.is_test
         and not facts.may_train
         and all(_is_preparation(call, facts) for call in facts.module.calls)
-        and not facts.project.launches_of(facts.path)
-        and not facts.project.used_elsewhere(facts.path)
+        and _is_mentioned_nowhere(facts)
     )
+
+
+def _is_mentioned_nowhere(facts: Facts) -> bool:
+    """True if nothing in the project launches or imports a file."""
+    return not facts.project.launches_of(facts.path) and not facts.project.used_elsewhere(facts.path)
 
 
 def _is_preparation(call: Call, facts: Facts) -> bool:
@@ -175,8 +179,7 @@ class UnusedDefinitions:
         return (
             _REGISTERS.match(chunk.text) is not None
             and not any(call.is_statement and not _is_preparation(call, facts) for call in facts.module.calls)
-            and not facts.project.launches_of(facts.path)
-            and not facts.project.used_elsewhere(facts.path)
+            and _is_mentioned_nowhere(facts)
             and not facts.project.looked_up(facts.path)
             and not facts.project.asks_for(facts.path, "user-dir")
         )

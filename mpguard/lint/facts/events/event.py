@@ -174,6 +174,11 @@ def is_scaler(facts: Facts, node: cst.CSTNode, at: Record) -> bool:
     return "scaler" in kinds or (kinds <= {""} and name is not None and "scaler" in str(name[0]).lower())
 
 
+def creates_optimizer(facts: Facts, call: Call) -> bool:
+    """True for a call of a class of optimizers that is known by its full name: `torch.optim.SGD(...)`."""
+    return any(api_names.kind_of(path) == "optimizer" for _, path in facts.paths(call))
+
+
 def is_optimizer(facts: Facts, node: cst.CSTNode, at: Record) -> bool:
     """True if an expression is an optimizer, or, if its kind is unknown, is named like one."""
     kinds = facts.kinds(node, at)

@@ -25,8 +25,6 @@ from mpguard.lint.facts.syntax.records import Scope
 _EQUAL: frozenset[type] = frozenset({cst.Is, cst.Equal})
 _EQUALITY = _EQUAL | {cst.IsNot, cst.NotEqual}
 _MEMBERSHIP: frozenset[type] = frozenset({cst.In, cst.NotIn})
-
-
 #: Attributes that have different meanings in different objects of a program.
 _COMMON = frozenset({"type", "name", "kind"})
 

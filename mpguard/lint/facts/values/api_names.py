@@ -129,6 +129,8 @@ TENSOR_MAKERS = frozenset({
 })  # fmt: skip
 #: The first torch in which `is_bf16_supported()` is True for a GPU that only emulates BF16.
 COUNTS_EMULATION = (2, 3)
+#: Methods that put a value, their last argument, into a container.
+ADDS_TO_CONTAINER = frozenset({"append", "extend", "add", "insert", "setdefault", "appendleft"})
 #: Methods that return their own object.
 SAME = frozenset({
     "to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type", "train", "eval", "requires_grad_",

@@ -385,11 +385,10 @@ class Conditioner(torch.nn.Module):
             if self._is_probe(call, facts):
                 continue
             dropped = self._dropped(call, facts)
-            if dropped is not None and self._runs_low_weights(dropped, call, facts):
-                continue
             if dropped is not None:
-                help = "write a comma: a context is truthy, so `and` evaluates to its second operand"
-                yield self.at(call, call=facts.short(call.node), help=help, fix=self._fix(dropped, call, facts))
+                if not self._runs_low_weights(dropped, call, facts):
+                    help = "write a comma: a context is truthy, so `and` evaluates to its second operand"
+                    yield self.at(call, call=facts.short(call.node), help=help, fix=self._fix(dropped, call, facts))
             elif not self._is_used(call, facts):
                 yield self.at(call, call=facts.short(call.node))
 

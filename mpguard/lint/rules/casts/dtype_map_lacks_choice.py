@@ -49,8 +49,8 @@ class DtypeMapLacksChoice(Rule):
     triggers_nearby = (any_of(b"choices"), any_of(b"add_argument"))
     # Each alternative begins with a literal: the search is four times as fast.
     pattern = re.compile(
-        rb"\"\s*:\s*(?:\w+\.)?(?:b?float16|half)\b|'\s*:\s*(?:\w+\.)?(?:b?float16|half)\b"
-        rb"|dict\([^)]*=\s*\w+\.(?:b?float16|half)\b"
+        rb"\"\s*:\s*(?:\w+\.)?%(low)s|'\s*:\s*(?:\w+\.)?%(low)s|dict\([^)]*=\s*\w+\.%(low)s"
+        % {b"low": rb"(?:b?float16|half)\b"}
     )
     examples = (
         Bad(

@@ -34,6 +34,7 @@ from mpguard.lint import (
     unscaled_steps,
 )
 
+_SHAPES = autocast_ops.KEEPS | autocast_ops.NUMBERS
 _FLOAT32_LAYERS = frozenset(f"torch.nn.{name}" for name in autocast_ops.FLOAT32_LAYERS)
 #: A model whose autocast an argument of its constructor switches on.
 _SWITCHED_NET = {
@@ -2879,7 +2880,7 @@ def _lowers_nothing(record: Record, facts: Facts) -> bool:
 
 def _keeps_dtype(call: Call, facts: Facts) -> bool:
     """True for a call of torch that autocast does not run in low precision: a method only of what is no module."""
-    if call.receiver is not None and call.name in autocast_ops.KEEPS | autocast_ops.NUMBERS:
+    if call.receiver is not None and call.name in _SHAPES:
         is_module = "model" in facts.kinds(call.receiver, call)
         named = dotted(call.receiver).rsplit(".", 1)[-1] in facts.training_use.modules
         return not (is_module or named or facts.functions(call))
