@@ -304,7 +304,7 @@ def _autocast_with(dtype: str) -> Callable[[cst.Call], cst.BaseExpression | None
 OTHER = r"apex|deepspeed|accelerat|lightning|\bpl\.|colossalai"
 FP16_LOOP = (
     r"GradScaler\(",
-    r"autocast\((?![^()\n]*enabled *= *False)",
+    r"autocast\((?! *False|[^()\n]*enabled *= *False)",
     r"\.scale\(.*\)\.backward\(",
     r"[sS]caler\.step\(",
 )
@@ -344,7 +344,7 @@ def _without_scaler(text: str) -> str | None:
 
 
 @kind(
-    "201",
+    "201 211",  # 211 says it of FSDP
     r"autocast\(",
     r"dtype=torch\.bfloat16",
     r"\.backward\(",
@@ -563,7 +563,7 @@ def model_to_float16(text: str) -> str | None:
     r"\.step\(\)",
     r"= \w+\.(to|cuda)\(",
     "import torch",
-    never=PLAIN,
+    never=PLAIN + r"|requires_grad(?:_\(| *= *)False|[fF]reez|frozen",  # what takes the input may not be trained
     trains=True,
 )
 def batch_half(text: str) -> str | None:
@@ -585,7 +585,7 @@ def batch_half(text: str) -> str | None:
                 if not (called(call, "to") or called(call, "cuda")) or not isinstance(line.body[0], cst.Assign):  # type: ignore[union-attr, index]
                     continue
                 name = code(line.body[0].targets[0].target)  # type: ignore[union-attr, index]
-                used = rf"\b\w*(model|net|encoder|generator)\w*\(\s*{re.escape(name)}\b(?!\.float\(\))"
+                used = rf"\b\w*(model|net|encoder|generator)\w*\(\s*{re.escape(name)}\b(?!\.float\(\)|[^,)]*\.long\(\))"
                 if code(call.func.value) == name and any(re.search(used, each) for each in direct):  # type: ignore[union-attr]
                     self.changes += 1
                     lines.insert(i + 1, statement(f"{name} = {name}.half()"))
@@ -906,7 +906,7 @@ def trainer_with_half_model(text: str) -> str | None:
 
 @kind(
     "103 201 107",
-    r"from_pretrained\(",
+    r"(?s)(transformers|diffusers)\b.*from_pretrained\(",
     OPTIMIZER,
     *LOOP,
     "import torch",

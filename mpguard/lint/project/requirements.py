@@ -45,6 +45,10 @@ _TORCH_VERSION = re.compile(
     r"|\b(?:py)?torch[ \t]+v?(\d+\.\d[\d.]*)\+cu\d+",
     re.M | re.ASCII,
 )
+#: A link of Markdown, `[PyTorch](https://pytorch.org) 1.10`, and an item with several requirements,
+#: `- Python == 3.10, PyTorch == 2.0.1`.
+_LINK = re.compile(r"\[([^\]\n]*)\]\([^)\n]*\)")
+_LISTED = re.compile(rf"^[ \t]*[*+-][ \t]*`?{_SPECIFIED}`?,[ \t].*$", re.M | re.ASCII)
 #: A variable of a Dockerfile and its value: `ENV PYTORCH_VERSION=1.12.1`.
 _DOCKER_VARIABLE = re.compile(r"^(?:ARG|ENV)[ \t]+(\w+)(?:=|[ \t]+)[\"']?([\w.+-]+)[\"']?[ \t]*$", re.M)
 _LARGEST = 1 << 18
@@ -125,6 +129,67 @@ def _version(parts: tuple[int, ...]) -> Version:
     return Version(".".join(map(str, parts)))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Patterns:
+    """How files name a package: with a version, as a tag of its repository, and at all."""
+
+    with_version: re.Pattern[str]
+    tagged: re.Pattern[str]
+    repository: re.Pattern[str]
+    name: re.Pattern[str]
+
+    @classmethod
+    def of(cls, package: str) -> _Patterns:
+        """Return the patterns of a package, with `-`, `_` and `.` as one character, and torch by conda's name too."""
+        name = re.sub(r"[-_.]", "[-_.]", re.escape(package).replace(r"\-", "-").replace(r"\_", "_"))
+        name = "(?:py)?torch" if package == "torch" else name
+        flags = re.IGNORECASE | re.ASCII
+        return cls(
+            re.compile(
+                rf"(?<![\w./-]){name}(?:[-_](?:torch|cu\d+))?(?:\[[\w, -]*\])?(?:[\"']?\s*=\s*[\"']|\s*[(\"']?)\s*"
+                r"((?:[<>=!~^]=?=?\s*v?[\d.*]+(?:\s*,\s*)?)+)",
+                flags,
+            ),
+            re.compile(rf"(?<![\w./-]){name}(?:\[[\w, -]*\])?\s*@\s*git\+[^\s\"'@]+@v?(\d+(?:\.\d+)*)\b", flags),
+            re.compile(
+                rf"git\+[^\s\"'@]+/{name.replace('[-_.]', '[-_.]?')}(?:\.git)?@v?(\d+(?:\.\d+)*)(?![\w.])", flags
+            ),
+            re.compile(rf"(?<![\w./-]){name}(?![\w-])", re.IGNORECASE),
+        )
+
+    def specifiers(self, text: str) -> list[str]:
+        """Return the versions of the package that a text requires: `>=2.1,<2.4`, `==2.1` for a tag."""
+        tags = self.tagged.findall(text) or self.repository.findall(text)
+        return [*self.with_version.findall(text), *(f"=={version}" for version in tags)]
+
+
+@dataclasses.dataclass
+class _FolderRequirements:
+    """What the files of one folder require: versions of a package, CUDA versions, images of NVIDIA; their texts."""
+
+    specifiers: list[str] = dataclasses.field(default_factory=list)
+    cuda: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    images: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    texts: list[str] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: Path, patterns: _Patterns) -> _FolderRequirements:
+        """Read the files of a folder; instructions only where no list before them gives the package a version."""
+        found = cls()
+        is_listed = False
+        for file in _files(folder):
+            is_instruction = _is_instruction(file)
+            if is_instruction and is_listed and file.suffix != ".sh":
+                continue
+            text = _text(file)
+            found.specifiers += patterns.specifiers(text)
+            found.images |= {(int(year), int(month)) for year, month in _IMAGE.findall(text)}
+            found.cuda |= {(int(a or c), int(b or d)) for a, b, c, d in _CUDA.findall(text)}
+            found.texts.append(text)
+            is_listed = is_listed or (bool(found.specifiers) and not is_instruction)
+        return found
+
+
 @cached_per_run
 def required(folder: str, top: str, package: str) -> Required:
     """Return what the nearest files that name a package require of it, from a folder up to the top of its tree.
@@ -136,47 +201,22 @@ def required(folder: str, top: str, package: str) -> Required:
     The files are searched as text: only some of them (pyproject.toml, METADATA) have requirements in the syntax that
     `packaging.requirements` reads, and the others are setup.py, Dockerfiles, and tables of Poetry and conda.
     """
-    name = re.sub(r"[-_.]", "[-_.]", re.escape(package).replace(r"\-", "-").replace(r"\_", "_"))
-    name = "(?:py)?torch" if package == "torch" else name  # its name in conda
-    wanted = re.compile(
-        rf"(?<![\w./-]){name}(?:[-_](?:torch|cu\d+))?(?:\[[\w, -]*\])?(?:[\"']?\s*=\s*[\"']|\s*[(\"']?)\s*"
-        r"((?:[<>=!~^]=?=?\s*v?[\d.*]+(?:\s*,\s*)?)+)",
-        re.IGNORECASE | re.ASCII,
-    )
-    tagged = re.compile(
-        rf"(?<![\w./-]){name}(?:\[[\w, -]*\])?\s*@\s*git\+[^\s\"'@]+@v?(\d+(?:\.\d+)*)\b", re.IGNORECASE | re.ASCII
-    )
-    repository = re.compile(
-        rf"git\+[^\s\"'@]+/{name.replace('[-_.]', '[-_.]?')}(?:\.git)?@v?(\d+(?:\.\d+)*)(?![\w.])",
-        re.IGNORECASE | re.ASCII,
-    )
-    named = re.compile(rf"(?<![\w./-]){name}(?![\w-])", re.IGNORECASE)
+    patterns = _Patterns.of(package)
     start, last = Path(folder), Path(top)
     if tracked_fs.is_file(last / "__init__.py"):  # without a pyproject.toml, setup.py is next to the package
         last = last.parent
     found: Required | None = None
-    images: set[tuple[int, int]] = set()
+    names_image = False
     for place in [start, *start.parents][:_MOST_FOLDERS]:
-        specifiers: list[str] = []
-        is_nearest, is_listed = not images, False
-        cuda: set[tuple[int, int]] = set()
-        read: list[str] = []
-        for file in _files(place):
-            text = _text(file)
-            if _is_instruction(file) and is_listed and file.suffix != ".sh":
-                continue
-            specifiers += wanted.findall(text)
-            specifiers += [f"=={version}" for version in (tagged.findall(text) or repository.findall(text))]
-            images |= {(int(year), int(month)) for year, month in _IMAGE.findall(text)} if is_nearest else set()
-            cuda |= {(int(a or c), int(b or d)) for a, b, c, d in _CUDA.findall(text)}
-            is_listed = is_listed or (bool(specifiers) and not _is_instruction(file))
-            read.append(text)
+        here = _FolderRequirements.read(place, patterns)
+        specifiers = here.specifiers
         if not specifiers:
-            limit = _of_images(package, images, read) if is_nearest and images else None
-            limit = limit or _of_environment(package, named, read)
-            specifiers += [f"<{'.'.join(map(str, limit))}"] if limit is not None else []
-        if specifiers or cuda:
-            bounds = _bounds(specifiers, next(iter(cuda)) if len(cuda) == 1 else None)
+            limit = _of_images(package, here.images, here.texts) if here.images and not names_image else None
+            limit = limit or _of_environment(package, patterns.name, here.texts)
+            specifiers = [f"<{'.'.join(map(str, limit))}"] if limit is not None else []
+        names_image = names_image or bool(here.images)
+        if specifiers or here.cuda:
+            bounds = _bounds(specifiers, next(iter(here.cuda)) if len(here.cuda) == 1 else None)
             found = bounds if found is None else found.bounded(bounds.below)
             if found.below is not None:
                 break
@@ -295,6 +335,8 @@ def _text(path: Path) -> str:
 
 def _requirements(text: str) -> list[str]:
     """Return what a text for readers requires, each as a requirement, and the images of NVIDIA that it names."""
+    text = _LINK.sub(r"\1", text)
+    text = _LISTED.sub(lambda line: re.sub(r",[ \t]+(?=[A-Za-z])", "\n", line[0]), text)
     lines = text.splitlines()
     literals = [each for line in lines if _INSTALLED_BY.search(line) for each in _LITERAL.findall(line)]
     images = [image[0] for line in lines if _RUNS_IMAGE.search(line) for image in _IMAGE.finditer(line)]

@@ -66,7 +66,7 @@ def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts
     """Return the step of a plain optimizer in the same program under a compatible path condition, or None.
 
     In the function of the backward pass, in one around it, or in another method of its class that gets it as an
-    argument, it may be an optimizer that comes from outside: it cannot scale that loss.
+    argument or runs next to it, it may be an optimizer that comes from outside: it cannot scale that loss.
     """
     owner = backward.scope.owner
     unknown: Event | None = None
@@ -96,7 +96,7 @@ def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts
                 owner is not None
                 and step.scope.owner is owner
                 and dotted(step.subject).startswith("self.")
-                and any(call.path == f"self.{step.scope.name}" for call in backward.scope.calls)
+                and _runs_both(owner, backward.scope, step.scope)
             )
             or (
                 owner is not None
@@ -108,6 +108,15 @@ def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts
         if unknown is None and here and not any(foreign):
             unknown = step
     return unknown
+
+
+def _runs_both(owner: Scope, backward: Scope, step: Scope) -> bool:
+    """True if a method of a class runs both of two others: the backward pass calls the step, or a loop calls both."""
+    for method in owner.children:
+        paths = {call.path for call in method.calls}
+        if f"self.{step.name}" in paths and (method is backward or f"self.{backward.name}" in paths):
+            return True
+    return False
 
 
 def may_be_scaled(
