@@ -12,13 +12,12 @@ import libcst as cst
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Fixed, Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Call, Record, Scope, With
-from mpguard.lint.facts.values import api_names
+from mpguard.lint.facts.values import api_names, keywords
 from mpguard.lint.facts.values.dtypes import AnyDtype, PossibleDtypes, guards_of
 from mpguard.lint.facts.values.lattice import (
     UNKNOWN,
     Alternative,
     Constant,
-    DictValue,
     DtypeValue,
     Function,
     Method,
@@ -238,21 +237,13 @@ class Regions:
             return ALWAYS.given(self.facts.condition(given, call.scope))
         return ALWAYS if known else PathCondition({Fixed(False)})
 
-    def _may_get_false(self, call: Call, depth: int = 3) -> bool:
+    def _may_get_false(self, call: Call) -> bool:
         """True if `*args` or `**kwargs` of a call may hold an `enabled` that is not True."""
-        return any(self._may_hold_false(arg.value, call, depth) for arg in call.node.args if arg.star)
-
-    def _may_hold_false(self, mapping: cst.BaseExpression, call: Call, depth: int) -> bool:
-        """True if a mapping may hold an `enabled` that is not True; `**kwargs` are what the callers pass."""
-        if any(param.kind == "double" and param.name == dotted(mapping) for param in call.scope.params):
-            callers = self.facts.callers(call.scope) if depth else []
-            return not callers or any(
-                "enabled" in each.keywords or self._may_get_false(each, depth - 1) for each in callers
-            )
-        atoms = [each.atom for each in self.facts.evaluate(mapping, call)]
-        tables = [dict(atom.parts) for atom in atoms if isinstance(atom, DictValue)]
-        return len(tables) < len(atoms) or any(
-            each.atom != Constant(True) for table in tables if "enabled" in table for each in table["enabled"]()
+        if not call.starred:
+            return False
+        ways = keywords.passed(call, self.facts)
+        return ways is None or any(
+            each.atom != Constant(True) for way in ways if "enabled" in way for each in way["enabled"]()
         )
 
     def _truth(self, node: cst.BaseExpression, call: Call) -> bool | None:

@@ -2664,6 +2664,59 @@ def train(encode, loader, optimizer):
         scaler.update()
 """,
         ),
+        # The loop calls the backward pass and the step of an optimizer that a subclass makes.
+        Bad("""\
+import abc
+import torch
+
+class Loop(abc.ABC):
+    def __init__(self, net, amp=False):
+        self.net, self.amp = net, amp
+        self.optimizer = self.get_optimizer(net.parameters())
+
+    @abc.abstractmethod
+    def get_optimizer(self, parameters): ...
+
+    def backward_batch(self, x):
+        with torch.autocast("cuda", dtype=torch.float16, enabled=self.amp):
+            loss = self.net(x).sum()
+        loss.backward()  # !
+
+    def step_optimizer(self):
+        self.optimizer.step()
+
+    def train(self, batches):
+        for x in batches:
+            self.backward_batch(x)
+            self.step_optimizer()
+            self.optimizer.zero_grad()
+"""),
+        Good("""\
+import abc
+import torch
+
+class Loop(abc.ABC):
+    def __init__(self, net, amp=False):
+        self.net, self.amp = net, amp
+        self.optimizer = self.get_optimizer(net.parameters())
+
+    @abc.abstractmethod
+    def get_optimizer(self, parameters): ...
+
+    def probe(self, x):
+        with torch.autocast("cuda", dtype=torch.float16, enabled=self.amp):
+            loss = self.net(x).sum()
+        loss.backward()
+        return [parameter.grad.isfinite().all() for parameter in self.net.parameters()]
+
+    def step_optimizer(self):
+        self.optimizer.step()
+
+    def train(self, batches):
+        for x in batches:
+            self.net(x).sum().backward()
+            self.step_optimizer()
+"""),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
