@@ -86,6 +86,8 @@ HEADINGS = {
     "wide36": "68 more, closed before the rules were changed because of these",
     "wide37": "63 more, closed before the rules were changed because of these, or of the one before",
     "wide38": "158 that earlier lots had left out, closed before the rules were changed because of these",
+    "wide39": "78 for images, sound, robots and science, closed before the rules were changed because of these",
+    "wide40": "84 for language, ranking and competitions, closed before the rules were changed because of these two",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")

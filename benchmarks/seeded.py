@@ -709,7 +709,7 @@ def autocast_not_entered(text: str) -> str | None:
     return changed(text, Out())
 
 
-@kind("306", r"with .*autocast\(", r"binary_cross_entropy_with_logits")
+@kind("306", r"with .*autocast\((?! *False| *enabled *= *False)", r"binary_cross_entropy_with_logits")
 def bce_under_autocast(text: str) -> str | None:
     class Within(Change):
         depth = 0
@@ -772,7 +772,7 @@ def float8_and_compile_dropped(text: str) -> str | None:
         def statements(self, body: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
             result: list[cst.BaseStatement] = []
             for line in body:
-                if isinstance(line, cst.If) and line.orelse is None and FLOAT8[0] in code(line):
+                if isinstance(line, cst.If) and "compile" in code(line.test) and FLOAT8[0] in code(line.body):
                     assert isinstance(line.body, cst.IndentedBlock)
                     result += [each for each in line.body.body if "convert_to_float8_training" in code(each)]
                     continue
@@ -950,7 +950,7 @@ def low_precision_reduction(text: str) -> str | None:
     return changed(text, Replace(how))
 
 
-@kind("515", r"\b(pl|L|lightning|pytorch_lightning)\.Trainer\(", r"\.fit\(", never="precision")
+@kind("515", r"\b(pl|L|lightning|pytorch_lightning)\.Trainer\(", r"[tT]rainer\w*\)?\.fit\(", never="precision")
 def lightning_without_masters(text: str) -> str | None:
     def how(call: cst.Call) -> cst.BaseExpression | None:
         if re.match(r"(pl|L|lightning|pytorch_lightning)\.Trainer$", code(call.func)):
@@ -1203,14 +1203,20 @@ class Users:
             }
         return any(name in words for path, words in self._words[program.repository].items() if path != program.path)
 
-    def contain(self, program: Program, pattern: str) -> bool:
-        """True if a text of the repository contains a pattern."""
+    def contain(self, program: Program, pattern: str, but: Path | None = None) -> bool:
+        """True if a text of the repository contains a pattern. but: a file that does not count."""
         where = self.folder / program.repository.replace("/", "+")
         return any(
             re.search(pattern, path.read_text("utf-8", "replace"))
             for path in where.rglob("*")
-            if path.suffix in _TEXTS and path.is_file() and path.stat().st_size <= LARGEST
+            if path.suffix in _TEXTS and path.is_file() and path.stat().st_size <= LARGEST and path != but
         )
+
+    def name_module(self, program: Program) -> bool:
+        """True if another file imports a module or names its file: a word alone, as that of a variable, does not."""
+        stem = re.escape(program.path.stem)
+        named = rf"(?m)\b{stem}\.py\b|[.'\"/:]{stem}\b|^[^\n#]*\bimport\b[^\n]*\b{stem}\b|\bfrom +{stem}\b|^ *{stem},?$"
+        return self.mention(program, program.path.stem) and self.contain(program, named, but=program.path)
 
     def run(self, program: Program, mutant: str) -> bool:
         """True if something may run the place where a mutant begins to differ."""
@@ -1223,7 +1229,7 @@ class Users:
         own, rest = "\n".join(old[top:end]), re.sub(r"#.*", "", "\n".join(old[:top] + old[end:]))
         if re.match("if +__name__", own):
             return not re.search(r"torch\.rand", own) or bool(re.search(r"(?i)loader|dataset|parse_args|open\(", own))
-        if "__main__" not in program.text and not self.mention(program, program.path.stem):
+        if "__main__" not in program.text and not self.name_module(program):
             return False
         if re.match("def +", own) and _TRIAL.search(own) and not _READS_DATA.search(own):
             return False

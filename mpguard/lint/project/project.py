@@ -457,6 +457,12 @@ class Project:
             top = tree.top_of(Path(path).absolute().parent)
             return not tree.is_project(top) or references.may_read_deepspeed_as_json(top)
 
+    def reads_deepspeed_key(self, path: str, key: str) -> bool:
+        """True if code of the project of a DeepSpeed config reads a key of such configs itself."""
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(Path(path).absolute().parent)
+            return tree.is_project(top) and references.may_read_deepspeed_key(top, key)
+
     def parser_of(self, path: str, size: int) -> Callable[[str], Tree]:
         """Return what parses the statements of a file, once for its own check and for those of files that use it."""
         from mpguard.lint.source import incremental

@@ -13,7 +13,9 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from mpguard.core import tracked_fs
 from mpguard.core.tracked_fs import cached_per_run
@@ -61,12 +63,6 @@ _SCALER, _OWN_SCALER = re.compile(rb"(?i)scaler"), re.compile(rb"(?:Grad|Loss)Sc
 _COMPILE = re.compile(rb"(?<!\bre)(?<!\bregex)\.compile\b|\bimport compile\b|(?i:torch_?compile|dynamo|inductor)")
 #: The tables of a pyproject.toml with which a package is built.
 _BUILDS = re.compile(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
-#: Kinds of questions.
-_USES, _LOOKS_UP, _READS, _ASKS, _CALLS = "use ", "looks up", "reads deepspeed", "asks for ", "calls "
-_WHERE, _SETS, _SETS_OUTSIDE, _DERIVES, _REPLACES = "where ", "sets ", "assigns to ", "derives ", "replaces "
-_RUNS, _UPDATES, _COMPILES, _ALONE = "runs", "updates a scaler", "compiles", "alone"
-_OPTION, _PASSES, _GIVES, _NAMES = "reads option ", "passes option ", "gives option ", "names value "
-_UNREAD, _READS_JSON, _DEEPSPEED = "unread keys", "reads deepspeed as json", "chooses deepspeed"
 #: A line of a YAML or TOML that asks for low precision: indentation, key, value.
 _PRECISION_KEY = re.compile(
     rb"^([ \t]*)[\"']?((?:use_|enable_)?(?:mixed_precision|fp16|bf16|fp8|amp|allow_tf32|tf32|float32_matmul_precision"
@@ -107,7 +103,7 @@ _EXAMPLES = frozenset({"example", "examples", "research_projects"})
 
 def may_use(top: Path, file: Path, name: str) -> bool:
     """True if another file of a project may use a top-level name of a file; without a name, the file itself."""
-    return _asked(top, file, _USES + name)
+    return _asked(top, file, _is_used, name)
 
 
 def users(top: Path, file: Path, name: str) -> list[str] | None:
@@ -115,13 +111,13 @@ def users(top: Path, file: Path, name: str) -> list[str] | None:
 
     Those that only mention the name, as a config or a README, are among them.
     """
-    found = tracked_fs.answered("referenced", answer, state, (str(top), str(file), _WHERE + name))
+    found = _answered(top, file, _where_used, name)
     return found if isinstance(found, list) else None
 
 
 def may_derive(top: Path, file: Path, name: str) -> bool:
     """True if a class of another file of a project may derive from a class of a file."""
-    return _asked(top, file, _DERIVES + name)
+    return _asked(top, file, _is_base, name)
 
 
 def may_read_deepspeed_as_json(top: Path) -> bool:
@@ -129,47 +125,47 @@ def may_read_deepspeed_as_json(top: Path) -> bool:
 
     DeepSpeed itself reads it with hjson, which accepts comments and commas before a bracket.
     """
-    return _asked(top, "", _READS_JSON)
+    return _asked(top, "", _reads_deepspeed_as_json)
 
 
 def configs_choose_deepspeed(top: Path) -> bool:
     """True if a project has accelerate configs, and all of them choose DeepSpeed."""
-    return _asked(top, "", _DEEPSPEED)
+    return _asked(top, "", _chooses_deepspeed)
 
 
 def may_look_up(top: Path) -> bool:
     """True if code of a project may get a class by a name that is not in the code."""
-    return _asked(top, "", _LOOKS_UP)
+    return _asked(top, "", _looks_up)
 
 
 def may_read_deepspeed(top: Path, file: Path) -> bool:
     """True if something in a project may read the DeepSpeed config that a file is, or contains."""
-    return _asked(top, file, _READS)
+    return _asked(top, file, _reads_deepspeed)
 
 
 def may_ask_for(top: Path, word: str) -> bool:
     """True if a script, config or text of a project contains a word, in lower or upper case: code does not count."""
-    return _asked(top, "", _ASKS + word)
+    return _asked(top, "", _asks_for, word)
 
 
 def may_call(top: Path, file: Path, name: str) -> bool:
     """True if another file of a project may use a method of a class of a file, by its name."""
-    return _asked(top, file, _CALLS + name)
+    return _asked(top, file, _calls, name)
 
 
 def may_set(top: Path, file: Path, name: str) -> bool:
     """True if another file of a project may set an attribute of this name, of any object."""
-    return _asked(top, file, _SETS + name)
+    return _asked(top, file, _sets, name)
 
 
 def may_set_from_outside(top: Path, file: Path, name: str) -> bool:
     """True if a file that uses another one assigns to an attribute of this name, of an object other than `self`."""
-    return _asked(top, file, _SETS_OUTSIDE + name)
+    return _asked(top, file, _sets_from_outside, name)
 
 
 def is_replaced(top: Path, file: Path, name: str) -> bool:
     """True if another file that imports a module has its own definition of a function of this name."""
-    return _asked(top, file, _REPLACES + name)
+    return _asked(top, file, _replaces, name)
 
 
 def may_update_scaler(top: Path, file: Path) -> bool:
@@ -177,27 +173,32 @@ def may_update_scaler(top: Path, file: Path) -> bool:
 
     A program with a scaler of its own, which does not use the file, updates that one.
     """
-    return _asked(top, file, _UPDATES)
+    return _asked(top, file, _updates_scaler)
 
 
 def may_read_option(top: Path, name: str) -> bool:
     """True if code of a project may read an option, as an attribute or an item, or hands on all options at once."""
-    return _asked(top, "", _OPTION + name)
+    return _asked(top, "", _reads_any, name)
 
 
 def passes_option(top: Path, name: str) -> bool:
     """True if a script, config or text of a project passes an option, with a value that asks for low precision."""
-    return _asked(top, "", _PASSES + name)
+    return _asked(top, "", _passes, name)
 
 
 def gives_option(top: Path, name: str, value: str) -> bool:
     """True if a config or script of a project gives an option this value, in a file that is not accelerate's."""
-    return _asked(top, "", f"{_GIVES}{name} {value}")
+    return _asked(top, "", _gives, f"{name} {value}")
 
 
 def may_handle_value(top: Path, value: str) -> bool:
     """True if code of a project contains a string, other than among the choices or as the default of an option."""
-    return _asked(top, "", _NAMES + value)
+    return _asked(top, "", _names_value, value)
+
+
+def may_read_deepspeed_key(top: Path, key: str) -> bool:
+    """True if code of a project reads a key of a DeepSpeed config itself: `ds_config.get("precision")`."""
+    return _asked(top, "", _reads_deepspeed_key, key)
 
 
 def unread_keys(top: Path, file: Path) -> list[tuple[str, str]]:
@@ -205,19 +206,19 @@ def unread_keys(top: Path, file: Path) -> list[tuple[str, str]]:
 
     Each with the key. Only configs that a file names; none if code may read keys without naming them.
     """
-    found = tracked_fs.answered("referenced", answer, state, (str(top), str(file), _UNREAD))
+    found = _answered(top, file, _lists_unread_keys)
     pairs = [each.rpartition(":") for each in found] if isinstance(found, list) else []
     return [(config, key) for config, _, key in pairs]
 
 
 def may_compile(top: Path) -> bool:
     """True if something in a project may compile a model."""
-    return _asked(top, "", _COMPILES)
+    return _asked(top, "", _compiles)
 
 
 def is_all_code(top: Path, file: Path) -> bool:
     """True if a file is the only Python file of a project, which has no notebook either."""
-    return _asked(top, file, _ALONE)
+    return _asked(top, file, _is_alone)
 
 
 def is_copied_example(file: Path) -> bool:
@@ -229,7 +230,7 @@ def is_copied_example(file: Path) -> bool:
     for folder in above[place + 1 :]:
         top = next((each for each in folder.parents if tree.is_project(each)), None)
         if top is not None and _is_copy(folder, top):
-            return not _asked(top, file, _RUNS)
+            return not _asked(top, file, _is_run)
     return False
 
 
@@ -248,82 +249,206 @@ def _license(folder: Path) -> list[bytes] | None:
     return None if found is None else (tracked_fs.read_up_to(found, LARGEST) or b"").split()
 
 
-def _asked(top: Path, file: Path | str, question: str) -> bool:
-    """Answer a question about a file, or about the whole project if none is given."""
-    return bool(tracked_fs.answered("referenced", answer, state, (str(top), str(file), question)))
+class _Asked(NamedTuple):
+    """What a question is about: a project, one of its files or none, a name, and all files of the project."""
+
+    top: str
+    file: str
+    name: str
+    files: list[str]
+
+    @property
+    def others(self) -> list[str]:
+        return [each for each in self.files if each != self.file]
+
+    @property
+    def code(self) -> list[str]:
+        """The Python files and the notebooks."""
+        return [each for each in self.files if each.endswith((*PYTHON, NOTEBOOK))]
+
+    @property
+    def python(self) -> list[str]:
+        """The Python files other than the file."""
+        return [each for each in self.others if each.endswith(PYTHON)]
+
+    @property
+    def texts(self) -> list[str]:
+        """All files that are not Python."""
+        return [each for each in self.files if not each.endswith(PYTHON)]
+
+    def pattern(self, before: bytes, after: bytes = b"", flags: int = 0) -> re.Pattern[bytes]:
+        """Return a pattern with the name in it."""
+        return re.compile(before + re.escape(self.name.encode()) + after, flags)
+
+
+Question = Callable[[_Asked], "bool | list[str]"]
+_QUESTIONS: dict[str, Question] = {}
+
+
+def _question(function: Question) -> Question:
+    """Make a function a question that `answer` knows by its name."""
+    _QUESTIONS[function.__name__] = function
+    return function
+
+
+def _answered(top: Path, file: Path | str, question: Question, name: str = "") -> object:
+    """Answer a question about a file, or about the whole project if none is given; the answer is recorded."""
+    asked = (str(top), str(file), f"{question.__name__} {name}")
+    return tracked_fs.answered("referenced", answer, state, asked)
+
+
+def _asked(top: Path, file: Path | str, question: Question, name: str = "") -> bool:
+    return bool(_answered(top, file, question, name))
 
 
 @cached_per_run
 def answer(top: str, file: str, question: str) -> bool | list[str]:
-    """Answer a question, without recording what was read."""
+    """Answer a question, without recording what was read. question: its name, and the name that it is about."""
     with tracked_fs.untracked():
         files = _files(top)
         if len(files) > MOST_FILES:
             return True
-        if question == _ALONE:
-            return not any(each.endswith((*PYTHON, NOTEBOOK)) for each in files if each != file)
-        if question == _LOOKS_UP:
-            return any(_BY_NAME.search(_content(each)) for each in files if each.endswith(PYTHON))
-        if question == _READS:
-            others = (each for each in files if each != file)
-            own = file.endswith(PYTHON) and _READS_DEEPSPEED.search(stripped(_content(file)))
-            return bool(own) or any(_NAMES_DEEPSPEED.search(_content(each)) for each in others)
-        if question == _DEEPSPEED:
-            configs = b"\n".join(_content(each) for each in files if each.endswith((".yaml", ".yml")))
-            return {*_DISTRIBUTED.findall(configs)} == {b"DEEPSPEED"}
-        if question == _READS_JSON:
-            return any(_READS_AS_JSON.search(_content(each)) for each in files)
-        if question.startswith(_ASKS):
-            word = question.removeprefix(_ASKS).encode()
-            return any(word in _content(each).lower() for each in files if not each.endswith(PYTHON))
-        if question == _RUNS:
-            return any(_uses(each, file, "") and not _is_in_copy(each, top) for each in files if each != file)
-        if question == _COMPILES:
-            return any(_COMPILE.search(_content(each)) for each in files)
-        if question == _UPDATES:
-            return any(_updates(each, file) for each in files if each != file and each.endswith(PYTHON))
-        if question.startswith(_OPTION):
-            option = re.escape(question.removeprefix(_OPTION).encode())
-            return any(_reads_option(each, option) for each in files if each.endswith((*PYTHON, NOTEBOOK)))
-        if question.startswith(_PASSES):
-            flag = question.removeprefix(_PASSES).encode().replace(b"_", b"[_-]")
-            passed = re.compile(rb"(?i)--%s(?![\w-])(?![\s=]*[\"']?%s)" % (flag, _FULL))
-            return any(passed.search(_content(each)) for each in files if not each.endswith(PYTHON))
-        if question == _UNREAD:
-            return _unread_keys(files, _content(file))
-        if question.startswith(_GIVES):
-            return _gives(question.removeprefix(_GIVES).encode(), files)
-        if question.startswith(_NAMES):
-            named = re.compile(rb"[\"']%s[\"']" % re.escape(question.removeprefix(_NAMES).encode()))
-            code = [_content(each) for each in files if each.endswith((*PYTHON, NOTEBOOK))]
-            return any(named.search(_ADDED_OPTION.sub(b"", each)) for each in code)
-        if question.startswith(_CALLS):
-            method = question.removeprefix(_CALLS).encode()
-            return any(_may_call(each, method) for each in files if each != file)
-        if question.startswith(_SETS):
-            attribute = question.removeprefix(_SETS).encode()
-            return any(
-                _may_set(each, attribute) for each in files if each != file and each.endswith((*PYTHON, NOTEBOOK))
-            )
-        if question.startswith(_SETS_OUTSIDE):
-            attribute = re.escape(question.removeprefix(_SETS_OUTSIDE).encode())
-            assigned = re.compile(rb"(?<![\w.])(?!self\b|cls\b)\w[\w.]*\.%s[ \t]*=(?!=)" % attribute)
-            others = (each for each in files if each != file and each.endswith((*PYTHON, NOTEBOOK)))
-            return any(assigned.search(stripped(_content(each))) and _uses(each, file, "") for each in others)
-        if question.startswith(_REPLACES):
-            defined = re.compile(rb"^def[ \t]+%s[ \t]*\(" % re.escape(question.removeprefix(_REPLACES).encode()), re.M)
-            others = (each for each in files if each != file and each.endswith(PYTHON))
-            return any(defined.search(_content(each)) and _uses(each, file, "") for each in others)
-        if question.startswith(_DERIVES):
-            name = question.removeprefix(_DERIVES)
-            word = re.escape(name.encode())
-            derived = re.compile(rb"\bclass[ \t]+\w+[ \t]*\([^()]*\b%s\b|\b%s[ \t]+as\b" % (word, word))
-            return any(each != file and derived.search(_content(each)) and _uses(each, file, name) for each in files)
-        if question.startswith(_WHERE):
-            name = question.removeprefix(_WHERE)
-            return [each for each in files if each != file and _uses(each, file, name)]
-        name = question.removeprefix(_USES)
-        return any(_uses(each, file, name) for each in files if each != file)
+        kind, _, name = question.partition(" ")
+        return _QUESTIONS[kind](_Asked(top, file, name, files))
+
+
+# -- questions ------------------------------------------------------------------------------------------
+
+
+@_question
+def _is_used(asked: _Asked) -> bool:
+    return any(_uses(each, asked.file, asked.name) for each in asked.others)
+
+
+@_question
+def _where_used(asked: _Asked) -> list[str]:
+    return [each for each in asked.others if _uses(each, asked.file, asked.name)]
+
+
+@_question
+def _is_run(asked: _Asked) -> bool:
+    return any(_uses(each, asked.file, "") and not _is_in_copy(each, asked.top) for each in asked.others)
+
+
+@_question
+def _is_alone(asked: _Asked) -> bool:
+    return all(each == asked.file for each in asked.code)
+
+
+@_question
+def _is_base(asked: _Asked) -> bool:
+    word = re.escape(asked.name.encode())
+    derived = re.compile(rb"\bclass[ \t]+\w+[ \t]*\([^()]*\b%s\b|\b%s[ \t]+as\b" % (word, word))
+    return any(derived.search(_content(each)) and _uses(each, asked.file, asked.name) for each in asked.others)
+
+
+@_question
+def _looks_up(asked: _Asked) -> bool:
+    return any(_BY_NAME.search(_content(each)) for each in asked.files if each.endswith(PYTHON))
+
+
+@_question
+def _calls(asked: _Asked) -> bool:
+    return any(_may_call(each, asked.name.encode()) for each in asked.others)
+
+
+@_question
+def _sets(asked: _Asked) -> bool:
+    return any(_may_set(each, asked.name.encode()) for each in asked.code if each != asked.file)
+
+
+@_question
+def _sets_from_outside(asked: _Asked) -> bool:
+    assigned = asked.pattern(rb"(?<![\w.])(?!self\b|cls\b)\w[\w.]*\.", rb"[ \t]*=(?!=)")
+    others = (each for each in asked.code if each != asked.file)
+    return any(assigned.search(stripped(_content(each))) and _uses(each, asked.file, "") for each in others)
+
+
+@_question
+def _replaces(asked: _Asked) -> bool:
+    defined = asked.pattern(rb"^def[ \t]+", rb"[ \t]*\(", re.M)
+    return any(defined.search(_content(each)) and _uses(each, asked.file, "") for each in asked.python)
+
+
+@_question
+def _updates_scaler(asked: _Asked) -> bool:
+    return any(_updates(each, asked.file) for each in asked.python)
+
+
+@_question
+def _compiles(asked: _Asked) -> bool:
+    return any(_COMPILE.search(_content(each)) for each in asked.files)
+
+
+@_question
+def _reads_deepspeed(asked: _Asked) -> bool:
+    own = asked.file.endswith(PYTHON) and _READS_DEEPSPEED.search(stripped(_content(asked.file)))
+    return bool(own) or any(_NAMES_DEEPSPEED.search(_content(each)) for each in asked.others)
+
+
+@_question
+def _reads_deepspeed_as_json(asked: _Asked) -> bool:
+    return any(_READS_AS_JSON.search(_content(each)) for each in asked.files)
+
+
+@_question
+def _reads_deepspeed_key(asked: _Asked) -> bool:
+    read = asked.pattern(rb"(?i)\b\w*(?:ds_|deepspeed)\w*(?:\.get\(|\.pop\(|\[)\s*[\"']", rb"[\"']")
+    return any(read.search(_content(each)) for each in asked.code)
+
+
+@_question
+def _chooses_deepspeed(asked: _Asked) -> bool:
+    configs = b"\n".join(_content(each) for each in asked.files if each.endswith((".yaml", ".yml")))
+    return {*_DISTRIBUTED.findall(configs)} == {b"DEEPSPEED"}
+
+
+@_question
+def _asks_for(asked: _Asked) -> bool:
+    return any(asked.name.encode() in _content(each).lower() for each in asked.texts)
+
+
+@_question
+def _reads_any(asked: _Asked) -> bool:
+    option = re.escape(asked.name.encode())
+    return any(_reads_option(each, option) for each in asked.code)
+
+
+@_question
+def _passes(asked: _Asked) -> bool:
+    flag = asked.name.encode().replace(b"_", b"[_-]")
+    passed = re.compile(rb"(?i)--%s(?![\w-])(?![\s=]*[\"']?%s)" % (flag, _FULL))
+    return any(passed.search(_content(each)) for each in asked.texts)
+
+
+@_question
+def _names_value(asked: _Asked) -> bool:
+    named = asked.pattern(rb"[\"']", rb"[\"']")
+    return any(named.search(_ADDED_OPTION.sub(b"", _content(each))) for each in asked.code)
+
+
+@_question
+def _gives(asked: _Asked) -> bool:
+    """True if a file that is no code or text gives an option a value; the name has both."""
+    option, _, value = asked.name.encode().partition(b" ")
+    given = re.compile(
+        rb"(?:^|[\s\"',{-])%s[\"']?(?:[ \t]*[:=][ \t]*|[ \t]+)[\"']?%s(?![\w-])"
+        % (option.replace(b"_", b"[_-]"), re.escape(value)),
+        re.M,
+    )
+    for file in asked.files:
+        data = b"" if file.endswith((*PYTHON, NOTEBOOK, *MARKDOWN)) else _content(file)
+        if given.search(data) and not _ACCELERATE.search(data):
+            return True
+    return False
+
+
+@_question
+def _lists_unread_keys(asked: _Asked) -> list[str]:
+    return _unread_keys(asked.files, _content(asked.file))
+
+
+# -- their parts ----------------------------------------------------------------------------------------
 
 
 def _is_in_copy(file: str, top: str) -> bool:
@@ -462,21 +587,6 @@ def _section(before: bytes, indentation: int) -> bytes:
     """Return the last key before a line that is less indented; empty at the top level."""
     above = re.findall(rb"^([ \t]*)[\"']?([\w-]+)[\"']?[ \t]*:[ \t]*$", before, re.M)
     return next((key for spaces, key in reversed(above) if len(spaces) < indentation), b"")
-
-
-def _gives(asked: bytes, files: list[str]) -> bool:
-    """True if one of the files that are no code or text gives an option a value; asked: the option and the value."""
-    option, _, value = asked.partition(b" ")
-    given = re.compile(
-        rb"(?:^|[\s\"',{-])%s[\"']?(?:[ \t]*[:=][ \t]*|[ \t]+)[\"']?%s(?![\w-])"
-        % (option.replace(b"_", b"[_-]"), re.escape(value)),
-        re.M,
-    )
-    for file in files:
-        data = b"" if file.endswith((*PYTHON, NOTEBOOK, *MARKDOWN)) else _content(file)
-        if given.search(data) and not _ACCELERATE.search(data):
-            return True
-    return False
 
 
 def _reads_option(file: str, name: bytes) -> bool:

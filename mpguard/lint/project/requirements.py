@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import re
 from pathlib import Path
@@ -15,9 +16,8 @@ if TYPE_CHECKING:
 
 #: Files that name requirements; text files with a name of `_NAMED` too, there and in the folders below, and conda's
 #: environments.
-_FILES = (
-    "pyproject.toml", "setup.py", "setup.cfg", "settings.ini", "requirements.in", "Dockerfile", "docker/Dockerfile",
-)  # fmt: skip
+_FILES = ("pyproject.toml", "setup.py", "setup.cfg", "settings.ini", "requirements.in")
+_OF_DOCKER = ("ockerfile", ".base", ".dev", ".devel", ".gpu", ".cuda", ".train")  # Dockerfile, train.dockerfile ...
 _NAMED = re.compile(r"(?i)requir|^reqs?\b|^req\w*ments")
 _ENVIRONMENT = re.compile(r"(?i)conda|(?:^|[_-])env(?:ironment)?s?(?:[_.-]|$)")
 _FOLDERS = ("requirements", "docker")
@@ -73,6 +73,8 @@ _WITHOUT_CUDA = {
     (11, 3): (1, 13), (11, 5): (1, 12), (11, 6): (1, 14), (11, 7): (2, 1), (11, 8): (2, 8), (12, 1): (2, 6),
     (12, 4): (2, 7),
 }  # fmt: skip
+#: PyTorch's own images: `FROM pytorch/pytorch:2.0.1-cuda11.7-cudnn8-devel`.
+_TORCH_IMAGE = re.compile(r"\bpytorch/pytorch:(\d+\.\d[\d.]*)-", re.ASCII)
 #: NVIDIA's images by year and month, and a version that was released later than the images before this one.
 _IMAGE = re.compile(r"\bnvcr\.io/nvidia/pytorch:(\d\d)\.(\d\d)-", re.ASCII)
 _RUNS_IMAGE = re.compile(r"(?i)\bdocker[ \t]+(?:run|pull)\b|\b(?:srun|enroot|singularity|apptainer)\b")
@@ -235,10 +237,14 @@ def _of_images(package: str, images: set[tuple[int, int]], texts: list[str]) -> 
 
     None, too, if a text installs the newest one: `pip install -U torch`.
     """
-    newest = re.compile(rf"\bpip3?[ \t]+install\b[^\n]*(?<![\w-]){package}(?![\w=<>~-])")
-    if any(map(newest.search, texts)):
+    if any(_installs_newest(package, text) for text in texts):
         return None
     return next((bound for first, bound in _NOT_IN_IMAGES.get(package, ()) if max(images) < first), None)
+
+
+def _installs_newest(package: str, text: str) -> bool:
+    """True if a text installs the newest version of a package over that of an image: `pip install -U torch`."""
+    return re.search(rf"\bpip3?[ \t]+install\b[^\n]*(?<![\w-]){package}(?![\w=<>~-])", text) is not None
 
 
 def _of_environment(package: str, named: re.Pattern[str], texts: list[str]) -> tuple[int, ...] | None:
@@ -291,6 +297,8 @@ def _files(folder: Path) -> list[Path]:
     """Return the files of a folder that may name requirements, the instructions last."""
     found = [folder / name for name in _FILES if tracked_fs.is_file(folder / name)]
     found += [folder / name for name in tracked_fs.list_names(folder, (".txt",)) if _NAMED.search(name)]
+    for place in (folder, folder / "docker"):
+        found += [place / name for name in tracked_fs.list_names(place, _OF_DOCKER) if "ockerfile" in name]
     documents = tracked_fs.list_names(folder, (".yml", ".yaml"))
     are_few = len(documents) <= _MOST_ENVIRONMENTS
     found += [
@@ -320,16 +328,19 @@ def _is_instruction(file: Path) -> bool:
 def _text(path: Path) -> str:
     """Return the text of a file that names requirements; of instructions, what they install, and lines that are one."""
     try:
-        text = (tracked_fs.read_up_to(path, _LARGEST) or b"").decode("utf-8", "replace").replace("\r\n", "\n")
+        data = tracked_fs.read_up_to(path, _LARGEST) or b""
     except OSError:
         return ""
+    wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # of PowerShell: `pip freeze > requirements.txt`
+    text = data.decode("utf-16" if wide else "utf-8", "replace").replace("\r\n", "\n")
     if path.name == "settings.ini":  # of nbdev
         return "\n".join(line for line in text.splitlines() if re.match(r"\w*requirements\b", line))
     if _is_instruction(path):
         return "\n".join((*_INSTALLS.findall(text), *(_requirements(text) if path.suffix != ".sh" else ())))
-    if path.name.startswith("Dockerfile"):
+    if "ockerfile" in path.name:
         values: dict[str, str] = dict(_DOCKER_VARIABLE.findall(text))
-        return re.sub(r"\$\{?(\w+)\}?", lambda used: values.get(used[1], used[0]), text)
+        text = re.sub(r"\$\{?(\w+)\}?", lambda used: values.get(used[1], used[0]), text)
+        return text if _installs_newest("torch", text) else _TORCH_IMAGE.sub(r"torch==\1 ", text)
     return text.partition("\n\n")[0] if path.name == "METADATA" else text  # the README follows
 
 

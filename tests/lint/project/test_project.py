@@ -371,6 +371,11 @@ def test_files_that_name_requirements(name: str) -> None:
         ("environment.yml", "dependencies:\n  - cudatoolkit=11.3\n  - pip:\n    - torch\n", False),
         ("Dockerfile", "FROM nvcr.io/nvidia/pytorch:23.05-py3\n", True),
         ("Dockerfile", "FROM nvcr.io/nvidia/pytorch:23.05-py3\nRUN pip install -U torch\n", False),
+        ("docker/Dockerfile", "FROM pytorch/pytorch:2.0.1-cuda11.7-cudnn8-devel\n", True),
+        ("Dockerfile", "ARG TORCH=1.9.0\nFROM pytorch/pytorch:${TORCH}-cuda11.1-cudnn8-devel\n", True),
+        ("docker/train.Dockerfile", "FROM pytorch/pytorch:latest\n", False),
+        ("docker/Dockerfile.gpu", "RUN pip install \\\n    torch==2.1.2+cu121 torchvision==0.16.2+cu121\n", True),
+        ("Dockerfile", "FROM pytorch/pytorch:2.0.1-cuda11.7-cudnn8-devel\nRUN pip install -U torch\n", False),
         ("requests.txt", "torch==1.8\n", False),
         ("README.md", "    conda create -n x python=3.9\n    conda install pytorch cudatoolkit=11.3\n", True),
     ],
@@ -408,6 +413,13 @@ def test_texts_for_readers_give_versions(text: str, holds: bool) -> None:
     """Where a list names torch without a version, too."""
     make({"pyproject.toml": "", "requirements.txt": "torch\n", "README.md": text})
     assert Project().required("train.py", "torch").before((2, 4)) == holds
+
+
+def test_a_list_in_utf16_gives_versions() -> None:
+    """PowerShell writes it: `pip freeze > requirements.txt`."""
+    make({"pyproject.toml": ""})
+    Path("requirements.txt").write_bytes("timm==0.9\r\ntorch==2.0.0+cu118\r\n".encode("utf-16"))
+    assert Project().required("train.py", "torch").before((2, 4))
 
 
 def test_trees_of_modules_are_not_kept_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -363,7 +363,9 @@ class CertainErrors:
         is_replaced = len(own) > 1 or name in module.attributes
         if is_replaced or not is_plain or any(_OTHER_CONSTRUCTORS.search(ast.unparse(each)) for each in cls.bases):
             return None
-        return (_Context(module, (cls, own[0])), own[0]) if isinstance(own[0], FunctionNode) else None
+        if not isinstance(own[0], FunctionNode):
+            return None
+        return _Context(module, executed.around(module.tree.body, own[0].body[0].lineno)), own[0]
 
     def _has_subclass(self, module: ParsedModule, cls: ast.ClassDef) -> bool:
         """True if a class may have subclasses, which may set its attributes and replace its methods."""

@@ -260,20 +260,27 @@ class Regions:
         known = set(self.facts.constants(node, call))
         return True if known == {True} else False if known == {False} else None
 
-    def _dtypes_by_default(self, given: cst.BaseExpression, call: Call) -> PossibleDtypes:
-        """Return FP16, if it is the default of the parameter that gives the dtype, and else an unknown one.
+    def _dtypes_of_parameter(self, given: cst.BaseExpression, call: Call) -> PossibleDtypes:
+        """Return FP16, if a parameter gives the dtype and FP16 is its default or what the file compares it with.
 
-        That is a parameter of the function, or one that `__init__` stores in an attribute. Nothing in other cases.
+        And else an unknown one. That is a parameter of the function, or one that `__init__` stores in an attribute.
+        Nothing in other cases.
         """
         scope, name = self._parameter(dotted(given), call)
-        default = next((param.default for param in scope.params if param.name == name), None) if scope else None
-        if scope is None or default is None or scope.parent is None:
+        if scope is None or scope.parent is None:
             return ()
-        made = [each.atom for each in self.facts.values.evaluate(default, scope.parent, scope.order)]
-        if not all(isinstance(atom, DtypeValue) and atom.dtype is Dtype.FP16 for atom in made):
+        default = next((param.default for param in scope.params if param.name == name), None)
+        made = self.facts.values.evaluate(default, scope.parent, scope.order) if default is not None else ()
+        by_default = bool(made) and all(each.atom == DtypeValue(Dtype.FP16) for each in made)
+        if not by_default and not self._is_compared_with_float16(name):
             return ()
         kept = Flag(name, "float16")
         return ((ALWAYS.given(kept), Dtype.FP16), (ALWAYS.given(negated(kept)), None))
+
+    def _is_compared_with_float16(self, name: str) -> bool:
+        """True if the file asks whether a name is FP16: `precision == torch.float16`."""
+        asked = rf"(?<![\w.]){re.escape(name)}[ \t]*(?:==|is)[ \t]*torch\.(?:float16|half)\b"
+        return re.search(asked, self.facts.file_text) is not None
 
     def _parameter(self, name: str, call: Call) -> tuple[Scope | None, str]:
         """Return the function and the name of the parameter that gives an argument of a call."""
@@ -375,7 +382,7 @@ class Regions:
         if given is not None and constant(given) != (None,):
             dtypes = _as_tested(given, self.facts.dtypes(given, call))
             if {dtype for _, dtype in dtypes} == {None}:
-                dtypes = self._dtypes_by_default(given, call) or dtypes
+                dtypes = self._dtypes_of_parameter(given, call) or dtypes
         elif (
             (call.starred and not complete)
             or "set_autocast_gpu_dtype" in self.facts.calls

@@ -163,7 +163,8 @@ class TrainingUse:
             return None
         reach = self._reach(cast, guards[0], whole)
         is_module = whole is not None or self.is_module(cast)
-        training = self._training(reach, weights=is_module)
+        later = not is_module and self._is_frozen_later(cast, reach)
+        training = self._training(reach, weights=is_module, frozen_later=later)
         if training is None and whole is not None and cast.key == "self":
             training = self._own_training(cast, reach)
         if training is None or (training.by_engine and not is_module):
@@ -204,16 +205,33 @@ class TrainingUse:
             for call in self.facts.calls.get("quantize", ())
         )
 
-    def _training(self, reach: Reach, weights: bool = False) -> Training | None:
+    def _training(self, reach: Reach, weights: bool = False, frozen_later: bool = False) -> Training | None:
         """Return what trains with a value.
 
-        weights: it is a model. An optimizer trains it even if a frozen model takes its output.
+        weights: it is a model. An optimizer trains it even if a frozen model takes its output. frozen_later: it is an
+        input of a model that is trained, and frozen models take only what this one makes of it.
         """
-        if reach.meets("peft") or (reach.meets("frozen") and not (weights and reach.meets("optimizer"))):
+        is_trained = frozen_later or (weights and reach.meets("optimizer"))
+        if reach.meets("peft") or (reach.meets("frozen") and not is_trained):
             return None
         trained = [sink for sink in reach.training_sinks if not self._only_places(sink)]
         sinks = tuple(sink for sink in trained if not self._by_engine(sink))
         return Training(reach, sinks, len(sinks) < len(trained)) if sinks else None
+
+    def _is_frozen_later(self, cast: Event, reach: Reach) -> bool:
+        """True if a model takes a value by its name, and frozen models take others of the function, and after it."""
+        bound = self._bound(cast.call)
+        if bound is None:
+            return False
+
+        def takes(call: Call) -> bool:
+            return bound.key in map(dotted, (*call.positional, *call.keywords.values()))
+
+        first = min((call.order for call in reach.models if call.scope is cast.scope and takes(call)), default=None)
+        frozen = [sink.call for sink in reach.sinks if sink.kind == "frozen"]
+        return first is not None and all(
+            call.scope is cast.scope and call.order > first and not takes(call) for call in frozen
+        )
 
     def _own_training(self, cast: Event, reach: Reach) -> Training | None:
         """Return what trains a model in its own methods: it makes an optimizer of its parameters, and steps with it."""

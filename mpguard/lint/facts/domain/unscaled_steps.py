@@ -10,7 +10,7 @@ import libcst as cst
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.syntax.nodes import constant, dotted, is_super
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible
-from mpguard.lint.facts.syntax.records import Scope, Use
+from mpguard.lint.facts.syntax.records import Call, Scope, Use
 from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.lattice import Class, Constant, Object, Ref
 
@@ -68,6 +68,8 @@ def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts
     In the function of the backward pass, in one around it, or in another method of its class that gets it as an
     argument or runs next to it, it may be an optimizer that comes from outside: it cannot scale that loss.
     """
+    if _drops_gradients(backward.call):
+        return None
     owner = backward.scope.owner
     unknown: Event | None = None
     for step in facts.events_around("step", backward.scope):
@@ -108,6 +110,18 @@ def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts
         if unknown is None and here and not any(foreign):
             unknown = step
     return unknown
+
+
+def _drops_gradients(backward: Call) -> bool:
+    """True if the next call after a backward pass clears the gradients: a trial run that measures memory."""
+    following = [call for call in backward.scope.calls if call.order > backward.order]
+    first = min(following, key=lambda call: call.order, default=None)
+    return (
+        first is not None
+        and first.name == "zero_grad"
+        and first.loops == backward.loops
+        and not first.guard - backward.guard
+    )
 
 
 def _runs_both(owner: Scope, backward: Scope, step: Scope) -> bool:

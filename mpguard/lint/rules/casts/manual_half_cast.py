@@ -2618,6 +2618,53 @@ def train(model, loader):
         optimizer.step()
 """,
         ),
+        # A frozen model takes what the trained one makes of the input.
+        Bad(
+            """\
+import torch
+
+def train(net, body_model, loader, optimizer):
+    net.train()
+    body_model.requires_grad_(False)
+    for images, target in loader:
+        images = images.cuda()
+        images = images.half()  # !
+        pose = net(images)
+        loss = (body_model(pose) - target).abs().mean() + pose.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+
+def train(net, body_model, loader, optimizer):
+    net.train()
+    body_model.requires_grad_(False)
+    for images, target in loader:
+        images = images.cuda()
+        pose = net(images)
+        loss = (body_model(pose) - target).abs().mean() + pose.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+""",
+        ),
+        Good("""\
+import torch
+
+def train(net, encoder, loader, optimizer):
+    net.train()
+    encoder.requires_grad_(False)
+    for images, target in loader:
+        images = images.cuda()
+        images = images.half()
+        features = encoder(images)
+        loss = (net(features.float()) - target).abs().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -37,10 +37,11 @@ class UnknownDeepspeedSection(ConfigRule):
     ## Known limits
     The keys are those of DeepSpeed 0.19.8. A file in which most keys are not DeepSpeed's is read by another program
     (GPT-NeoX, a training script), and so is a dict that is set on another library's config (`config.ds_config =
-    {...}`); neither is reported. Unknown keys are reported only if they are about precision or offloading, or similar
-    to a known key; names that begin with `_`, `/` or `#` are comments. A misspelled key whose value is the default is
-    not reported. Apex's `opt_level` is not reported where DeepSpeed ignores it. The keys of other sections are not
-    checked. DeepSpeed has no FP8 of its own: FP8 modules (Transformer Engine, torchao) run inside its BF16 engine.
+    {...}`); neither is reported, nor is a key that code of the project reads itself (`ds_config["precision"]`). Unknown
+    keys are reported only if they are about precision or offloading, or similar to a known key; names that begin with
+    `_`, `/` or `#` are comments. A misspelled key whose value is the default is not reported. Apex's `opt_level` is not
+    reported where DeepSpeed ignores it. The keys of other sections are not checked. DeepSpeed has no FP8 of its own:
+    FP8 modules (Transformer Engine, torchao) run inside its BF16 engine.
     """
 
     code, name = "MPG823", "unknown-deepspeed-section"
@@ -191,6 +192,20 @@ abilities = {"zero_optimization": True, "torch_autocast": True, "fp8": False}
             fixed='{\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 2},\n  "memory_breakdown": true\n}\n',
             name="ds_config.json",
         ),
+        Good(
+            '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "precision": "bfloat16"}\n',
+            name="ds_config.json",
+            files={
+                "pyproject.toml": "",
+                "cli/train.py": "import deepspeed\n\ndef build(ds_config, model):\n"
+                '    return model.bfloat16() if ds_config.get("precision") == "bfloat16" else model\n',
+            },
+        ),
+        Bad(
+            '{\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 2},\n  "precision": "bfloat16"  # !\n}\n',
+            name="ds_config.json",
+            files={"pyproject.toml": "", "cli/train.py": "import deepspeed\n"},
+        ),
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
@@ -213,6 +228,8 @@ abilities = {"zero_optimization": True, "torch_autocast": True, "fp8": False}
         if meant is not None and entry.value == _DEFAULTS.get(meant, False):
             return  # it is in force anyway
         if meant is None and not is_misplaced and not _PRECISION.search(key.lower()):
+            return
+        if meant is None and self.project.reads_deepspeed_key(document.path, key):
             return
         hint = " It has no FP8 of its own" if key.lower().startswith("fp8") else ""
         if key.lower() in ("gradient_accumulation_dtype", "grad_accum_dtype"):

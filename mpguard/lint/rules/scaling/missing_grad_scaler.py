@@ -2717,6 +2717,58 @@ class Loop(abc.ABC):
             self.net(x).sum().backward()
             self.step_optimizer()
 """),
+        # What the code asks about the parameter says which dtypes it may get.
+        Bad("""\
+import torch
+
+class Model(torch.nn.Module):
+    def train_step(self, x, precision):
+        with torch.autocast("cuda", enabled=precision != torch.float32, dtype=precision):
+            loss = self(x).sum()
+        loss.backward()  # !
+        self.optimizer.step()
+
+    def fit(self, loader, precision=torch.float32):
+        print("half precision", precision == torch.float16)
+        for x in loader:
+            self.train_step(x, precision)
+"""),
+        Good("""\
+import torch
+
+class Model(torch.nn.Module):
+    def train_step(self, x, precision):
+        with torch.autocast("cuda", enabled=precision != torch.float32, dtype=precision):
+            loss = self(x).sum()
+        loss.backward()
+        self.optimizer.step()
+
+    def fit(self, loader, precision=torch.float32):
+        print("half precision", precision == torch.bfloat16)
+        for x in loader:
+            self.train_step(x, precision)
+"""),
+        # A trial run that measures memory drops the gradients.
+        Good("""\
+import torch
+
+def largest_batch(model, sizes):
+    for size in sizes:
+        with torch.autocast("cuda"):
+            out = model(torch.zeros(size, 3, 64, 64, device="cuda"))
+        out.float().sum().backward()
+        model.zero_grad(set_to_none=True)
+        if torch.cuda.max_memory_allocated() > 2**34:
+            return size // 2
+
+def train(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    largest_batch(model, (1, 2, 4))
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+"""),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -228,6 +228,9 @@ RUNS = {
     "a global of another function": {
         "a.py": program("x = undefined", top="def set():\n    global undefined\n    undefined = 1\n")
     },
+    "a class in a function whose __init__ reads its own name": {
+        "a.py": program("class A(dict):\n    def __init__(self):\n        super(A, self).__init__()\nA()")
+    },
     "an inner function that is not called": {"a.py": program("def inner():\n    return undefined")},
     "after training": {"a.py": program().replace("    train(model)\n", "    train(model)\n    x = undefined\n")},
     "after a return": {"a.py": program(after="if sys.argv:\n    return\nx = undefined")},
