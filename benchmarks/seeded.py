@@ -111,7 +111,7 @@ class Kind(NamedTuple):
     somewhere: str = ""
 
     def fits(self, text: str) -> bool:
-        run = re.sub(r"(?m)^ *#.*", "", text)  # a word in a comment is none of the program
+        run = re.sub(r'(?m)^ *#.*|(?s:""".*?""")', "", text)  # a word in a comment is none of the program
         return all(re.search(word, run) for word in self.words) and not (self.never and re.search(self.never, text))
 
 
@@ -595,7 +595,11 @@ def batch_half(text: str) -> str | None:
     return changed(text, Cast())
 
 
-@kind("107", OPTIMIZER, *LOOP, TORCH, never=PLAIN, trains=True)
+#: The rules about weights in low precision leave out adapters.
+ADAPTERS = "|peft|[lL]ora"
+
+
+@kind("107", OPTIMIZER, *LOOP, TORCH, never=PLAIN + ADAPTERS, trains=True)
 def model_to_bfloat16(text: str) -> str | None:
     return changed(text, Insert(_before_optimizer("{0} = {0}.to(torch.bfloat16)")))
 
@@ -608,7 +612,7 @@ def default_dtype_half(text: str) -> str | None:
     return changed(text, Insert(new, after=True))
 
 
-@kind("602", r"optim\.AdamW?\(\s*\w+\.parameters\(\)", *LOOP, "import torch", never=PLAIN, trains=True)
+@kind("602", r"optim\.AdamW?\(\s*\w+\.parameters\(\)", *LOOP, "import torch", never=PLAIN + ADAPTERS, trains=True)
 def adam_eps_for_half_weights(text: str) -> str | None:
     def half(line: cst.BaseStatement) -> list[str]:
         return _before_optimizer("{0}.half()")(line) if re.search(r"optim\.AdamW?\(", code(line)) else []

@@ -276,6 +276,10 @@ class _Asked(NamedTuple):
         """All files that are not Python."""
         return [each for each in self.files if not each.endswith(PYTHON)]
 
+    def is_test(self, user: str) -> bool:
+        """True if a file is a test: what only tests use is in no program."""
+        return user.endswith(PYTHON) and is_test(os.path.relpath(user, self.top))
+
     def pattern(self, before: bytes, after: bytes = b"", flags: int = 0) -> re.Pattern[bytes]:
         """Return a pattern with the name in it."""
         return re.compile(before + re.escape(self.name.encode()) + after, flags)
@@ -317,7 +321,7 @@ def answer(top: str, file: str, question: str) -> bool | list[str]:
 
 @_question
 def _is_used(asked: _Asked) -> bool:
-    return any(_uses(each, asked.file, asked.name) for each in asked.others)
+    return any(_uses(each, asked.file, asked.name) for each in asked.others if not asked.is_test(each))
 
 
 @_question

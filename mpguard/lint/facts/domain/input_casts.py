@@ -27,7 +27,7 @@ _NEEDS_FLOAT32 = re.compile(
 )
 #: Names of the inputs of models, and of functions that compare them with what a model makes of them.
 _INPUT = re.compile(
-    r"(?i)(?:^|[._\[\"'])(?:x|(?:in_)?features?|inps?|inputs?|images?|imgs?|pixels?|pixel_values|frames?|videos?|audios?)[\"'\]]*$"
+    r"(?i)(?:^|[._\[\"'])(?:x|(?:in_)?features?|inps?|inputs?|images?|imgs?|pixels?|pixel_values|frames?|videos?|audios?)(?:_(?:var|tensor|batch))?[\"'\]]*$"
 )
 _COMPARES = re.compile(r"(?i)loss|criterion|entropy|mse|metric")
 #: The frequencies of rotary embeddings, which checkpoints in FP16 were trained with: MPG108 is about them.
