@@ -273,10 +273,17 @@ def _below(base: str, parts: list[str]) -> ParsedModule | None:
 
 
 def _may_be_built(folder: str, name: str) -> bool:
-    """True if a module that is not there may be a folder without `__init__`, an extension, or made by a build."""
+    """True if a module that is not there may be a folder without `__init__`, an extension, or made by a build.
+
+    A build of Cython in a package puts `core.pyx` of it into a folder with the package's name.
+    """
     if _BUILT.search(name) or tracked_fs.exists(os.path.join(folder, name)):
         return True
-    return any(each.partition(".")[0] == name for each in tracked_fs.list_names(folder, ("",)))
+    if any(each.partition(".")[0] == name for each in tracked_fs.list_names(folder, ("",))):
+        return True
+    return name == os.path.basename(folder) and (
+        bool(tracked_fs.list_names(folder, (".pyx",))) or "ext_modules" in text_of(os.path.join(folder, "setup.py"))
+    )
 
 
 def has_submodule(package: ParsedModule, name: str) -> bool:

@@ -271,6 +271,14 @@ RUNS = {
     "a missing module of a package that another project builds": {
         "u/__init__.py": "", "scripts/a.py": program(top="from u.x import f\n"),
     },
+    "a module that a build of Cython puts into the package": {
+        "align/__init__.py": "from .align.core import path\n", "align/core.pyx": "",
+        "a.py": program(top="import align\n"),
+    },
+    "a module that a setup.py in the package builds": {
+        "align/__init__.py": "from .align.core import path\n", "a.py": program(top="import align\n"),
+        "align/setup.py": "from setuptools import setup\nsetup(ext_modules=cythonize('core.pyx'))\n",
+    },
     "a module with a syntax error": {"b.py": "def f(:\n", "a.py": program(top="import b\n")},
     "a version that a build writes": {
         "p/__init__.py": "", "p/a.py": program(top="from ._version import v\n").replace("from m", "from ..m"),
