@@ -88,6 +88,7 @@ HEADINGS = {
     "wide38": "158 that earlier lots had left out, closed before the rules were changed because of these",
     "wide39": "78 for images, sound, robots and science, closed before the rules were changed because of these",
     "wide40": "84 for language, ranking and competitions, closed before the rules were changed because of these two",
+    "wide41": "148 of all fields, closed before the rules were changed because of these",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")

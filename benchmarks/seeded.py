@@ -42,7 +42,9 @@ so there):
   copy of the file is no user), and code that a statement which raises whenever it runs precedes, as the linter finds
   it: a name that nothing binds, an import of what a module of the project lacks; a scaler where each autocast is
   switched off by `enabled=False` (all since `wide18`);
-- what is a mistake only in versions of a package that the project's requirements rule out (since `wide28`).
+- what is a mistake only in versions of a package that the project's requirements rule out (since `wide28`);
+- a module that no other file imports or names as a file, where it is no script, inputs of a model in a program that
+  freezes one, adapters (for MPG107 and 602, which leave them out), and words in docstrings (all since `wide41`).
 
 A batch of integers that is cast to FP16 counts as found by MPG110 too, which reports just that.
 """
@@ -50,8 +52,10 @@ A batch of integers that is cast to FP16 counts as found by MPG110 too, which re
 from __future__ import annotations
 
 import argparse
+import ast
 import collections
 import datetime
+import functools
 import hashlib
 import importlib.util
 import json
@@ -88,6 +92,7 @@ PER_REPOSITORY = 3
 #: The programs of one repository that are tried for a kind: one with a hundred recipes must not take all the time.
 TRIES = 12
 
+_COMMENT = re.compile(r"""(?m)^ *#.*|(?s:\"\"\".*?\"\"\"|'''.*?''')""")
 Mutate = Callable[[str], "str | None"]
 
 
@@ -111,7 +116,9 @@ class Kind(NamedTuple):
     somewhere: str = ""
 
     def fits(self, text: str) -> bool:
-        run = re.sub(r'(?m)^ *#.*|(?s:""".*?""")', "", text)  # a word in a comment is none of the program
+        run = re.sub(
+            r"""(?m)^ *#.*|(?s:\"\"\".*?\"\"\"|'''.*?''')""", "", text
+        )  # a word in a comment is none of the program
         return all(re.search(word, run) for word in self.words) and not (self.never and re.search(self.never, text))
 
 
@@ -844,7 +851,7 @@ def clip_outside_accelerator(text: str) -> str | None:
 
 
 @kind(
-    "502",
+    "502 862",  # 862 says it where a launch config has another dtype
     r"accelerator\.prepare\(",
     r"accelerator\.backward\(",
     r"= *(unet|model|net|transformer)\(",
@@ -1187,6 +1194,22 @@ def raises(program: Program, line: int) -> bool:
     return Raising(facts, UntakenBranches(facts)).contain(len("".join(lines[:place])))
 
 
+@functools.cache
+def imported(path: Path) -> set[tuple[str, ...]]:
+    """Return the modules that a file imports, and what it imports of them, by the parts of their names."""
+    try:
+        tree = ast.parse(path.read_text("utf-8", "replace"))
+    except (SyntaxError, ValueError, RecursionError):
+        return set()
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module or "", *(f"{node.module or ''}.{each.name}" for each in node.names)}
+    return {tuple(name.strip(".").split(".")) for name in names if name.strip(".")}
+
+
 class Users:
     """The words of the files of repositories, to see what nothing mentions."""
 
@@ -1208,19 +1231,30 @@ class Users:
         return any(name in words for path, words in self._words[program.repository].items() if path != program.path)
 
     def contain(self, program: Program, pattern: str, but: Path | None = None) -> bool:
-        """True if a text of the repository contains a pattern. but: a file that does not count."""
+        """True if a text contains a pattern. but: a file of the repository that does not count, nor do comments."""
         where = self.folder / program.repository.replace("/", "+")
-        return any(
-            re.search(pattern, path.read_text("utf-8", "replace"))
-            for path in where.rglob("*")
-            if path.suffix in _TEXTS and path.is_file() and path.stat().st_size <= LARGEST and path != but
-        )
+        for path in where.rglob("*"):
+            if path.suffix in _TEXTS and path.is_file() and path.stat().st_size <= LARGEST and path != but:
+                text = path.read_text("utf-8", "replace")
+                if re.search(pattern, re.sub("#.*", "", text) if but and path.suffix == ".py" else text):
+                    return True
+        return False
 
     def name_module(self, program: Program) -> bool:
         """True if another file imports a module or names its file: a word alone, as that of a variable, does not."""
+        if not self.mention(program, program.path.stem):
+            return False
+        where = self.folder / program.repository.replace("/", "+")
+        module = program.path.relative_to(where).with_suffix("").parts
         stem = re.escape(program.path.stem)
-        named = rf"(?m)\b{stem}\.py\b|[.'\"/:]{stem}\b|^[^\n#]*\bimport\b[^\n]*\b{stem}\b|\bfrom +{stem}\b|^ *{stem},?$"
-        return self.mention(program, program.path.stem) and self.contain(program, named, but=program.path)
+        if self.contain(program, rf"\b{stem}\.py\b|[\"'][\w./]*\b{stem}[\"']", but=program.path):
+            return True
+        return any(
+            name == module[-len(name) :] and (len(name) > 1 or path.parent == program.path.parent)
+            for path in where.rglob("*.py")
+            if path != program.path and path.stat().st_size <= LARGEST
+            for name in imported(path)
+        )
 
     def run(self, program: Program, mutant: str) -> bool:
         """True if something may run the place where a mutant begins to differ."""

@@ -275,7 +275,7 @@ def _below(base: str, parts: list[str]) -> ParsedModule | None:
 def _may_be_built(folder: str, name: str) -> bool:
     """True if a module that is not there may be a folder without `__init__`, an extension, or made by a build.
 
-    A build of Cython in a package puts `core.pyx` of it into a folder with the package's name.
+    A package with Cython code, or with a setup.py for extensions, is built into a folder of its name in itself.
     """
     if _BUILT.search(name) or tracked_fs.exists(os.path.join(folder, name)):
         return True

@@ -461,7 +461,7 @@ class Project:
         """True if code of the project of a DeepSpeed config reads a key of such configs itself."""
         with tracked_fs.recording_for(path):
             top = tree.top_of(Path(path).absolute().parent)
-            return tree.is_project(top) and references.may_read_deepspeed_key(top, key)
+            return tree.is_project(top) and references.may_read_deepspeed_key(top, Path(path).absolute(), key)
 
     def parser_of(self, path: str, size: int) -> Callable[[str], Tree]:
         """Return what parses the statements of a file, once for its own check and for those of files that use it."""

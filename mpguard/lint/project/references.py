@@ -22,7 +22,7 @@ from mpguard.core.tracked_fs import cached_per_run
 from mpguard.lint.project import summaries, tree
 from mpguard.lint.source.files import MARKDOWN, NOTEBOOK, PYTHON
 from mpguard.lint.source.strip_comments import stripped
-from mpguard.lint.source.test_paths import is_test
+from mpguard.lint.source.test_paths import is_test, is_unit_test
 
 #: The most files of a project that are searched; of a larger one, it is unknown what is used.
 MOST_FILES = 4000
@@ -102,7 +102,10 @@ _EXAMPLES = frozenset({"example", "examples", "research_projects"})
 
 
 def may_use(top: Path, file: Path, name: str) -> bool:
-    """True if another file of a project may use a top-level name of a file; without a name, the file itself."""
+    """True if another file of a project may use a top-level name of a file; without a name, the file itself.
+
+    Tests do not count.
+    """
     return _asked(top, file, _is_used, name)
 
 
@@ -196,9 +199,12 @@ def may_handle_value(top: Path, value: str) -> bool:
     return _asked(top, "", _names_value, value)
 
 
-def may_read_deepspeed_key(top: Path, key: str) -> bool:
-    """True if code of a project reads a key of a DeepSpeed config itself: `ds_config.get("precision")`."""
-    return _asked(top, "", _reads_deepspeed_key, key)
+def may_read_deepspeed_key(top: Path, config: Path, key: str) -> bool:
+    """True if code of a project reads a key of a DeepSpeed config itself: `ds_config.get("precision")`.
+
+    In code that names the file, from any object.
+    """
+    return _asked(top, config, _reads_deepspeed_key, key)
 
 
 def unread_keys(top: Path, file: Path) -> list[tuple[str, str]]:
@@ -267,7 +273,7 @@ class _Asked(NamedTuple):
         return [each for each in self.files if each.endswith((*PYTHON, NOTEBOOK))]
 
     @property
-    def python(self) -> list[str]:
+    def other_python(self) -> list[str]:
         """The Python files other than the file."""
         return [each for each in self.others if each.endswith(PYTHON)]
 
@@ -277,8 +283,11 @@ class _Asked(NamedTuple):
         return [each for each in self.files if not each.endswith(PYTHON)]
 
     def is_test(self, user: str) -> bool:
-        """True if a file is a test: what only tests use is in no program."""
-        return user.endswith(PYTHON) and is_test(os.path.relpath(user, self.top))
+        """True if a file tests another one that is no test: what only tests use is in no program."""
+        return user.endswith(PYTHON) and self._is_test(user) and not self._is_test(self.file)
+
+    def _is_test(self, file: str) -> bool:
+        return is_unit_test(os.path.relpath(file, self.top), _content(file))
 
     def pattern(self, before: bytes, after: bytes = b"", flags: int = 0) -> re.Pattern[bytes]:
         """Return a pattern with the name in it."""
@@ -371,12 +380,12 @@ def _sets_from_outside(asked: _Asked) -> bool:
 @_question
 def _replaces(asked: _Asked) -> bool:
     defined = asked.pattern(rb"^def[ \t]+", rb"[ \t]*\(", re.M)
-    return any(defined.search(_content(each)) and _uses(each, asked.file, "") for each in asked.python)
+    return any(defined.search(_content(each)) and _uses(each, asked.file, "") for each in asked.other_python)
 
 
 @_question
 def _updates_scaler(asked: _Asked) -> bool:
-    return any(_updates(each, asked.file) for each in asked.python)
+    return any(_updates(each, asked.file) for each in asked.other_python)
 
 
 @_question
@@ -397,8 +406,11 @@ def _reads_deepspeed_as_json(asked: _Asked) -> bool:
 
 @_question
 def _reads_deepspeed_key(asked: _Asked) -> bool:
-    read = asked.pattern(rb"(?i)\b\w*(?:ds_|deepspeed)\w*(?:\.get\(|\.pop\(|\[)\s*[\"']", rb"[\"']")
-    return any(read.search(_content(each)) for each in asked.code)
+    item = asked.pattern(rb"(?:\.get\(|\.pop\(|\[)\s*[\"']", rb"[\"'](?!\s*\]\s*=(?!=))").pattern
+    of_any, of_deepspeed = re.compile(item), re.compile(rb"(?i)(?:deepspeed|(?<![a-z])ds_)\w{0,60}" + item)
+    config = os.path.basename(asked.file).encode()
+    code = (stripped(_content(each)) for each in asked.code)
+    return any((of_any if config in each else of_deepspeed).search(each) for each in code)
 
 
 @_question

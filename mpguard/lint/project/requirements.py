@@ -47,8 +47,9 @@ _TORCH_VERSION = re.compile(
 )
 #: A link of Markdown, `[PyTorch](https://pytorch.org) 1.10`, and an item with several requirements,
 #: `- Python == 3.10, PyTorch == 2.0.1`.
-_LINK = re.compile(r"\[([^\]\n]*)\]\([^)\n]*\)")
-_LISTED = re.compile(rf"^[ \t]*[*+-][ \t]*`?{_SPECIFIED}`?,[ \t].*$", re.M | re.ASCII)
+_LINK = re.compile(r"\[([A-Za-z][A-Za-z -]{0,40})\]\([^()\n]{0,300}\)", re.ASCII)
+_ITEM = r"[A-Za-z][\w.-]*[ \t]*(?:[=~!]=|[<>]=?)[ \t]*\d[\w.*+]*"
+_LISTED = re.compile(rf"^[ \t]*[*+-][ \t]*{_ITEM}(?:,[ \t]+(?:{_ITEM}|[^\d<>=~,\n]+))+$", re.M | re.ASCII)
 #: A variable of a Dockerfile and its value: `ENV PYTORCH_VERSION=1.12.1`.
 _DOCKER_VARIABLE = re.compile(r"^(?:ARG|ENV)[ \t]+(\w+)(?:=|[ \t]+)[\"']?([\w.+-]+)[\"']?[ \t]*$", re.M)
 _LARGEST = 1 << 18
@@ -73,8 +74,11 @@ _WITHOUT_CUDA = {
     (11, 3): (1, 13), (11, 5): (1, 12), (11, 6): (1, 14), (11, 7): (2, 1), (11, 8): (2, 8), (12, 1): (2, 6),
     (12, 4): (2, 7),
 }  # fmt: skip
-#: PyTorch's own images: `FROM pytorch/pytorch:2.0.1-cuda11.7-cudnn8-devel`.
-_TORCH_IMAGE = re.compile(r"\bpytorch/pytorch:(\d+\.\d[\d.]*)-", re.ASCII)
+#: Stages of a Dockerfile, and PyTorch's own images: `FROM pytorch/pytorch:2.0.1-cuda11.7-cudnn8-devel AS base`.
+_STAGE = re.compile(r"^FROM[ \t]+(?:--\S+[ \t]+)?(\S+)(?:[ \t]+AS[ \t]+(\S+))?[ \t]*$", re.M | re.I)
+_TORCH_IMAGE = re.compile(r"^(?:docker\.io/)?pytorch/pytorch:(\d+\.\d[\d.]*)-", re.ASCII)
+_COMMENTS = re.compile(r"^[ \t]*#.*\n?", re.M)
+_INSTALL = re.compile(r"\b(?:pip3?|conda|mamba)[ \t]+install\b([^\n;&|]*)")
 #: NVIDIA's images by year and month, and a version that was released later than the images before this one.
 _IMAGE = re.compile(r"\bnvcr\.io/nvidia/pytorch:(\d\d)\.(\d\d)-", re.ASCII)
 _RUNS_IMAGE = re.compile(r"(?i)\bdocker[ \t]+(?:run|pull)\b|\b(?:srun|enroot|singularity|apptainer)\b")
@@ -167,11 +171,15 @@ class _Patterns:
 
 @dataclasses.dataclass
 class _FolderRequirements:
-    """What the files of one folder require: versions of a package, CUDA versions, images of NVIDIA; their texts."""
+    """What the files of one folder require: versions of a package, CUDA versions, images; and their texts.
+
+    images: those of NVIDIA, by year and month. torch_images: the versions of torch of PyTorch's images.
+    """
 
     specifiers: list[str] = dataclasses.field(default_factory=list)
     cuda: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     images: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    torch_images: list[str] = dataclasses.field(default_factory=list)
     texts: list[str] = dataclasses.field(default_factory=list)
 
     @classmethod
@@ -187,6 +195,8 @@ class _FolderRequirements:
             found.specifiers += patterns.specifiers(text)
             found.images |= {(int(year), int(month)) for year, month in _IMAGE.findall(text)}
             found.cuda |= {(int(a or c), int(b or d)) for a, b, c, d in _CUDA.findall(text)}
+            image = _torch_of_image(text) if "ockerfile" in file.name else None
+            found.torch_images += [image] if image is not None else []
             found.texts.append(text)
             is_listed = is_listed or (bool(found.specifiers) and not is_instruction)
         return found
@@ -216,6 +226,8 @@ def required(folder: str, top: str, package: str) -> Required:
             limit = _of_images(package, here.images, here.texts) if here.images and not names_image else None
             limit = limit or _of_environment(package, patterns.name, here.texts)
             specifiers = [f"<{'.'.join(map(str, limit))}"] if limit is not None else []
+            if package == "torch" and here.torch_images:
+                specifiers = [f"=={version}" for version in here.torch_images]
         names_image = names_image or bool(here.images)
         if specifiers or here.cuda:
             bounds = _bounds(specifiers, next(iter(here.cuda)) if len(here.cuda) == 1 else None)
@@ -244,7 +256,21 @@ def _of_images(package: str, images: set[tuple[int, int]], texts: list[str]) -> 
 
 def _installs_newest(package: str, text: str) -> bool:
     """True if a text installs the newest version of a package over that of an image: `pip install -U torch`."""
-    return re.search(rf"\bpip3?[ \t]+install\b[^\n]*(?<![\w-]){package}(?![\w=<>~-])", text) is not None
+    named = re.compile(rf"(?<![\w./\[-]){'(?:py)?torch' if package == 'torch' else package}(?![\w=<>~-])")
+    return any(map(named.search, _INSTALL.findall(text)))
+
+
+def _torch_of_image(text: str) -> str | None:
+    """Return the version of torch of the last stage of a Dockerfile, if that is an image of PyTorch."""
+    if _installs_newest("torch", text):
+        return None
+    stages = _STAGE.findall(text)
+    named = {name: image for image, name in stages if name}
+    image = stages[-1][0] if stages else ""
+    for _ in stages:
+        image = named.get(image, image)
+    found = _TORCH_IMAGE.match(image)
+    return found[1] if found is not None else None
 
 
 def _of_environment(package: str, named: re.Pattern[str], texts: list[str]) -> tuple[int, ...] | None:
@@ -338,16 +364,16 @@ def _text(path: Path) -> str:
     if _is_instruction(path):
         return "\n".join((*_INSTALLS.findall(text), *(_requirements(text) if path.suffix != ".sh" else ())))
     if "ockerfile" in path.name:
+        text = _COMMENTS.sub("", text).replace("\\\n", " ")
         values: dict[str, str] = dict(_DOCKER_VARIABLE.findall(text))
-        text = re.sub(r"\$\{?(\w+)\}?", lambda used: values.get(used[1], used[0]), text)
-        return text if _installs_newest("torch", text) else _TORCH_IMAGE.sub(r"torch==\1 ", text)
+        return re.sub(r"\$\{?(\w+)\}?", lambda used: values.get(used[1], used[0]), text)
     return text.partition("\n\n")[0] if path.name == "METADATA" else text  # the README follows
 
 
 def _requirements(text: str) -> list[str]:
     """Return what a text for readers requires, each as a requirement, and the images of NVIDIA that it names."""
     text = _LINK.sub(r"\1", text)
-    text = _LISTED.sub(lambda line: re.sub(r",[ \t]+(?=[A-Za-z])", "\n", line[0]), text)
+    text = _LISTED.sub(lambda line: line[0] if _REQUIREMENT.match(line[0]) else line[0].replace(",", "\n"), text)
     lines = text.splitlines()
     literals = [each for line in lines if _INSTALLED_BY.search(line) for each in _LITERAL.findall(line)]
     images = [image[0] for line in lines if _RUNS_IMAGE.search(line) for image in _IMAGE.finditer(line)]

@@ -24,3 +24,8 @@ def is_test(path: str, code: bytes = b"") -> bool:
         or not _MEASURES.isdisjoint(stem.split("_"))
         or (stem.endswith("_test") and _TESTS.search(code) is not None)
     )
+
+
+def is_unit_test(path: str, code: bytes) -> bool:
+    """True for a file in a folder `tests`, and for one that imports a library of tests: no program."""
+    return "tests" in path.replace(os.sep, "/").split("/")[:-1] or _TESTS.search(code) is not None

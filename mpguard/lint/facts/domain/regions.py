@@ -24,6 +24,7 @@ from mpguard.lint.facts.values.lattice import (
     Object,
     Ref,
 )
+from mpguard.lint.source.strip_comments import stripped
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
@@ -261,26 +262,22 @@ class Regions:
         return True if known == {True} else False if known == {False} else None
 
     def _dtypes_of_parameter(self, given: cst.BaseExpression, call: Call) -> PossibleDtypes:
-        """Return FP16, if a parameter gives the dtype and FP16 is its default or what the file compares it with.
+        """Return FP16, if a parameter gives the dtype, and FP16 is its default or what its code compares it with.
 
-        And else an unknown one. That is a parameter of the function, or one that `__init__` stores in an attribute.
-        Nothing in other cases.
+        And else an unknown one. That is a parameter of the function, or one that `__init__` stores in an attribute. A
+        default that is neither FP16 nor FP32 is what the code is for. Nothing in other cases.
         """
         scope, name = self._parameter(dotted(given), call)
         if scope is None or scope.parent is None:
             return ()
         default = next((param.default for param in scope.params if param.name == name), None)
-        made = self.facts.values.evaluate(default, scope.parent, scope.order) if default is not None else ()
-        by_default = bool(made) and all(each.atom == DtypeValue(Dtype.FP16) for each in made)
-        if not by_default and not self._is_compared_with_float16(name):
+        made = [each.atom for each in self.facts.values.evaluate(default, scope.parent, scope.order)] if default else []
+        is_default = bool(made) and all(atom == DtypeValue(Dtype.FP16) for atom in made)
+        is_open = all(atom in (DtypeValue(Dtype.FP32), Constant(None)) for atom in made)
+        if not is_default and not (is_open and _is_compared_with_float16(name, scope)):
             return ()
         kept = Flag(name, "float16")
         return ((ALWAYS.given(kept), Dtype.FP16), (ALWAYS.given(negated(kept)), None))
-
-    def _is_compared_with_float16(self, name: str) -> bool:
-        """True if the file asks whether a name is FP16: `precision == torch.float16`."""
-        asked = rf"(?<![\w.]){re.escape(name)}[ \t]*(?:==|is)[ \t]*torch\.(?:float16|half)\b"
-        return re.search(asked, self.facts.file_text) is not None
 
     def _parameter(self, name: str, call: Call) -> tuple[Scope | None, str]:
         """Return the function and the name of the parameter that gives an argument of a call."""
@@ -407,3 +404,11 @@ def _as_tested(node: cst.CSTNode, dtypes: PossibleDtypes) -> PossibleDtypes:
 def _passes_on(call: Call, value: cst.BaseExpression, name: str) -> bool:
     """True if an argument is the parameter of the same name of the function that contains the call."""
     return dotted(value) == name and any(param.name == name for param in call.scope.params)
+
+
+def _is_compared_with_float16(name: str, scope: Scope) -> bool:
+    """True if a function, or its class, asks whether a name is FP16, other than to raise."""
+    asked = (
+        rf"(?<![\w.])(?:self\.)?{re.escape(name)}[ \t]*(?:==|is)[ \t]*torch\.(?:float16|half)\b(?![^\n]*:\s*raise\b)"
+    )
+    return re.search(asked, stripped(scope.chunk.text)) is not None

@@ -219,15 +219,20 @@ class TrainingUse:
         return Training(reach, sinks, len(sinks) < len(trained)) if sinks else None
 
     def _is_frozen_later(self, cast: Event, reach: Reach) -> bool:
-        """True if a model takes a value by its name, and frozen models take others of the function, and after it."""
+        """True if a model takes a value by its name, and the frozen models of the function, after it, do not."""
         bound = self._bound(cast.call)
         if bound is None:
             return False
 
-        def takes(call: Call) -> bool:
-            return bound.key in map(dotted, (*call.positional, *call.keywords.values()))
+        word = re.compile(rf"(?<![\w.]){re.escape(bound.key)}\b")
 
-        first = min((call.order for call in reach.models if call.scope is cast.scope and takes(call)), default=None)
+        def takes(call: Call) -> bool:
+            return any(word.search(text_of(given)) for given in (*call.positional, *call.keywords.values()))
+
+        takers = (
+            call for call in reach.models if bound.key in map(dotted, (*call.positional, *call.keywords.values()))
+        )
+        first = min((call.order for call in takers if call.scope is cast.scope), default=None)
         frozen = [sink.call for sink in reach.sinks if sink.kind == "frozen"]
         return first is not None and all(
             call.scope is cast.scope and call.order > first and not takes(call) for call in frozen

@@ -68,7 +68,7 @@ def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts
     In the function of the backward pass, in one around it, or in another method of its class that gets it as an
     argument or runs next to it, it may be an optimizer that comes from outside: it cannot scale that loss.
     """
-    if _drops_gradients(backward.call):
+    if _drops_gradients(backward.call, facts):
         return None
     owner = backward.scope.owner
     unknown: Event | None = None
@@ -112,25 +112,35 @@ def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts
     return unknown
 
 
-def _drops_gradients(backward: Call) -> bool:
-    """True if the next call after a backward pass clears the gradients: a trial run that measures memory."""
-    following = [call for call in backward.scope.calls if call.order > backward.order]
-    first = min(following, key=lambda call: call.order, default=None)
-    return (
-        first is not None
-        and first.name == "zero_grad"
-        and first.loops == backward.loops
-        and not first.guard - backward.guard
-    )
+def _drops_gradients(backward: Call, facts: Facts) -> bool:
+    """True if a function never steps, and clears the gradients after a backward pass: a trial that measures memory.
+
+    Between the two it calls nothing of the project, which might step.
+    """
+    calls = backward.scope.calls
+    after = [each for each in calls if each.order > backward.order and each.loops == backward.loops]
+    cleared = [each for each in after if each.name == "zero_grad" and not each.guard - backward.guard]
+    if not cleared or any(each.name == "step" for each in calls):
+        return False
+    return not any(facts.functions(each) for each in after if each.order < cleared[0].order)
 
 
 def _runs_both(owner: Scope, backward: Scope, step: Scope) -> bool:
-    """True if a method of a class runs both of two others: the backward pass calls the step, or a loop calls both."""
-    for method in owner.children:
-        paths = {call.path for call in method.calls}
-        if f"self.{step.name}" in paths and (method is backward or f"self.{backward.name}" in paths):
-            return True
-    return False
+    """True if a method of a class runs two others: the backward pass calls the step, or one loop calls first it, then
+    the step."""
+    if any(call.path == f"self.{step.name}" for call in backward.calls):
+        return True
+    return any(
+        run.path == f"self.{backward.name}"
+        and applied.path == f"self.{step.name}"
+        and run.loops
+        and run.loops == applied.loops
+        and run.order < applied.order
+        and compatible(run.guard, applied.guard)
+        for method in owner.children
+        for run in method.calls
+        for applied in method.calls
+    )
 
 
 def may_be_scaled(

@@ -2665,6 +2665,24 @@ def train(net, encoder, loader, optimizer):
         loss.backward()
         optimizer.step()
 """),
+        # The name of an input of a model with FP16 weights, whose cast is reported itself.
+        Bad("""\
+import torch
+
+def train(model, loader, args):
+    if args.half:
+        model.half()  # !
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, target in loader:
+        input_var = x.cuda()
+        if args.half:
+            input_var = input_var.half()
+        output = model(input_var)
+        loss = torch.nn.functional.cross_entropy(output.float(), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -1149,6 +1149,26 @@ def build(config):
                 "train.py": "import models\nfrom registry import MODELS\n\nmodel = MODELS[name](config)\nfit(model)\n",
             },
         ),
+        # A trainer converts the model that it gets and keeps.
+        Bad(
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+class Trainer:
+    def __init__(self, model, lr=1e-3):
+        self.model = model
+        convert_to_float8_training(model)  # !
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+
+    def train(self, loader):
+        for x in loader:
+            self.optimizer.zero_grad()
+            self.model(x).sum().backward()
+            self.optimizer.step()
+""",
+            files={"pyproject.toml": ""},
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -1198,11 +1218,20 @@ def build(config):
         return not reach.sinks and not reach.outside
 
     def _is_trained_here(self, event: Event, facts: Facts) -> bool:
-        """True if the function trains, or another method of a class that converts itself or an attribute."""
-        owner = event.scope.owner if event.key.partition(".")[0] == "self" else None
+        """True if the function trains, or another method of a class that converts itself or what an attribute holds."""
+        of_object = event.key.partition(".")[0] == "self" or self._is_stored(event)
+        owner = event.scope.owner if of_object else None
         return any(
             each.scope is event.scope or (owner is not None and each.scope.owner is owner)
             for each in facts.events("backward")
+        )
+
+    def _is_stored(self, event: Event) -> bool:
+        """True if an attribute of the object holds the converted module."""
+        return any(
+            key.startswith("self.") and dotted(each.value) == event.key
+            for key, bound in event.scope.bindings.items()
+            for each in bound
         )
 
     def _is_given(self, event: Event, facts: Facts) -> bool:
@@ -1275,8 +1304,8 @@ def build(config):
             return self._fix_accelerator(call, facts)
         if self._is_looped(event, facts):
             return None  # another value of the loop's variable changes no block
-        if self._is_given(event, facts) and not self._is_trained_here(event, facts):
-            return None  # the caller keeps the module that it has
+        if self._is_given(event, facts) and (self._is_stored(event) or not self._is_trained_here(event, facts)):
+            return None  # the caller, or the object, keeps the module that it has
         torch = python_edits.name_of_torch(facts)
         statement = call.statement
         if isinstance(statement, cst.Assign) and statement.value is call.node and len(statement.targets) == 1:

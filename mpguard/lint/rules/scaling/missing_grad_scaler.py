@@ -2769,6 +2769,105 @@ def train(model, loader):
         model(x).sum().backward()
         optimizer.step()
 """),
+        # A function in a method calls another method that steps; a GAN clears the gradients of its other network.
+        Bad("""\
+import torch
+
+class Trainer:
+    def __init__(self, net, optimizer):
+        self.net, self.optimizer = net, optimizer
+
+    def step(self):
+        self.optimizer.step()
+
+    def fit(self, loader):
+        def run(x):
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = self.net(x).sum()
+            loss.backward()  # !
+            self.step()
+        for x in loader:
+            run(x)
+"""),
+        Bad(
+            """\
+import torch
+
+def train(gen, disc, loader):
+    opt_g = torch.optim.Adam(gen.parameters())
+    for z in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = disc(gen(z)).mean()
+        loss.backward()  # !
+        disc.zero_grad()
+        if z.isfinite().all():
+            opt_g.step()
+        opt_g.zero_grad()
+""",
+            fixed="""\
+import torch
+
+def train(gen, disc, loader):
+    opt_g = torch.optim.Adam(gen.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for z in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = disc(gen(z)).mean()
+        scaler.scale(loss).backward()
+        disc.zero_grad()
+        if z.isfinite().all():
+            scaler.step(opt_g)
+            scaler.update()
+        opt_g.zero_grad()
+""",
+        ),
+        # A method probes FP16 once; its loop trains in FP32.
+        Good("""\
+import torch
+
+class Loop:
+    def __init__(self, net, optimizer):
+        self.net, self.optimizer = net, optimizer
+
+    def probe(self, x):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = self.net(x).sum()
+        loss.backward()
+
+    def step_optimizer(self):
+        self.optimizer.step()
+
+    def train(self, batches):
+        self.probe(batches[0])
+        for x in batches:
+            self.net(x).sum().backward()
+            self.step_optimizer()
+            self.optimizer.zero_grad()
+"""),
+        # What other code asks about a dtype, a default and a check that refuses FP16 say nothing.
+        Good("""\
+import torch
+
+def size_of(dtype):
+    return 2 if dtype == torch.float16 else 4
+
+def train_step(model, x, optimizer, dtype):
+    if dtype == torch.float16:
+        raise ValueError("FP16 needs a scaler")
+    with torch.autocast("cuda", dtype=dtype):
+        loss = model(x).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def train_in_bf16(model, x, optimizer, dtype=torch.bfloat16):
+    print("half", dtype == torch.float16)
+    with torch.autocast("cuda", dtype=dtype):
+        loss = model(x).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

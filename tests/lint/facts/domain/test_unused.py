@@ -103,6 +103,14 @@ UNUSED = {
         "pkg/__init__.py": "",
         "pkg/a.py": TRAIN.format("find_configuration()"),
     },
+    "only a test in the folder of tests uses it": {
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
+        "tests/verify_a.py": "from a import fit\n\nfit(1)\n",
+    },
+    "only a test that pytest collects uses it": {
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
+        "test_a.py": "import pytest\nfrom a import fit\n\ndef test_fit(): fit(1)\n",
+    },
     "the decorator that registers it never runs": {
         "a.py": TRAIN.replace("\n\ndef", "\n@REGISTRY.register()\ndef").format(
             "fit(model, loader=loader, optimizer=optimizer)"
@@ -128,6 +136,10 @@ USED = {
     "another file imports it": {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "b.py": "from a import fit\n\nfit(1)\n",
+    },
+    "a program that is named like a test imports it": {
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
+        "test_time_training.py": "from a import fit\n\nfit(1)\n",
     },
     "another file imports it under another name": {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
