@@ -113,7 +113,7 @@ class JsonScanner:
     def _after_comma(self, at: int, closing: str) -> int:
         """Return the offset of the next member, after the comma at `at`."""
         if self.text[at : at + 1] != ",":
-            raise self._unexpected(at, f"`,` or `{closing}`")
+            return self.missing_comma(at, closing)
         after = self.skip_space(at + 1)
         if self.text[after : after + 1] == closing:
             self.extra_comma(at, closing)
@@ -122,6 +122,10 @@ class JsonScanner:
     def extra_comma(self, at: int, closing: str) -> None:
         """Handle a comma after the last member or item."""
         raise Unreadable(f"invalid JSON: a comma before `{closing}`. Remove it", at)
+
+    def missing_comma(self, at: int, closing: str) -> int:
+        """Return the offset of the next member or item, which no comma precedes."""
+        raise self._unexpected(at, f"`,` or `{closing}`")
 
     def _unexpected(self, at: int, wanted: str) -> Unreadable:
         rest = self.text[at : at + 2]
@@ -134,7 +138,10 @@ class JsonScanner:
 
 
 class _Reader(JsonScanner):
-    """Reads a whole text into nodes. Commas before a bracket and comments, which hjson accepts, are problems."""
+    """Reads a whole text into nodes.
+
+    What hjson accepts is a problem: comments, commas before a bracket, and lines that no comma separates.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -153,6 +160,14 @@ class _Reader(JsonScanner):
     def extra_comma(self, at: int, closing: str) -> None:
         message = f"invalid JSON: a comma before `{closing}`. Remove it"
         self.problems.append(Problem(message, (at, at + 1), hjson=True))
+
+    def missing_comma(self, at: int, closing: str) -> int:
+        line = self.text.rfind("\n", 0, at)
+        if self.text[at : at + 1] != '"' or self.text[line + 1 : at].strip() or line < 0:
+            return super().missing_comma(at, closing)
+        message = "invalid JSON: no comma before this line. Add it"
+        self.problems.append(Problem(message, (at, at + 1), hjson=True))
+        return at
 
     def document(self) -> Node | None:
         """Return the root node; None for an empty text."""

@@ -155,6 +155,8 @@ def test_a_tag_is_never_executed(tmp_path: Path) -> None:
         ("mp.yaml", "a: 2001-13-45\n", 1, "is not a valid timestamp"),
         ("mp.yaml", "a: " + "[" * 10_000, 1, "nested more than 100"),
         ("ds.json", '{\n  "a": 1,\n}\n', 2, "a comma before `}`"),
+        ("ds.json", '{\n  "a": {"b": 1}\n  "c": 1\n}\n', 3, "no comma before this line"),
+        ("ds.json", '{\n  "a": {"b": 1} "c": 1\n}\n', 2, "where `,` or `}` is needed"),
         ("ds.json", '{\n  "a": 1,\n  "a": 2\n}\n', 3, "`a` is a duplicate key"),
         ("ds.json", '{"a": NaN}', 1, "`NaN` is not valid JSON"),
         ("ds.json", '{"a": True}', 1, "write `true`"),

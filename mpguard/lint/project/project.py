@@ -438,6 +438,13 @@ class Project:
         with tracked_fs.recording_for(path):
             return references.is_copied_example(Path(path).absolute())
 
+    def is_in_copy(self, path: str) -> bool:
+        """True if a file is in a copy of another package, with a license of its own, below the top of a project."""
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.outermost(file.parent)
+            return tree.is_project(top) and references.is_in_copy(file, top)
+
     def launches_with_deepspeed_only(self, path: str) -> bool:
         """True if the project has accelerate configs, and all of them choose DeepSpeed."""
         with tracked_fs.recording_for(path):
@@ -453,9 +460,10 @@ class Project:
 
     def deepspeed_config_read_as_json(self, path: str) -> bool:
         """True if something in the project may read a DeepSpeed config by a stricter reader than DeepSpeed's."""
+        file = Path(path).absolute()
         with tracked_fs.recording_for(path):
-            top = tree.top_of(Path(path).absolute().parent)
-            return not tree.is_project(top) or references.may_read_deepspeed_as_json(top)
+            top = tree.top_of(file.parent)
+            return not tree.is_project(top) or references.may_read_deepspeed_as_json(top, file)
 
     def reads_deepspeed_key(self, path: str, key: str) -> bool:
         """True if code of the project of a DeepSpeed config reads a key of such configs itself."""

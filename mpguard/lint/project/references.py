@@ -123,12 +123,12 @@ def may_derive(top: Path, file: Path, name: str) -> bool:
     return _asked(top, file, _is_base, name)
 
 
-def may_read_deepspeed_as_json(top: Path) -> bool:
+def may_read_deepspeed_as_json(top: Path, file: Path) -> bool:
     """True if something in a project may read a DeepSpeed config with `json`, as Trainer, accelerate and Lightning do.
 
-    DeepSpeed itself reads it with hjson, which accepts comments and commas before a bracket.
+    DeepSpeed itself reads it with hjson, which accepts more: what commands give to `--deepspeed_config`.
     """
-    return _asked(top, "", _reads_deepspeed_as_json)
+    return _asked(top, file, _reads_deepspeed_as_json)
 
 
 def configs_choose_deepspeed(top: Path) -> bool:
@@ -240,6 +240,11 @@ def is_copied_example(file: Path) -> bool:
     return False
 
 
+def is_in_copy(file: Path, top: Path) -> bool:
+    """True if a file is in a copy of another package below the top of a project."""
+    return any(_is_copy(each, top) for each in file.parents if each.is_relative_to(top) and each != top)
+
+
 def _is_copy(folder: Path, top: Path) -> bool:
     """True if a folder contains a package with another license than its project.
 
@@ -340,7 +345,7 @@ def _where_used(asked: _Asked) -> list[str]:
 
 @_question
 def _is_run(asked: _Asked) -> bool:
-    return any(_uses(each, asked.file, "") and not _is_in_copy(each, asked.top) for each in asked.others)
+    return any(_uses(each, asked.file, "") and not is_in_copy(Path(each), Path(asked.top)) for each in asked.others)
 
 
 @_question
@@ -401,6 +406,11 @@ def _reads_deepspeed(asked: _Asked) -> bool:
 
 @_question
 def _reads_deepspeed_as_json(asked: _Asked) -> bool:
+    name = re.escape(os.path.basename(asked.file).encode())
+    naming = re.compile(rb"^.*(?<![\w.-])%s\b.*$" % name, re.M)
+    commands = [line for each in asked.texts if each != asked.file for line in naming.findall(_content(each))]
+    if commands and all(b"--deepspeed_config" in line for line in commands):
+        return any(b"json." in line for each in asked.other_python for line in naming.findall(_content(each)))
     return any(_READS_AS_JSON.search(_content(each)) for each in asked.files)
 
 
@@ -465,13 +475,6 @@ def _lists_unread_keys(asked: _Asked) -> list[str]:
 
 
 # -- their parts ----------------------------------------------------------------------------------------
-
-
-def _is_in_copy(file: str, top: str) -> bool:
-    """True if a file is in a copy of another package below the top of a project."""
-    return any(
-        _is_copy(each, Path(top)) for each in Path(file).parents if each.is_relative_to(top) and str(each) != top
-    )
 
 
 def exports_all(file: Path) -> bool:

@@ -17,8 +17,9 @@ class UnreadableConfig(EngineRule):
     command line. In YAML of another program than accelerate, a key that is there twice is reported only if its name has
     to do with precision.
 
-    DeepSpeed reads its JSON with hjson, which accepts comments and a comma before a bracket; Trainer, accelerate and
-    Lightning use `json`, which does not. Both are reported unless nothing in the project reads configs with `json`.
+    DeepSpeed reads its JSON with hjson, which accepts comments, a comma before a bracket, and lines without a comma
+    between them; Trainer, accelerate and Lightning use `json`, which does not. They are reported unless nothing in the
+    project reads configs with `json`, or all commands that name the file give it to `--deepspeed_config`.
     """
 
     code, name = "MPG003", "unreadable-config"
@@ -76,7 +77,7 @@ num_processes: 1
             """\
 {
   // read by deepspeed.initialize alone
-  "bf16": {"enabled": true},
+  "bf16": {"enabled": true}
   "zero_optimization": {"stage": 2},
 }
 """,
@@ -88,6 +89,25 @@ import deepspeed
 
 engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
 """,
+            },
+        ),
+        # A command gives it to DeepSpeed itself; other programs of the project use a Trainer.
+        Good(
+            '{\n"bf16": {"enabled": true},\n"zero_optimization": {"stage": 2},\n}\n',
+            name="ds_config.json",
+            files={
+                "pyproject.toml": "[project]\nname = 'translate'\n",
+                "run.sh": "deepspeed main.py --deepspeed --deepspeed_config ds_config.json\n",
+                "other.py": "from transformers import Trainer, TrainingArguments\n",
+            },
+        ),
+        Bad(
+            '{\n"bf16": {"enabled": true},\n"zero_optimization": {"stage": 2},  # !\n}\n',
+            name="ds_config.json",
+            files={
+                "pyproject.toml": "[project]\nname = 'translate'\n",
+                "run.sh": "deepspeed main.py --deepspeed ds_config.json\n",
+                "main.py": "from transformers import Trainer, TrainingArguments\n",
             },
         ),
     )

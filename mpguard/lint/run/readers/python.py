@@ -53,6 +53,8 @@ def _check(data: bytes, context: Context, cells: Sequence[int]) -> FileCheck:
     strict = context.target.named or SYNTAX in context.selection.requested
     if not rules and not dict_rules and not has_suppressions and not strict:
         return not_checked()
+    if of_test and not context.target.named and context.project.is_in_copy(context.path):
+        return not_checked()  # a test of another package, which this project contains and does not run
 
     diagnostics: list[Diagnostic] = []
     defects: list[Defect] = []

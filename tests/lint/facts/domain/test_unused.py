@@ -359,3 +359,15 @@ def test_an_example_of_a_copied_package_counts_where_the_project_runs_it(
 ) -> None:
     write(files)
     assert reported(capsys) == lines
+
+
+@pytest.mark.parametrize(("license", "expected"), [("theirs", []), ("ours", ["dep/tests/test_a.py:1"])])
+def test_nothing_is_reported_in_the_tests_of_a_copied_package(
+    license: str, expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are no code of the project that contains it; its other code is."""
+    deprecated = "from apex import amp\n\namp.initialize(model)\n"
+    write({"LICENSE": "ours", "dep/LICENSE": license, "dep/setup.py": "", "dep/tests/test_a.py": deprecated})
+    assert reported(capsys) == expected
+    write({"dep/dep/__init__.py": "", "dep/dep/a.py": deprecated})
+    assert [each for each in reported(capsys) if "tests" not in each] == ["dep/dep/a.py:1"]
