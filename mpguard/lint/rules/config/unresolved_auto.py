@@ -9,7 +9,7 @@ from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, accelerate_config, a
 if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
 
-_FP32 = "DeepSpeed drops the key, and the run is FP32"
+_OFF = "DeepSpeed drops the key, and the section is off"
 
 
 class UnresolvedAuto(ConfigRule):
@@ -17,8 +17,8 @@ class UnresolvedAuto(ConfigRule):
 
     ## Why is this bad
     Only the HF Trainer fills in `"auto"` from its arguments, and accelerate from its `mixed_precision`. DeepSpeed
-    0.19.8 itself drops such keys: both sections are off, and the run is FP32. accelerate 1.15.0 without
-    `mixed_precision` fills in `false`, with the same result.
+    0.19.8 itself drops such keys: both sections are off, and weights that nothing casts stay in FP32. accelerate
+    1.15.0 without `mixed_precision` fills in `false`, with the same result.
 
     ## Known limits
     Two cases are reported. The first is a dict that the code passes to `deepspeed.initialize`. The second is a file
@@ -135,7 +135,7 @@ engine = deepspeed.initialize(model=model, config=filled)
         first = min(unresolved, key=lambda entry: entry.key_span)
         if document.format == "python":
             if document.given_to == ("deepspeed.initialize",):
-                yield self._at(first, _FP32)
+                yield self._at(first, _OFF)
             return
         configs = siblings.naming(document.path)
         if not configs or any(accelerate_config.mixed_precision_mode(config) not in (None, "no") for config in configs):

@@ -1220,6 +1220,30 @@ for x in loader:
     scaler.update()
 """
         ),
+        # Users of a wrapper call its method that updates.
+        Good(
+            """\
+import torch
+
+class Scaler:
+    def __init__(self, enabled=True):
+        self._scaler = torch.amp.GradScaler("cuda", enabled=enabled)
+
+    def scale_and_step(self, loss, optimizer):
+        self._scaler.scale(loss).backward()
+        self._scaler.step(optimizer)
+
+    def update(self):
+        self._scaler.update()
+""",
+            files={
+                "pyproject.toml": "",
+                "train.py": "import torch\nfrom example import Scaler\n\ndef train(model, loader, optimizer):\n"
+                "    scaler = Scaler()\n    for x in loader:\n        with torch.autocast('cuda'):\n"
+                "            loss = model(x).sum()\n        scaler.scale_and_step(loss, optimizer)\n"
+                "        scaler.update()\n        optimizer.zero_grad()\n",
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -1365,10 +1389,17 @@ for x in loader:
         return not self._updated_by_users(step, facts)
 
     def _updated_by_users(self, step: TraceStep, facts: Facts) -> bool:
-        """True if code that uses the class of a scaler updates it: `trainer.scaler.update()`."""
+        """True if code that uses the class of a scaler updates it: `trainer.scaler.update()`, or by a method of it."""
         owner, scaler = step.record.scope.owner, facts.short(step.scaler)
         if owner is None or not scaler.startswith("self."):
             return False
+        for method in owner.children:
+            if not any(call.path == f"{scaler}.update" for call in method.calls):
+                continue
+            callers = facts.callers(method)
+            may_be_used = not callers and facts.project.method_used_elsewhere(facts.path, method.name)
+            if may_be_used or any(facts.of(each) is not facts for each in callers):
+                return True
         attribute = scaler.removeprefix("self")
         for user in (facts, *(facts.users(owner.name) or ())):
             user.need_uses(attribute.rpartition(".")[2])
