@@ -1236,9 +1236,10 @@ class Scaler:
     def update(self):
         self._scaler.update()
 """,
+            name="scaler.py",
             files={
                 "pyproject.toml": "",
-                "train.py": "import torch\nfrom example import Scaler\n\ndef train(model, loader, optimizer):\n"
+                "run.py": "import torch\nfrom scaler import Scaler\n\ndef train(model, loader, optimizer):\n"
                 "    scaler = Scaler()\n    for x in loader:\n        with torch.autocast('cuda'):\n"
                 "            loss = model(x).sum()\n        scaler.scale_and_step(loss, optimizer)\n"
                 "        scaler.update()\n        optimizer.zero_grad()\n",
