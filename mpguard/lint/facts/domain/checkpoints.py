@@ -13,6 +13,7 @@ import libcst as cst
 
 from mpguard.lint.facts.events.event import Event, is_optimizer, is_scaler, last_name
 from mpguard.lint.facts.syntax.nodes import constant, dotted
+from mpguard.lint.facts.syntax.path_condition import compatible, equality
 from mpguard.lint.facts.syntax.records import Call, Scope, Use
 from mpguard.lint.facts.values import project_words
 from mpguard.lint.facts.values.api_names import SAVES
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 Role = Literal["model", "optimizer", "scaler", "other", ""]
+#: Expressions that test a value or return it.
+_PASSES_ON = (cst.Comparison, cst.BooleanOperation, cst.UnaryOperation, cst.If, cst.Return, cst.Element)
 #: Functions that return the wrapped model.
 _UNWRAPS = project_words.MODEL_UNWRAPPERS | {"unwrap_model"}
 _SCHEDULER = re.compile(r"sched|warmup")
@@ -104,13 +107,13 @@ class Checkpoints:
         """True if an optimizer's state is restored, in the file or by a function that loads.
 
         Such a function is `load_checkpoint(path, optimizer)`. A warm start from another run does not resume this one,
-        nor does a function that nothing calls.
+        nor does a function that nothing calls, or a branch that no call takes.
         """
         if _WARM_START.search(self.facts.file_text):
             return False
-        is_unused = self.facts.unused_definitions.contain
         restored = (event for event in self.of("restore", "optimizer") if event.guard.possible)
-        used = [event for event in restored if not is_unused(event.span[0])]
+        unused = (self.facts.unused_definitions, self.facts.untaken_branches)
+        used = [event for event in restored if not any(part.contain(event.span[0]) for part in unused)]
         if used:
             return not all(map(self._lacks_key, used))
         return any(
@@ -122,7 +125,11 @@ class Checkpoints:
         )
 
     def _is_used(self, given: cst.BaseExpression, call: Call) -> bool:
-        """True unless the function of the tree that a call runs does nothing with the parameter for an argument."""
+        """True unless the function of the tree that a call runs does nothing with the parameter for an argument.
+
+        That it tests the parameter and returns it is nothing, nor is what it does under another value of a parameter
+        than the call passes: `if resume: optimizer.load_state_dict(...)`.
+        """
         functions = [function.scope for function in self.facts.functions(call)]
         taken = [
             (function, param.name)
@@ -130,7 +137,26 @@ class Checkpoints:
             for param in function.params
             if self.facts.values.given(call, function, param.name) is given
         ]
-        return not taken or any(function.uses.get(name) for function, name in taken)
+        return not taken or any(
+            self._is_taken(use, function, call)
+            for function, name in taken
+            for use in function.uses.get(name, ())
+            if use.path != name or not isinstance(self.facts.of(use).parent(use.node), _PASSES_ON)
+        )
+
+    def _is_taken(self, use: Use, function: Scope, call: Call) -> bool:
+        """True unless a constant that a call passes to its function, or a default, rules out the condition of a use."""
+        flags = use.guard.flags()
+        for param in function.params:
+            given = self.facts.values.given(call, function, param.name) if param.name in flags else None
+            literal = constant(given if given is not None else param.default) if param.name in flags else None
+            if literal is not None and not any(
+                compatible(use.guard.given(equality(param.name, value)))
+                for value in literal
+                if value is None or isinstance(value, (bool, str))
+            ):
+                return False
+        return True
 
     def _lacks_key(self, restored: Event) -> bool:
         """True if a state is restored after a key is read that no checkpoint of the file has: it raises a KeyError."""

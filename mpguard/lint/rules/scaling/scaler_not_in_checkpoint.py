@@ -1132,6 +1132,59 @@ class Trainer:
                 "    torch.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, 'last.pt')\n",
             },
         ),
+        # A function that loads restores the optimizer only where it is asked to, which no call does.
+        Good(
+            """\
+import torch
+
+def load_model(model, path, optimizer=None, resume=False):
+    checkpoint = torch.load(path)
+    model.load_state_dict(checkpoint["model"])
+    if optimizer is not None and resume:
+        optimizer.load_state_dict(checkpoint["optimizer"])
+    return model, optimizer
+
+def train(model, loader, path):
+    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer = load_model(model, path, optimizer)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+""",
+            files={"pyproject.toml": ""},
+        ),
+        Bad(
+            """\
+import torch
+
+def load_model(model, path, optimizer=None, resume=False):
+    checkpoint = torch.load(path)
+    model.load_state_dict(checkpoint["model"])
+    if optimizer is not None and resume:
+        optimizer.load_state_dict(checkpoint["optimizer"])
+    return model, optimizer
+
+def train(model, loader, path):
+    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer = load_model(model, path, optimizer, resume=True)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)  # !
+""",
+            files={"pyproject.toml": ""},
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
