@@ -89,6 +89,7 @@ HEADINGS = {
     "wide39": "78 for images, sound, robots and science, closed before the rules were changed because of these",
     "wide40": "84 for language, ranking and competitions, closed before the rules were changed because of these two",
     "wide41": "148 of all fields, closed before the rules were changed because of these",
+    "wide42": "88 of all fields, closed before the rules were changed because of these",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")

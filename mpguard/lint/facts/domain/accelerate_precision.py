@@ -36,8 +36,9 @@ _PLAIN_ARGUMENTS = frozenset({
 _PRECISIONS = frozenset({"mixed_precision", "fp16"})
 #: What a project has that gives an Accelerator a precision from outside of its code.
 _LAUNCHES = ("accelerate launch", "accelerate config", "accelerate.commands", "mixed_precision")
-#: Options of launch lines that are about accumulation, or an engine or sharding.
-_NOT_PLAIN = re.compile(r"gradient_accumulation_steps|deepspeed|fsdp|megatron|parallelism_config|\btpu\b")
+#: Options of launch lines that are about an engine or sharding, or about those and accumulation.
+_ENGINE = re.compile(r"deepspeed|fsdp|megatron|parallelism_config|\btpu\b")
+_NOT_PLAIN = re.compile(rf"gradient_accumulation_steps|{_ENGINE.pattern}")
 
 
 def follows_policy(guard: PathCondition) -> bool:
@@ -120,7 +121,7 @@ def backward_is_plain(facts: Facts, guard: PathCondition, accumulates: bool = Fa
     """True if the Accelerators of a file add nothing to `loss.backward()` and torch's clipping at a place.
 
     Their precision is BF16 or none: by a constant in the code, which the launcher does not change, by all configs of
-    the project that have the key from which it is read, by all launch configs of the file, because another branch has
+    the project that have the key from which it is read, by all launch configs or lines of the file, because another has
     the one with a precision, or because nothing in the project launches with accelerate. The file, its
     launch configs and its launch lines use no engine and no sharding.
 
@@ -145,14 +146,15 @@ def backward_is_plain(facts: Facts, guard: PathCondition, accumulates: bool = Fa
         modes = _modes_in_code(call, facts)
         if any("mixed_precision" not in way for way in ways):
             launched_with = {config.mixed_precision for config in configs}
-            modes |= launched_with or ({None} if _may_be_launched(facts) else {"no"})
+            modes |= launched_with or _launched_modes(facts) or ({None} if _may_be_launched(facts) else {"no"})
         if not modes or not modes <= {"no", "bf16"}:
             return False
     launched = {(config.distributed_type or "").upper() for config in configs}
+    adds = _ENGINE if accumulates else _NOT_PLAIN
     return launched <= {"", "NO", "MULTI_GPU", "MULTI_CPU"} and not any(
         launch.launcher == "deepspeed"
-        or any(map(_NOT_PLAIN.search, launch.options))
-        or any(_NOT_PLAIN.search(word.text or "") for word in launch.arguments)
+        or any(map(adds.search, launch.options))
+        or any(adds.search(word.text or "") for word in launch.arguments)
         for launch in facts.project.launches_of(facts.path)
     )
 
@@ -171,6 +173,14 @@ def _in_configs(given: cst.BaseExpression, facts: Facts) -> set[object]:
     """Return the precisions that configs of the project give a key: `config.train.precision`."""
     _, _, key = dotted(given).rpartition(".")
     return {mode for mode in MODES if key and facts.project.gives_option(facts.path, key, mode)}
+
+
+def _launched_modes(facts: Facts) -> set[object]:
+    """Return the values of `--mixed_precision` of all launch lines of a file; empty if one has none, or may hide it."""
+    launches = facts.project.launches_of(facts.path)
+    given = [None if launch.hidden else launch.options.get("mixed_precision") for launch in launches]
+    values = {each.text if each is not None else None for each in given}
+    return set() if None in values else {*values}
 
 
 def _may_be_launched(facts: Facts) -> bool:

@@ -27,8 +27,8 @@ Keywords = dict[str, Callable[[], Alternatives]]
 def passed(call: Call, facts: Facts, depth: int = _DEPTH) -> list[Keywords] | None:
     """Return the keyword arguments that a call may pass, for each way to it; None if they are not all known.
 
-    `**options` passes the items of a dict with constant keys that the file does not change. `**kwargs` passes what the
-    calls of its function pass, if these are all known.
+    `**options` passes the items of a dict with constant keys, and perhaps those that the function adds to it
+    (`options["log_with"] = ...`). `**kwargs` passes what the calls of its function pass, if these are all known.
     """
     if depth < 0 or any(arg.star == "*" for arg in call.node.args):
         return None
@@ -48,7 +48,33 @@ def _items(mapping: cst.BaseExpression, at: Record, facts: Facts, depth: int) ->
     """Return the items of a mapping, for each value that it may have."""
     path = dotted(mapping)
     if path and is_changed(path, facts):
+        added = _added(path, at, facts)
+        known = _unchanged(mapping, at, facts, depth) if added is not None else None
+        return None if known is None or added is None else [*known, *({**each, **added} for each in known)]
+    return _unchanged(mapping, at, facts, depth)
+
+
+def _added(path: str, at: Record, facts: Facts) -> Keywords | None:
+    """Return the items that the function adds to a mapping by name; None if the file changes it in another way."""
+    found: Keywords = {}
+    if any(dotted(call.receiver) == path for name in _CHANGES for call in facts.calls.get(name, ())):
         return None
+    for scope in facts.scopes:
+        for each in scope.bindings.get(path, ()):
+            if each.kind != "item":
+                continue
+            node = each.node
+            index = node.slice[0].slice if isinstance(node, cst.Subscript) and dotted(node.value) == path else None
+            key = constant(index.value) if isinstance(index, cst.Index) else None
+            if scope is not at.scope or key is None or not isinstance(key[0], str) or each.value is None or each.index:
+                return None
+            found[key[0]] = functools.partial(facts.evaluate, each.value, each)
+    return found
+
+
+def _unchanged(mapping: cst.BaseExpression, at: Record, facts: Facts, depth: int) -> list[Keywords] | None:
+    """Return the items that a mapping has where it is made, for each value that it may have."""
+    path = dotted(mapping)
     inner = facts.call_of(mapping)
     if inner is not None and inner.path == "dict" and not inner.positional:
         return passed(inner, facts, depth - 1)

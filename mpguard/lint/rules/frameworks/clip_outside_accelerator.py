@@ -962,6 +962,101 @@ for x in loader:
     optimizer.step()
 """
         ),
+        # The launch line has the precision, and no engine.
+        Good(
+            """\
+import torch
+from accelerate import Accelerator
+
+log = {}
+if args.with_tracking:
+    log["log_with"] = args.report_to
+accelerator = Accelerator(gradient_accumulation_steps=4, **log)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    with accelerator.accumulate(model):
+        loss = model(x).sum()
+        accelerator.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+            name="train.py",
+            files={
+                "pyproject.toml": "",
+                "run.sh": "accelerate launch --mixed_precision='bf16' train.py --gradient_accumulation_steps 4\n",
+            },
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(gradient_accumulation_steps=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    with accelerator.accumulate(model):
+        loss = model(x).sum()
+        accelerator.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # !
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(gradient_accumulation_steps=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    with accelerator.accumulate(model):
+        loss = model(x).sum()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+            name="train.py",
+            files={
+                "pyproject.toml": "",
+                "run.sh": "accelerate launch --mixed_precision='fp16' train.py --gradient_accumulation_steps 4\n",
+            },
+        ),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(gradient_accumulation_steps=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    with accelerator.accumulate(model):
+        loss = model(x).sum()
+        accelerator.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # !
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+            fixed="""\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(gradient_accumulation_steps=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    with accelerator.accumulate(model):
+        loss = model(x).sum()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+            name="train.py",
+            files={
+                "pyproject.toml": "",
+                "run.sh": "accelerate launch --mixed_precision='bf16' --use_fsdp train.py --steps 4\n",
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
