@@ -387,7 +387,12 @@ class Project:
         """True if a file is in a package that other projects may install, and use."""
         folder = Path(path).absolute().parent
         with tracked_fs.recording_for(path):
-            return tracked_fs.is_file(folder / "__init__.py") and references.is_installable(tree.top_of(folder))
+            if not tracked_fs.is_file(folder / "__init__.py"):
+                return False
+            top, package = tree.top_of(folder), folder
+            while package != top and tracked_fs.is_file(package.parent / "__init__.py"):
+                package = package.parent
+            return references.is_installable(top) and (package == top or references.builds_from(top, package.parent))
 
     def is_all_code(self, path: str) -> bool:
         """True if a file is the only Python file of its project, which has no notebook either."""

@@ -61,6 +61,7 @@ _UPDATE = re.compile(
 _SCALER, _OWN_SCALER = re.compile(rb"(?i)scaler"), re.compile(rb"(?:Grad|Loss)Scaler\(")
 #: What may compile a model: code, options of launchers and of Trainers, and texts that name them.
 _COMPILE = re.compile(rb"(?<!\bre)(?<!\bregex)\.compile\b|\bimport compile\b|(?i:torch_?compile|dynamo|inductor)")
+_BUILD_FILES = ("setup.py", "setup.cfg", "pyproject.toml")
 #: The tables of a pyproject.toml with which a package is built.
 _BUILDS = re.compile(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
 #: A line of a YAML or TOML that asks for low precision: indentation, key, value.
@@ -487,6 +488,14 @@ def exports_all(file: Path) -> bool:
     if not any(module.rpartition(".")[2] == home.stem for module in stars):
         return False
     return not tracked_fs.is_file(package.parent.parent / "__init__.py") or exports_all(package)
+
+
+def builds_from(top: Path, folder: Path) -> bool:
+    """True if a project builds the packages of a folder: of its own, of `src`, or of one that its settings name."""
+    if folder in (top, top / "src"):
+        return True
+    named = re.compile(rb"[\"'/ =]%s[\"'/\s]" % re.escape(folder.name.encode()))
+    return any(named.search(tracked_fs.read(top / name)) for name in _BUILD_FILES if tracked_fs.is_file(top / name))
 
 
 def is_installable(top: Path) -> bool:

@@ -118,6 +118,12 @@ UNUSED = {
         "b.py": "# import a\nrun = REGISTRY.get('fit')\n",
         "run.sh": "python b.py --weights weights/a/last.pth\n",
     },
+    "it is in a package of a folder that the project does not build": {
+        "setup.py": "setup(name='pkg', packages=find_packages())\n",
+        "pkg/__init__.py": "",
+        "demos/first/run/__init__.py": "",
+        "demos/first/run/a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
+    },
     "the program of its package has its own version": {
         "setup.py": "",
         "pkg/__init__.py": "",
@@ -136,6 +142,11 @@ USED = {
     "another file imports it": {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "b.py": "from a import fit\n\nfit(1)\n",
+    },
+    "it is in a package of a folder that setup.py names": {
+        "setup.py": "setup(name='run', package_dir={'': 'python'})\n",
+        "python/run/__init__.py": "",
+        "python/run/a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
     },
     "a program that is named like a test imports it": {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),

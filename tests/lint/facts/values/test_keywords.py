@@ -22,8 +22,12 @@ TABLE = 'OPTIONS = {"a": 1, "b": 2}\n'
         ("def f(c, **kwargs):\n    use(**kwargs)\nf(c=3, a=1)\nf(4, b=2)", [{"a": [1]}, {"b": [2]}]),
         (TABLE + "def f(**kwargs):\n    use(**kwargs)\nf(**OPTIONS)", [{"a": [1], "b": [2]}]),
         (TABLE + "def f(options):\n    use(**options)\nf(OPTIONS)", [{"a": [1], "b": [2]}]),
-        # Unknown: changed, from outside, or positional.
-        (TABLE + 'OPTIONS["a"] = 3\nuse(**OPTIONS)', None),
+        (TABLE + 'if x:\n    OPTIONS["a"] = 3\nuse(**OPTIONS)', [{"a": [1], "b": [2]}, {"a": [3], "b": [2]}]),
+        ('more = {}\nmore["a"] = 1\nuse(c=2, **more)', [{"c": [2]}, {"c": [2], "a": [1]}]),
+        # Unknown: changed in another way or place, from outside, or positional.
+        (TABLE + "OPTIONS[name] = 3\nuse(**OPTIONS)", None),
+        (TABLE + 'def f():\n    OPTIONS["a"] = 3\nuse(**OPTIONS)', None),
+        ('more = {"a": {}}\nmore["a"]["b"] = 1\nuse(**more)', None),
         (TABLE + "OPTIONS.update(more)\nuse(**OPTIONS)", None),
         ("def f(**kwargs):\n    use(**kwargs)", None),
         ("def f(**kwargs):\n    use(**kwargs)\nf(**given)", None),
