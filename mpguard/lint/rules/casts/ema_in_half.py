@@ -17,6 +17,7 @@ from mpguard.lint import (
     Good,
     Note,
     Rule,
+    Scope,
     any_of,
     compatible,
     dotted,
@@ -413,6 +414,56 @@ def main(unet, controlnet, loader, optimizer, accelerator):
         ema.step(controlnet.parameters())
 """
         ),
+        # The average of a mean teacher, by assignment; and one that a function gets, which updates it.
+        Bad("""\
+from copy import deepcopy
+import torch
+
+class Teacher(torch.nn.Module):
+    def __init__(self, model, alpha):
+        super().__init__()
+        self.ema_model = deepcopy(model).bfloat16()  # !
+        self.alpha = alpha
+
+    def update_weights(self, model):
+        for ema_param, param in zip(self.ema_model.parameters(), model.parameters()):
+            ema_param.data = self.alpha * ema_param.data + (1 - self.alpha) * param.data
+"""),
+        Bad("""\
+from copy import deepcopy
+import torch
+
+def train_epoch(model, model_ema, loader, optimizer):
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        params, averages = dict(model.named_parameters()), dict(model_ema.named_parameters())
+        for name in params:
+            averages[name].data.mul_(0.999).add_(params[name].data, alpha=0.001)
+
+def main(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    model_ema = deepcopy(model).bfloat16()  # !
+    for _ in range(10):
+        train_epoch(model, model_ema, loader, optimizer)
+"""),
+        Good("""\
+from copy import deepcopy
+import torch
+
+def size(model_ema):
+    return sum(p.numel() for p in model_ema.parameters())
+
+def main(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters())
+    model_ema = deepcopy(model).bfloat16()
+    print(size(model_ema))
+    for x in loader:
+        optimizer.zero_grad()
+        model(x.mul_(2)).sum().backward()
+        optimizer.step()
+"""),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -523,21 +574,29 @@ def main(unet, controlnet, loader, optimizer, accelerator):
             return True
         if self._state_updated(ema, cast, facts):
             return True
-        if not any(name in facts.calls for name in _UPDATES):
+        if not any(name in facts.calls for name in _UPDATES) and not any(map(_assigns_averages, facts.scopes)):
             return False
         wanted = {f"{ema}.{name}" for name in _UPDATES | {"parameters", "named_parameters"}}
         if ema.startswith("self."):
-            scopes = list(cast.scope.owner.descendants()) if cast.scope.owner is not None else []
+            own, given = list(cast.scope.owner.descendants()) if cast.scope.owner is not None else [], []
         else:
-            scopes = list(cast.scope.descendants())
-        for scope in scopes:
+            own = list(cast.scope.descendants())
+            taking = (each for each in facts.scopes if any(param.name == ema for param in each.params))
+            given = [each for each in taking if each not in own and self._is_given(ema, each, facts)]
+        for scope in (*own, *given):
+            # often without gradients
+            averages = any(call.name in ("mul_", "lerp_") for call in scope.calls) or _assigns_averages(scope)
             for use in scope.uses.get(ema.split(".", 1)[0], ()):
-                averages = any(call.name in ("mul_", "lerp_") for call in scope.calls)  # often without gradients
-                if use.path not in wanted or (facts.is_inference(use) and not averages):
+                if use.path not in wanted or ((scope in given or facts.is_inference(use)) and not averages):
                     continue
                 if scope is not cast.scope or use.order > cast.order or set(use.loops) & set(cast.call.loops):
                     return True
         return False
+
+    def _is_given(self, ema: str, function: Scope, facts: Facts) -> bool:
+        """True if a call of a function gives it the average for its parameter of the same name."""
+        calls = facts.callers(function)
+        return any(dotted(facts.values.given(call, function, ema)) == ema for call in calls)
 
     def _passed_to_update(self, ema: str, facts: Facts) -> bool:
         """True if a function that averages takes the average and another object: `update_ema(ema, model.module)`."""
@@ -589,6 +648,17 @@ def main(unet, controlnet, loader, optimizer, accelerator):
             if key and model and given == [f"{key}.parameters", f"{model}.parameters"] and isinstance(loop, cst.For):
                 return any(loop in call.loops for name in ("mul_", "lerp_") for call in facts.calls.get(name, ()))
         return False
+
+
+def _assigns_averages(scope: Scope) -> bool:
+    """True if a function assigns an average: `p.data = decay * p.data + (1 - decay) * q.data`."""
+    return any(
+        key.endswith(".data")
+        and isinstance(each.value, cst.BinaryOperation)
+        and re.search(rf"\*\s*{re.escape(key)}\b|\b{re.escape(key)}\s*\*", text_of(each.value))
+        for key, bound in scope.bindings.items()
+        for each in bound
+    )
 
 
 def _is_optimized(cast: Event, facts: Facts) -> bool:
