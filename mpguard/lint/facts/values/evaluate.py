@@ -15,7 +15,15 @@ import libcst as cst
 from mpguard.lint.facts.syntax.conditions import subject
 from mpguard.lint.facts.syntax.constant_flags import SUPPORTS_BF16
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
-from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, PathCondition, compatible, equality, negated
+from mpguard.lint.facts.syntax.path_condition import (
+    ALWAYS,
+    Condition,
+    Flag,
+    PathCondition,
+    compatible,
+    equality,
+    negated,
+)
 from mpguard.lint.facts.syntax.records import Binding, Call, Param, Scope
 from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.keywords import item_given
@@ -42,6 +50,7 @@ from mpguard.lint.facts.values.lattice import (
     tuple_of,
 )
 from mpguard.lint.facts.values.options import option_values
+from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -767,7 +776,8 @@ class Values:
             if each.yields:
                 return (Alternative(ALWAYS, Object("context", None, scope.name, scope, atom.facts)),)
             for alternative in values.evaluate(each.value, scope, each.order) if each.value is not None else ():
-                found += restrict((alternative,), each.guard)
+                if not _is_ruled_out(each.value, alternative.atom, each.guard):
+                    found += restrict((alternative,), each.guard)
         return tuple(found) or NOTHING_KNOWN
 
     def _method_call(self, atom: Method, call: Call) -> Alternatives:
@@ -856,6 +866,13 @@ def _fields(cls: Scope) -> list[str]:
     body = cls.node.body.body if isinstance(cls.node, cst.ClassDef) else ()
     lines = [part for line in body if isinstance(line, cst.SimpleStatementLine) for part in line.body]
     return [dotted(part.target) for part in lines if isinstance(part, cst.AnnAssign)]
+
+
+def _is_ruled_out(node: cst.BaseExpression | None, atom: Atom, guard: PathCondition) -> bool:
+    """True if a name cannot have a dtype at a place: after `if dtype not in (torch.float32, torch.bfloat16): raise`."""
+    if not isinstance(node, cst.Name) or not isinstance(atom, DtypeValue) or not isinstance(atom.dtype, Dtype):
+        return False
+    return not compatible(guard, ALWAYS.given(Flag(node.value, atom.dtype.torch_name)))
 
 
 def _condition_of(name: str, atom: Atom) -> Condition | None:

@@ -2683,6 +2683,24 @@ def train(model, loader, args):
         loss.backward()
         optimizer.step()
 """),
+        # A helper refuses FP16.
+        Good("""\
+import torch
+
+def resolve(args):
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
+    if dtype not in {torch.float32, torch.bfloat16}:
+        raise ValueError("fp32 or bf16")
+    return dtype
+
+def train(model, loader, args):
+    model = model.to(resolve(args))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+"""),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
