@@ -595,8 +595,12 @@ def main(model, loader):
 
     def _is_given(self, ema: str, function: Scope, facts: Facts) -> bool:
         """True if a call of a function gives it the average for its parameter of the same name."""
-        calls = facts.callers(function)
-        return any(dotted(facts.values.given(call, function, ema)) == ema for call in calls)
+        return any(
+            dotted(facts.argument_for(call, param)) == ema
+            for param in function.bindings.get(ema, ())
+            if param.kind == "param"
+            for call in facts.callers(function)
+        )
 
     def _passed_to_update(self, ema: str, facts: Facts) -> bool:
         """True if a function that averages takes the average and another object: `update_ema(ema, model.module)`."""
