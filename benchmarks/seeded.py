@@ -116,9 +116,7 @@ class Kind(NamedTuple):
     somewhere: str = ""
 
     def fits(self, text: str) -> bool:
-        run = re.sub(
-            r"""(?m)^ *#.*|(?s:\"\"\".*?\"\"\"|'''.*?''')""", "", text
-        )  # a word in a comment is none of the program
+        run = _COMMENT.sub("", text)  # a word in a comment is none of the program
         return all(re.search(word, run) for word in self.words) and not (self.never and re.search(self.never, text))
 
 

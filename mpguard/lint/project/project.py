@@ -444,11 +444,11 @@ class Project:
             return references.is_copied_example(Path(path).absolute())
 
     def is_in_copy(self, path: str) -> bool:
-        """True if a file is in a copy of another package, with a license of its own, below the top of a project."""
+        """True if a file is in a copy of another package, with another kind of license, below the top of a project."""
         file = Path(path).absolute()
         with tracked_fs.recording_for(path):
             top = tree.outermost(file.parent)
-            return tree.is_project(top) and references.is_in_copy(file, top)
+            return tree.is_project(top) and references.is_in_copy(file, top, by_terms=True)
 
     def launches_with_deepspeed_only(self, path: str) -> bool:
         """True if the project has accelerate configs, and all of them choose DeepSpeed."""

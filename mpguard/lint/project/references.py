@@ -49,6 +49,8 @@ _READS_AS_JSON = re.compile(
     rb"HfArgumentParser|TrainingArguments|Trainer\(|[Aa]ccelerator\(|accelerate launch|[Ll]ightning"
     rb"|json\.loads?\([^\n]*(?i:deepspeed|ds_?conf|zero)"
 )
+#: A command that gives a config to DeepSpeed's own reader.
+_GIVES_DEEPSPEED = re.compile(rb"--deepspeed_config(?![\w-])")
 #: `deepy.py` is the launcher of GPT-NeoX, and `NeoXArgs` reads its configs, of which DeepSpeed gets a part.
 _NAMES_DEEPSPEED = re.compile(
     rb"(?i)deepspeed|HfArgumentParser|TrainingArguments|accelerat|lightning|neox_?arg|deepy\.py"
@@ -61,6 +63,8 @@ _UPDATE = re.compile(
 _SCALER, _OWN_SCALER = re.compile(rb"(?i)scaler"), re.compile(rb"(?:Grad|Loss)Scaler\(")
 #: What may compile a model: code, options of launchers and of Trainers, and texts that name them.
 _COMPILE = re.compile(rb"(?<!\bre)(?<!\bregex)\.compile\b|\bimport compile\b|(?i:torch_?compile|dynamo|inductor)")
+#: Settings by which setuptools builds what has an `__init__.py` in each folder; pyproject.toml's `find` takes more.
+_FINDS_PACKAGES = re.compile(rb"(?<!\w)find_packages\(|^packages[ \t]*=[ \t]*find:", re.M)
 _BUILD_FILES = ("setup.py", "setup.cfg", "pyproject.toml")
 #: The tables of a pyproject.toml with which a package is built.
 _BUILDS = re.compile(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
@@ -241,9 +245,13 @@ def is_copied_example(file: Path) -> bool:
     return False
 
 
-def is_in_copy(file: Path, top: Path) -> bool:
-    """True if a file is in a copy of another package below the top of a project."""
-    return any(_is_copy(each, top) for each in file.parents if each.is_relative_to(top) and each != top)
+def is_in_copy(file: Path, top: Path, by_terms: bool = False) -> bool:
+    """True if a file is in a copy of another package below the top of a project.
+
+    by_terms: with another kind of license; else one of another holder is enough, which a part of the project may have.
+    """
+    inner = (each for each in file.parents if each.is_relative_to(top) and each != top)
+    return any(_is_copy(each, top) and not (by_terms and _terms(each) == _terms(top)) for each in inner)
 
 
 def _is_copy(folder: Path, top: Path) -> bool:
@@ -253,6 +261,13 @@ def _is_copy(folder: Path, top: Path) -> bool:
     """
     own = _license(folder)
     return own is not None and is_installable(folder) and own != _license(top)
+
+
+def _terms(folder: Path) -> list[bytes]:
+    """Return the words of a folder's license without its holder and year: a part of a project has its own."""
+    found = next((path for name in _LICENSES if tracked_fs.is_file(path := folder / name)), None)
+    text = b"" if found is None else tracked_fs.read_up_to(found, LARGEST) or b""
+    return re.sub(rb"(?im)^.*(?:copyright|\(c\)).*$", b"", text).split()
 
 
 def _license(folder: Path) -> list[bytes] | None:
@@ -410,8 +425,10 @@ def _reads_deepspeed_as_json(asked: _Asked) -> bool:
     name = re.escape(os.path.basename(asked.file).encode())
     naming = re.compile(rb"^.*(?<![\w.-])%s\b.*$" % name, re.M)
     commands = [line for each in asked.texts if each != asked.file for line in naming.findall(_content(each))]
-    if commands and all(b"--deepspeed_config" in line for line in commands):
-        return any(b"json." in line for each in asked.other_python for line in naming.findall(_content(each)))
+    if commands and all(map(_GIVES_DEEPSPEED.search, commands)):
+        code = (stripped(_content(each)) for each in asked.other_python)
+        readers = [each for each in code if b"deepspeed_config" in each or naming.search(each)]
+        return any(b"json.load" in each or _READS_AS_JSON.search(each) for each in readers)
     return any(_READS_AS_JSON.search(_content(each)) for each in asked.files)
 
 
@@ -421,7 +438,7 @@ def _reads_deepspeed_key(asked: _Asked) -> bool:
     of_any, of_deepspeed = re.compile(item), re.compile(rb"(?i)(?:deepspeed|(?<![a-z])ds_)\w{0,60}" + item)
     config = os.path.basename(asked.file).encode()
     code = (stripped(_content(each)) for each in asked.code)
-    return any((of_any if config in each else of_deepspeed).search(each) for each in code)
+    return any((of_any if config in each and b"load" in each else of_deepspeed).search(each) for each in code)
 
 
 @_question
@@ -491,11 +508,19 @@ def exports_all(file: Path) -> bool:
 
 
 def builds_from(top: Path, folder: Path) -> bool:
-    """True if a project builds the packages of a folder: of its own, of `src`, or of one that its settings name."""
+    """True unless a project builds only the packages of other folders than this one.
+
+    That is certain of `find_packages()` of setuptools, which wants an `__init__.py` in each folder, where the settings
+    do not name the folder.
+    """
     if folder in (top, top / "src"):
         return True
-    named = re.compile(rb"[\"'/ =]%s[\"'/\s]" % re.escape(folder.name.encode()))
-    return any(named.search(tracked_fs.read(top / name)) for name in _BUILD_FILES if tracked_fs.is_file(top / name))
+    try:
+        settings = b"\n".join(tracked_fs.read(top / name) for name in _BUILD_FILES if tracked_fs.is_file(top / name))
+    except OSError:
+        return True
+    named = re.search(rb"[\"'/=\s]%s(?:[\"'/\s]|$)" % re.escape(folder.name.encode()), settings)
+    return named is not None or _FINDS_PACKAGES.search(settings) is None or b"namespace" in settings
 
 
 def is_installable(top: Path) -> bool:

@@ -49,9 +49,11 @@ _TORCH_VERSION = re.compile(
 #: `- Python == 3.10, PyTorch == 2.0.1`.
 _LINK = re.compile(r"\[([A-Za-z][A-Za-z -]{0,40})\]\([^()\n]{0,300}\)", re.ASCII)
 _ITEM = r"[A-Za-z][\w.-]*[ \t]*(?:[=~!]=|[<>]=?)[ \t]*\d[\w.*+]*"
-_LISTED = re.compile(rf"^[ \t]*[*+-][ \t]*{_ITEM}(?:,[ \t]+(?:{_ITEM}|[^\d<>=~,\n]+))+$", re.M | re.ASCII)
+_LISTED = re.compile(
+    rf"^[ \t]*[*+-][ \t]*`?{_ITEM}`?(?:,[ \t]+(?:`?{_ITEM}`?|[^\s\d<>=~,`][^\d<>=~,\n]*))+$", re.M | re.ASCII
+)
 #: A variable of a Dockerfile and its value: `ENV PYTORCH_VERSION=1.12.1`.
-_DOCKER_VARIABLE = re.compile(r"^(?:ARG|ENV)[ \t]+(\w+)(?:=|[ \t]+)[\"']?([\w.+-]+)[\"']?[ \t]*$", re.M)
+_DOCKER_VARIABLE = re.compile(r"^(?:ARG|ENV)[ \t]+(\w+)(?:=|[ \t]+)[\"']?([\w.+:/-]+)[\"']?[ \t]*$", re.M)
 _LARGEST = 1 << 18
 #: The number of folders that are searched: a file's own, and those above it.
 _MOST_FOLDERS = 12
@@ -79,6 +81,7 @@ _STAGE = re.compile(r"^FROM[ \t]+(?:--\S+[ \t]+)?(\S+)(?:[ \t]+AS[ \t]+(\S+))?[ 
 _TORCH_IMAGE = re.compile(r"^(?:docker\.io/)?pytorch/pytorch:(\d+\.\d[\d.]*)-", re.ASCII)
 _COMMENTS = re.compile(r"^[ \t]*#.*\n?", re.M)
 _INSTALL = re.compile(r"\b(?:pip3?|conda|mamba)[ \t]+install\b([^\n;&|]*)")
+_CHANNEL = re.compile(r"(?:^|\s)(?:-c|--channel)[ \t=]+\S+")
 #: NVIDIA's images by year and month, and a version that was released later than the images before this one.
 _IMAGE = re.compile(r"\bnvcr\.io/nvidia/pytorch:(\d\d)\.(\d\d)-", re.ASCII)
 _RUNS_IMAGE = re.compile(r"(?i)\bdocker[ \t]+(?:run|pull)\b|\b(?:srun|enroot|singularity|apptainer)\b")
@@ -257,7 +260,7 @@ def _of_images(package: str, images: set[tuple[int, int]], texts: list[str]) -> 
 def _installs_newest(package: str, text: str) -> bool:
     """True if a text installs the newest version of a package over that of an image: `pip install -U torch`."""
     named = re.compile(rf"(?<![\w./\[-]){'(?:py)?torch' if package == 'torch' else package}(?![\w=<>~-])")
-    return any(map(named.search, _INSTALL.findall(text)))
+    return any(named.search(_CHANNEL.sub(" ", each)) for each in _INSTALL.findall(text))
 
 
 def _torch_of_image(text: str) -> str | None:
@@ -265,10 +268,10 @@ def _torch_of_image(text: str) -> str | None:
     if _installs_newest("torch", text):
         return None
     stages = _STAGE.findall(text)
-    named = {name: image for image, name in stages if name}
+    named = {name.lower(): image for image, name in stages if name}
     image = stages[-1][0] if stages else ""
     for _ in stages:
-        image = named.get(image, image)
+        image = named.get(image.lower(), image)
     found = _TORCH_IMAGE.match(image)
     return found[1] if found is not None else None
 

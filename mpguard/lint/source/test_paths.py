@@ -13,6 +13,8 @@ _MEASURES = frozenset({"bench", "benchmark", "measure", "profile"})
 #: What makes a file with a name like `checkpoint_test.py`, which pytest collects, a test: a model's test may train it.
 _TESTS = re.compile(rb"^[ \t]*(?:import|from)[ \t]+(?:pytest|unittest|absl\.testing|torch\.testing)\b", re.M)
 
+_TEST = re.compile(rb"^[ \t]*(?:async[ \t]+)?def[ \t]+test|\bTestCase\b", re.M)
+
 
 def is_test(path: str, code: bytes = b"") -> bool:
     """True for a test or a benchmark, by the names of the file and of its folders, and by its code if that is given."""
@@ -27,5 +29,6 @@ def is_test(path: str, code: bytes = b"") -> bool:
 
 
 def is_unit_test(path: str, code: bytes) -> bool:
-    """True for a file in a folder `tests`, and for one that imports a library of tests: no program."""
-    return "tests" in path.replace(os.sep, "/").split("/")[:-1] or _TESTS.search(code) is not None
+    """True for a file in a folder `tests`, and for one that imports a library of tests and has one: no program."""
+    in_folder = "tests" in path.replace(os.sep, "/").split("/")[:-1]
+    return in_folder or (_TESTS.search(code) is not None and _TEST.search(code) is not None)

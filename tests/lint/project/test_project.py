@@ -379,7 +379,12 @@ def test_files_that_name_requirements(name: str) -> None:
         ("Dockerfile", "FROM pytorch/pytorch:2.0.1-cuda11.7-cudnn8-devel\nRUN conda install pytorch\n", False),
         ("Dockerfile", "# FROM pytorch/pytorch:1.9.0-cuda11.1-cudnn8-devel\nFROM python:3.12\n", False),
         ("Dockerfile", "FROM pytorch/pytorch:1.9.0-cuda11.1-cudnn8-devel AS old\nFROM python:3.12\n", False),
-        ("Dockerfile", "FROM pytorch/pytorch:1.9.0-cuda11.1-cudnn8-devel AS base\nFROM base\n", True),
+        ("Dockerfile", "FROM pytorch/pytorch:1.9.0-cuda11.1-cudnn8-devel AS Base\nFROM base\n", True),
+        (
+            "Dockerfile",
+            "ARG BASE=pytorch/pytorch:1.9.0-cuda11.1-cudnn8-devel\nFROM ${BASE}\nRUN conda install -c pytorch faiss\n",
+            True,
+        ),
         ("requests.txt", "torch==1.8\n", False),
         ("README.md", "    conda create -n x python=3.9\n    conda install pytorch cudatoolkit=11.3\n", True),
     ],
@@ -403,6 +408,8 @@ def test_the_environment_of_torch_bounds_its_version(name: str, text: str, holds
         ("- [PyTorch](https://pytorch.org/) 1.10.0+cu113\n- python 3.8\n", True),
         ("- Python == 3.10, PyTorch == 2.0.1, Install fairseq & SimulEval\n", True),
         ("- torch >= 1.10, < 2.0\n", True),
+        ("- `torch==1.10.0`, on Ubuntu\n", True),
+        ("- torch==2.0" + ",  a" * 60 + ", 5\n", True),  # at once
         ("- torch == 1.13, torch == 2.0, and torch == 2.5\n", False),
         ("- PyTorch < 2.0, or PyTorch >= 2.4 with FSDP2\n", False),
         ("- [PyTorch 1.8](https://pytorch.org/blog/pytorch-1.8-released/)\n", False),

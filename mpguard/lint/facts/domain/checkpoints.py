@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 Role = Literal["model", "optimizer", "scaler", "other", ""]
-#: Expressions that test a value or return it.
-_PASSES_ON = (cst.Comparison, cst.BooleanOperation, cst.UnaryOperation, cst.If, cst.Return, cst.Element)
 #: Functions that return the wrapped model.
 _UNWRAPS = project_words.MODEL_UNWRAPPERS | {"unwrap_model"}
 _SCHEDULER = re.compile(r"sched|warmup")
@@ -141,19 +139,30 @@ class Checkpoints:
             self._is_taken(use, function, call)
             for function, name in taken
             for use in function.uses.get(name, ())
-            if use.path != name or not isinstance(self.facts.of(use).parent(use.node), _PASSES_ON)
+            if use.path != name or not self._is_only_tested(use)
         )
+
+    def _is_only_tested(self, use: Use) -> bool:
+        """True if a name is compared, or is a part of a condition or of what is returned."""
+        parent = self.facts.of(use).parent
+        node = parent(use.node)
+        if isinstance(node, (cst.Comparison, cst.ComparisonTarget)):
+            return True
+        while isinstance(node, (cst.BooleanOperation, cst.UnaryOperation, cst.Element, cst.Tuple)):
+            node = parent(node)
+        return isinstance(node, (cst.If, cst.Return))
 
     def _is_taken(self, use: Use, function: Scope, call: Call) -> bool:
         """True unless a constant that a call passes to its function, or a default, rules out the condition of a use."""
         flags = use.guard.flags()
         for param in function.params:
             given = self.facts.values.given(call, function, param.name) if param.name in flags else None
-            literal = constant(given if given is not None else param.default) if param.name in flags else None
-            if literal is not None and not any(
-                compatible(use.guard.given(equality(param.name, value)))
+            default = param.default if param.name in flags and not call.starred else None
+            literal = constant(given if given is not None else default) or ()
+            if literal and not any(
+                not (value is None or isinstance(value, (bool, str)))
+                or compatible(use.guard.given(equality(param.name, value)))
                 for value in literal
-                if value is None or isinstance(value, (bool, str))
             ):
                 return False
         return True

@@ -24,6 +24,7 @@ from mpguard.lint.facts.values.lattice import (
     Object,
     Ref,
 )
+from mpguard.lint.source.libcst_internals import node_code
 from mpguard.lint.source.strip_comments import stripped
 from mpguard.policy.dtype import Dtype
 
@@ -274,7 +275,7 @@ class Regions:
         made = [each.atom for each in self.facts.values.evaluate(default, scope.parent, scope.order)] if default else []
         is_default = bool(made) and all(atom == DtypeValue(Dtype.FP16) for atom in made)
         is_open = all(atom in (DtypeValue(Dtype.FP32), Constant(None)) for atom in made)
-        if not is_default and not (is_open and _is_compared_with_float16(name, scope)):
+        if not is_default and not (is_open and _is_compared_with_float16(dotted(given), name, scope)):
             return ()
         kept = Flag(name, "float16")
         return ((ALWAYS.given(kept), Dtype.FP16), (ALWAYS.given(negated(kept)), None))
@@ -406,9 +407,15 @@ def _passes_on(call: Call, value: cst.BaseExpression, name: str) -> bool:
     return dotted(value) == name and any(param.name == name for param in call.scope.params)
 
 
-def _is_compared_with_float16(name: str, scope: Scope) -> bool:
-    """True if a function, or its class, asks whether a name is FP16, other than to raise."""
-    asked = (
-        rf"(?<![\w.])(?:self\.)?{re.escape(name)}[ \t]*(?:==|is)[ \t]*torch\.(?:float16|half)\b(?![^\n]*:\s*raise\b)"
-    )
-    return re.search(asked, stripped(scope.chunk.text)) is not None
+def _is_compared_with_float16(given: str, name: str, scope: Scope) -> bool:
+    """True if the code asks whether a parameter of a function is FP16, other than to raise.
+
+    That is the function, and the methods that call it; of an attribute all methods. given: what an autocast gets.
+    """
+    places = [scope]
+    if scope.owner is not None:
+        passing = (each for each in scope.owner.children if any(call.name == scope.name for call in each.calls))
+        places = list(scope.owner.children) if given.startswith("self.") else [scope, *passing]
+    asked = rf"(?<![\w.])(?:self\.)?{re.escape(name)}[ \t]*(?:==|is)[ \t]*torch\.(?:float16|half)\b"
+    refuses = re.compile(rf"\bif[ \t]+{asked}[ \t]*:\s*raise\b")
+    return any(re.search(asked, refuses.sub("", stripped(node_code(each.node)))) for each in places)

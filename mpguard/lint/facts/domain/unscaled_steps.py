@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.events import Event
-from mpguard.lint.facts.syntax.nodes import constant, dotted, is_super
+from mpguard.lint.facts.syntax.nodes import constant, dotted, is_super, text_of
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible
 from mpguard.lint.facts.syntax.records import Call, Scope, Use
 from mpguard.lint.facts.values import api_names
@@ -68,12 +68,13 @@ def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts
     In the function of the backward pass, in one around it, or in another method of its class that gets it as an
     argument or runs next to it, it may be an optimizer that comes from outside: it cannot scale that loss.
     """
-    if _drops_gradients(backward.call, facts):
-        return None
+    cleared = _clears_gradients(backward.call, facts)
     owner = backward.scope.owner
     unknown: Event | None = None
     for step in facts.events_around("step", backward.scope):
         if step.scope not in program or not compatible(step.guard, guard) or facts.is_inference(step.call):
+            continue
+        if cleared is not None and _may_be_of(step, cleared, facts):
             continue
         if (
             step.scope is backward.scope
@@ -112,29 +113,41 @@ def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts
     return unknown
 
 
-def _drops_gradients(backward: Call, facts: Facts) -> bool:
-    """True if a function never steps, and clears the gradients after a backward pass: a trial that measures memory.
+def _clears_gradients(backward: Call, facts: Facts) -> str | None:
+    """Return the name of what a function that never steps clears the gradients of, after a backward pass; or None.
 
-    Between the two it calls nothing of the project, which might step.
+    Between the two it calls nothing of the project, which might step: it is a trial, to measure memory.
     """
     calls = backward.scope.calls
     after = [each for each in calls if each.order > backward.order and each.loops == backward.loops]
     cleared = [each for each in after if each.name == "zero_grad" and not each.guard - backward.guard]
     if not cleared or any(each.name == "step" for each in calls):
-        return False
-    return not any(facts.functions(each) for each in after if each.order < cleared[0].order)
+        return None
+    if any(facts.functions(each) for each in after if each.order < cleared[0].order):
+        return None
+    return dotted(cleared[0].receiver).rpartition(".")[2] or None
+
+
+def _may_be_of(step: Event, name: str, facts: Facts) -> bool:
+    """True unless the optimizer of a step gets other parameters than those of a model or an optimizer of this name."""
+    if dotted(step.subject).rpartition(".")[2] == name:
+        return True
+    made = (each.atom for each in facts.evaluate(step.subject, step.call))
+    given = [text_of(atom.call.node) for atom in made if isinstance(atom, Object) and atom.call is not None]
+    return not given or any(re.search(rf"\b{re.escape(name)}\b", each) for each in given)
 
 
 def _runs_both(owner: Scope, backward: Scope, step: Scope) -> bool:
-    """True if a method of a class runs two others: the backward pass calls the step, or one loop calls first it, then
-    the step."""
+    """True if a method runs two others, the backward pass as often as the step or more often, or the first the second.
+
+    A method that probes once before a loop which steps is another pass.
+    """
     if any(call.path == f"self.{step.name}" for call in backward.calls):
         return True
     return any(
         run.path == f"self.{backward.name}"
         and applied.path == f"self.{step.name}"
-        and run.loops
-        and run.loops == applied.loops
+        and set(applied.loops) <= set(run.loops)
         and run.order < applied.order
         and compatible(run.guard, applied.guard)
         for method in owner.children

@@ -55,11 +55,16 @@ def _items(mapping: cst.BaseExpression, at: Record, facts: Facts, depth: int) ->
 
 
 def _added(path: str, at: Record, facts: Facts) -> Keywords | None:
-    """Return the items that the function adds to a mapping by name; None if the file changes it in another way."""
+    """Return the items that the function adds to a mapping by name, each once.
+
+    None if the file changes it in another way, or may do so by another name.
+    """
     found: Keywords = {}
     if any(dotted(call.receiver) == path for name in _CHANGES for call in facts.calls.get(name, ())):
         return None
     for scope in facts.scopes:
+        if any(dotted(each.value) == path for bound in scope.bindings.values() for each in bound):
+            return None
         for each in scope.bindings.get(path, ()):
             if each.kind != "item":
                 continue
@@ -67,6 +72,8 @@ def _added(path: str, at: Record, facts: Facts) -> Keywords | None:
             index = node.slice[0].slice if isinstance(node, cst.Subscript) and dotted(node.value) == path else None
             key = constant(index.value) if isinstance(index, cst.Index) else None
             if scope is not at.scope or key is None or not isinstance(key[0], str) or each.value is None or each.index:
+                return None
+            if key[0] in found:
                 return None
             found[key[0]] = functools.partial(facts.evaluate, each.value, each)
     return found

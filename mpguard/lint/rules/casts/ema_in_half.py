@@ -452,13 +452,14 @@ def main(model, loader):
 from copy import deepcopy
 import torch
 
-def size(model_ema):
+def size(model_ema, x):
+    x.mul_(2)
     return sum(p.numel() for p in model_ema.parameters())
 
 def main(model, loader):
     optimizer = torch.optim.AdamW(model.parameters())
     model_ema = deepcopy(model).bfloat16()
-    print(size(model_ema))
+    print(size(model_ema, torch.ones(2)))
     for x in loader:
         optimizer.zero_grad()
         model(x.mul_(2)).sum().backward()
@@ -574,7 +575,7 @@ def main(model, loader):
             return True
         if self._state_updated(ema, cast, facts):
             return True
-        if not any(name in facts.calls for name in _UPDATES) and not any(map(_assigns_averages, facts.scopes)):
+        if not any(name in facts.calls for name in _UPDATES) and not any(map(_assigned_averages, facts.scopes)):
             return False
         wanted = {f"{ema}.{name}" for name in _UPDATES | {"parameters", "named_parameters"}}
         if ema.startswith("self."):
@@ -583,11 +584,13 @@ def main(model, loader):
             own = list(cast.scope.descendants())
             taking = (each for each in facts.scopes if any(param.name == ema for param in each.params))
             given = [each for each in taking if each not in own and self._is_given(ema, each, facts)]
-        for scope in (*own, *given):
+        if any(_moves_parameters(ema, scope) for scope in given):
+            return True
+        for scope in own:
             # often without gradients
-            averages = any(call.name in ("mul_", "lerp_") for call in scope.calls) or _assigns_averages(scope)
+            averages = any(call.name in ("mul_", "lerp_") for call in scope.calls) or bool(_assigned_averages(scope))
             for use in scope.uses.get(ema.split(".", 1)[0], ()):
-                if use.path not in wanted or ((scope in given or facts.is_inference(use)) and not averages):
+                if use.path not in wanted or (facts.is_inference(use) and not averages):
                     continue
                 if scope is not cast.scope or use.order > cast.order or set(use.loops) & set(cast.call.loops):
                     return True
@@ -654,15 +657,29 @@ def main(model, loader):
         return False
 
 
-def _assigns_averages(scope: Scope) -> bool:
-    """True if a function assigns an average: `p.data = decay * p.data + (1 - decay) * q.data`."""
-    return any(
-        key.endswith(".data")
-        and isinstance(each.value, cst.BinaryOperation)
-        and re.search(rf"\*\s*{re.escape(key)}\b|\b{re.escape(key)}\s*\*", text_of(each.value))
+def _assigned_averages(scope: Scope) -> list[str]:
+    """Return what a function assigns an average to: `p.data = decay * p.data + (1 - decay) * q.data`."""
+    return [
+        key
         for key, bound in scope.bindings.items()
         for each in bound
-    )
+        if key.endswith(".data")
+        and isinstance(each.value, cst.BinaryOperation)
+        and re.search(rf"\*\s*{re.escape(key)}\b|\b{re.escape(key)}\s*\*", text_of(each.value))
+    ]
+
+
+def _moves_parameters(ema: str, scope: Scope) -> bool:
+    """True if a function changes parameters of the average in place, or assigns averages to them."""
+    taken = re.compile(rf"\b{re.escape(ema)}\.(?:(?:named_)?parameters|state_dict)\(")
+    names = {
+        key
+        for key, bound in scope.bindings.items()
+        for each in bound
+        if each.value is not None and taken.search(text_of(each.value))
+    }
+    in_place = [text_of(call.receiver) for call in scope.calls if call.name in ("mul_", "lerp_") and call.receiver]
+    return any(re.split(r"\W", each, maxsplit=1)[0] in names for each in (*in_place, *_assigned_averages(scope)))
 
 
 def _is_optimized(cast: Event, facts: Facts) -> bool:

@@ -110,4 +110,21 @@ engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
                 "main.py": "from transformers import Trainer, TrainingArguments\n",
             },
         ),
+        Bad(
+            '{\n"bf16": {"enabled": true},\n"zero_optimization": {"stage": 2},  # !\n}\n',
+            name="ds_config.json",
+            files={
+                "pyproject.toml": "[project]\nname = 'translate'\n",
+                "run.sh": "accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json main.py\n",
+            },
+        ),
+        Bad(
+            '{\n"bf16": {"enabled": true},\n"zero_optimization": {"stage": 2},  # !\n}\n',
+            name="ds_config.json",
+            files={
+                "pyproject.toml": "[project]\nname = 'translate'\n",
+                "run.sh": "deepspeed main.py --deepspeed_config ds_config.json\n",
+                "main.py": "import json\n\nconfig = json.load(open(args.deepspeed_config))\n",
+            },
+        ),
     )

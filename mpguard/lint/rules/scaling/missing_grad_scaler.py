@@ -2868,6 +2868,47 @@ def train_in_bf16(model, x, optimizer, dtype=torch.bfloat16):
     optimizer.step()
     optimizer.zero_grad()
 """),
+        # A method runs the backward pass for each part of a batch, and the step once.
+        Bad("""\
+import torch
+
+class Trainer:
+    def __init__(self, net, get_optimizer):
+        self.net, self.optimizer = net, get_optimizer(net.parameters())
+
+    def compute(self, x):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = self.net(x).sum()
+        loss.backward()  # !
+
+    def update(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def fit(self, loader):
+        for batch in loader:
+            for x in batch.split(4):
+                self.compute(x)
+            self.update()
+"""),
+        # What the backward pass of a GAN leaves in its other network is cleared.
+        Bad("""\
+import torch
+
+def run(gen, disc, z):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = disc(gen(z)).mean()
+    loss.backward()  # !
+    print(loss.item())
+    disc.zero_grad()
+
+def train(gen, disc, loader):
+    optimizer = torch.optim.Adam(gen.parameters())
+    for z in loader:
+        run(gen, disc, z)
+        optimizer.step()
+        optimizer.zero_grad()
+"""),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -1395,11 +1395,8 @@ class Scaler:
         if owner is None or not scaler.startswith("self."):
             return False
         for method in owner.children:
-            if not any(call.path == f"{scaler}.update" for call in method.calls):
-                continue
-            callers = facts.callers(method)
-            may_be_used = not callers and facts.project.method_used_elsewhere(facts.path, method.name)
-            if may_be_used or any(facts.of(each) is not facts for each in callers):
+            updates = any(call.path == f"{scaler}.update" for call in method.calls)
+            if updates and any(facts.of(each) is not facts for each in facts.callers(method)):
                 return True
         attribute = scaler.removeprefix("self")
         for user in (facts, *(facts.users(owner.name) or ())):

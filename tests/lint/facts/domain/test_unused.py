@@ -148,6 +148,15 @@ USED = {
         "python/run/__init__.py": "",
         "python/run/a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
     },
+    "it is in a package of a folder without __init__ that setuptools finds": {
+        "pyproject.toml": "[project]\nname = 'pkg'\n[tool.setuptools.packages.find]\nexclude = ['docs']\n",
+        "demos/run/__init__.py": "",
+        "demos/run/a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
+    },
+    "a program that takes an assertion from a library of tests imports it": {
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
+        "main.py": "from torch.testing import assert_close\nfrom a import fit\n\nfit(1)\n",
+    },
     "a program that is named like a test imports it": {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "test_time_training.py": "from a import fit\n\nfit(1)\n",
@@ -372,13 +381,27 @@ def test_an_example_of_a_copied_package_counts_where_the_project_runs_it(
     assert reported(capsys) == lines
 
 
-@pytest.mark.parametrize(("license", "expected"), [("theirs", []), ("ours", ["dep/tests/test_a.py:1"])])
+@pytest.mark.parametrize(
+    ("license", "expected"),
+    [
+        ("Copyright 2023 B\ntheirs", []),
+        ("Copyright 2023 B\nours", ["dep/tests/test_a.py:1"]),
+        ("Copyright 2024 A\nours", ["dep/tests/test_a.py:1"]),
+    ],
+)
 def test_nothing_is_reported_in_the_tests_of_a_copied_package(
     license: str, expected: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They are no code of the project that contains it; its other code is."""
     deprecated = "from apex import amp\n\namp.initialize(model)\n"
-    write({"LICENSE": "ours", "dep/LICENSE": license, "dep/setup.py": "", "dep/tests/test_a.py": deprecated})
+    write(
+        {
+            "LICENSE": "Copyright 2024 A\nours",
+            "dep/LICENSE": license,
+            "dep/setup.py": "",
+            "dep/tests/test_a.py": deprecated,
+        }
+    )
     assert reported(capsys) == expected
     write({"dep/dep/__init__.py": "", "dep/dep/a.py": deprecated})
     assert [each for each in reported(capsys) if "tests" not in each] == ["dep/dep/a.py:1"]

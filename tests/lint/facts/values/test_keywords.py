@@ -26,6 +26,8 @@ TABLE = 'OPTIONS = {"a": 1, "b": 2}\n'
         ('more = {}\nmore["a"] = 1\nuse(c=2, **more)', [{"c": [2]}, {"c": [2], "a": [1]}]),
         # Unknown: changed in another way or place, from outside, or positional.
         (TABLE + "OPTIONS[name] = 3\nuse(**OPTIONS)", None),
+        (TABLE + 'OPTIONS["a"] = 3\nif x:\n    OPTIONS["a"] = 4\nuse(**OPTIONS)', None),
+        (TABLE + 'OPTIONS["a"] = 3\nmore = OPTIONS\nmore["b"] = 4\nuse(**OPTIONS)', None),
         (TABLE + 'def f():\n    OPTIONS["a"] = 3\nuse(**OPTIONS)', None),
         ('more = {"a": {}}\nmore["a"]["b"] = 1\nuse(**more)', None),
         (TABLE + "OPTIONS.update(more)\nuse(**OPTIONS)", None),
