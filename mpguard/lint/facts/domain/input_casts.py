@@ -74,7 +74,11 @@ def is_chosen_input(cast: Event, guards: list[PathCondition]) -> bool:
     reaches = [facts.training_use.inputs(cast, guard) for guard in guards]
     if any(reach.training_sinks or reach.outside or not reach.models for reach in reaches):
         return False
+    beside = [[dotted(each) for each in (*call.positional, *call.keywords.values())] for call in cast.scope.calls]
+    others = tuple({each for given in beside if cast.key in given for each in given} - {cast.key, ""})
+    # `images_pro, targets_pro = preprocess(images, targets)`: the second is made of the other argument.
     names = {name for reach in reaches for name in reach.names if "loss" not in name.lower()}
+    names = {name for name in names if not name.startswith(others)}
     is_compared = any(
         _COMPARES.search(call.path) and cast.key in map(dotted, (*call.positional, *call.keywords.values()))
         for call in cast.scope.calls

@@ -2701,6 +2701,65 @@ def train(model, loader, args):
         model(x).sum().backward()
         optimizer.step()
 """),
+        # What a function makes of the images, and of the targets, which FP16 rounds.
+        Good("""\
+import torch
+
+class Trainer:
+    def __init__(self, model, exp, args):
+        self.model, self.exp, self.amp = model, exp, args.fp16
+        self.dtype = torch.float16 if args.fp16 else torch.float32
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(self, inps, targets):
+        inps = inps.to(self.dtype)
+        targets = targets.cuda()
+        inps_pro, targets_pro = self.exp.preprocess(inps, targets)
+        with torch.autocast("cuda", enabled=self.amp):
+            loss = self.model(inps_pro, targets_pro)
+        self.optimizer.zero_grad()
+        loss.float().backward()
+        self.optimizer.step()
+"""),
+        Bad(
+            """\
+import torch
+
+class Trainer:
+    def __init__(self, model, exp, args):
+        self.model, self.exp, self.amp = model, exp, args.fp16
+        self.dtype = torch.float16 if args.fp16 else torch.float32
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(self, inps, targets):
+        inps = inps.cuda()
+        targets = targets.to(self.dtype)  # !
+        inps_pro, targets_pro = self.exp.preprocess(inps, targets)
+        with torch.autocast("cuda", enabled=self.amp):
+            loss = self.model(inps_pro, targets_pro)
+        self.optimizer.zero_grad()
+        loss.float().backward()
+        self.optimizer.step()
+""",
+            fixed="""\
+import torch
+
+class Trainer:
+    def __init__(self, model, exp, args):
+        self.model, self.exp, self.amp = model, exp, args.fp16
+        self.dtype = torch.float16 if args.fp16 else torch.float32
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(self, inps, targets):
+        inps = inps.cuda()
+        inps_pro, targets_pro = self.exp.preprocess(inps, targets)
+        with torch.autocast("cuda", enabled=self.amp):
+            loss = self.model(inps_pro, targets_pro)
+        self.optimizer.zero_grad()
+        loss.float().backward()
+        self.optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
