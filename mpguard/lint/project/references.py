@@ -57,9 +57,11 @@ _NAMES_DEEPSPEED = re.compile(
 )
 #: `update()` of anything but a progress bar or an average.
 _UPDATE = re.compile(
-    rb"(?i)(?<![\w.])(?![\w.]*(?:bar|progress|tqdm|ema)\w*\s*\.\s*update\b)[\w.]*[\w\])]"
+    rb"(?i)(?<![\w.])(?![\w.]*(?:bar|progress|tqdm|ema)\w*\s*\.\s*update\b)(?P<object>[\w.]*[\w\])])"
     rb"\s*\.\s*update\(\s*(?:\)|new_scale)"
 )
+_IS_SCALER = re.compile(rb"(?i)^class[ \t]+\w+\([^)]*scaler", re.M)
+_STEPS_SCALER = re.compile(rb"(?i)scaler\w*\.step\(")
 _SCALER, _OWN_SCALER = re.compile(rb"(?i)scaler"), re.compile(rb"(?:Grad|Loss)Scaler\(")
 #: What may compile a model: code, options of launchers and of Trainers, and texts that name them.
 _COMPILE = re.compile(rb"(?<!\bre)(?<!\bregex)\.compile\b|\bimport compile\b|(?i:torch_?compile|dynamo|inductor)")
@@ -179,7 +181,8 @@ def is_replaced(top: Path, file: Path, name: str) -> bool:
 def may_update_scaler(top: Path, file: Path) -> bool:
     """True if other code of a project may update a GradScaler that a file steps with.
 
-    A program with a scaler of its own, which does not use the file, updates that one.
+    A program with a scaler of its own, which does not use the file, updates that one; and code that steps a scaler, and
+    is connected with the file by no import, the one that it steps.
     """
     return _asked(top, file, _updates_scaler)
 
@@ -406,7 +409,14 @@ def _replaces(asked: _Asked) -> bool:
 
 @_question
 def _updates_scaler(asked: _Asked) -> bool:
-    return any(_updates(each, asked.file) for each in asked.other_python)
+    updating = [each for each in asked.other_python if _updates(each, asked.file)]
+    if not all(_STEPS_SCALER.search(_content(each)) for each in updating):
+        return True  # a hook, which gets a scaler that something else steps
+    users = [each for each in asked.others if _uses(each, asked.file, "")] if updating else []
+    return any(
+        each in users or _uses(asked.file, each, "") or any(_uses(user, each, "") for user in users)
+        for each in updating
+    )
 
 
 @_question
@@ -655,8 +665,14 @@ def _reads_option(file: str, name: bytes) -> bool:
 
 
 def updates(code: bytes) -> bool:
-    """True if code, without comments, may update a GradScaler."""
-    return _UPDATE.search(code) is not None
+    """True if code, without comments, may update a GradScaler: no progress bar, and no object with its own `update`."""
+    return any(_may_be_scaler(each["object"], code) for each in _UPDATE.finditer(code))
+
+
+def _may_be_scaler(name: bytes, code: bytes) -> bool:
+    if name == b"self":
+        return _IS_SCALER.search(code) is not None
+    return b"tqdm" not in code or re.search(rb"\bas[ \t]+%s[ \t]*:" % re.escape(name), code) is None
 
 
 def _updates(user: str, file: str) -> bool:

@@ -1245,6 +1245,42 @@ class Scaler:
                 "        scaler.update()\n        optimizer.zero_grad()\n",
             },
         ),
+        # Another program of the project updates a progress bar, or a scaler that it steps itself.
+        Bad(
+            """\
+import torch
+
+class Optimizer:
+    def __init__(self, model):
+        self.scaler = torch.amp.GradScaler("cuda")
+        self.inner = torch.optim.AdamW(model.parameters())
+
+    def step(self):
+        self.scaler.step(self.inner)  # !
+""",
+            fixed="""\
+import torch
+
+class Optimizer:
+    def __init__(self, model):
+        self.scaler = torch.amp.GradScaler("cuda")
+        self.inner = torch.optim.AdamW(model.parameters())
+
+    def step(self):
+        self.scaler.step(self.inner)
+        self.scaler.update()
+""",
+            name="optim.py",
+            files={
+                "pyproject.toml": "",
+                "train.py": "from optim import Optimizer\n\ndef train(model, loader):\n"
+                "    optimizer = Optimizer(model)\n    for x in loader:\n"
+                "        optimizer.scaler.scale(model(x)).backward()\n        optimizer.step()\n",
+                "other.py": "from tqdm import tqdm\n\ndef evaluate(loader, scaler):\n"
+                "    with tqdm(total=len(loader)) as t:\n        for x in loader:\n            t.update()\n",
+                "third.py": "def step(scaler, optimizer):\n    scaler.step(optimizer)\n    scaler.update()\n",
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
