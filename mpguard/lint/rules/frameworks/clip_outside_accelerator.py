@@ -68,10 +68,10 @@ class ClipOutsideAccelerator(Rule):
 
     ## Known limits
     In another function than `accelerator.backward`, only parameters of a model that is known to be prepared are
-    checked. An Accelerator whose `mixed_precision` is "bf16" or "no" in the code, or in all launch configs, without an
-    engine or sharding, clips as torch does and is ignored. Files that call `accelerator.unscale_gradients()` themselves
-    are not reported, nor are functions that unscale with their own scaler (MPG502), nor an infinite norm, which clips
-    nothing, nor what runs if the Accelerator's own clipping raised.
+    checked. An Accelerator whose `mixed_precision` is "bf16" or "no" in the code, or in all launch configs or launch
+    lines, without an engine or sharding, clips as torch does and is ignored. Files that call
+    `accelerator.unscale_gradients()` themselves are not reported, nor are functions that unscale with their own scaler
+    (MPG502), nor an infinite norm, which clips nothing, nor what runs if the Accelerator's own clipping raised.
     """
 
     code, name = "MPG503", "clip-outside-accelerator"

@@ -156,10 +156,10 @@ class MissingGradScaler(Rule):
     known argument, an attribute that is not set in the tree, a base class that is not in the tree. It is silent, too,
     where another branch of the function scales the loss and this one has another flag. BF16 needs no scaler. A model
     that is cast to FP16 by hand is reported by MPG101. Scripts that only measure the speed of steps on one synthetic
-    batch are skipped.
+    batch are skipped, and so are trial runs: functions that clear the gradients after the backward pass and never step.
     A region whose `enabled` is a parameter that all calls in the files of the program set to False is off. An autocast
     without a dtype whose device is a variable is taken for that of a GPU, and a dtype that a parameter gives for its
-    default.
+    default, or for FP16 where the code asks whether it is.
     """
 
     code, name = "MPG201", "missing-grad-scaler"

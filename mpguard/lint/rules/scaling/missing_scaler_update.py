@@ -128,7 +128,8 @@ class MissingScalerUpdate(Rule):
     ## Known limits
     A missing update is reported only for a GradScaler of torch that the file creates: in a loop whose scaled `backward`
     and `step` are both in the file, or where nothing in the project updates a scaler, apart from programs that create
-    their own. A scaler that is passed to code elsewhere may be updated there.
+    their own, and from code that steps one and that no import connects with the file. A scaler that is passed to code
+    elsewhere may be updated there, and that of a class by other files which call a method of it that updates.
     """
 
     code, name = "MPG204", "missing-scaler-update"

@@ -45,12 +45,12 @@ class ScalerNotInCheckpoint(Rule):
 
     ## Known limits
     Checkpoints without an optimizer's state are for inference and not reported, nor are those of a file that never
-    loads one, or only in a function that nothing calls, or after reading a key that they lack: whether a run resumes
-    from them is unknown. A scaler under BF16
-    is reported by MPG207, one that is created in each epoch by MPG209: it has no state to restore. Silent if the scaler
-    comes from outside the file, is passed to a function that may save it, or has a name that cannot be followed (a loop
-    over objects), and if nothing calls `update()`: the scale then never changes. An unknown base class may save the
-    scaler; the rule then considers only the checkpoint of the file itself.
+    loads one, or only in a function that nothing calls, in a branch that no call asks for (`resume=False`), or after
+    reading a key that they lack: whether a run resumes from them is unknown. A scaler under BF16 is reported by MPG207,
+    one that is created in each epoch by MPG209: it has no state to restore. Silent if the scaler comes from outside the
+    file, is passed to a function that may save it, or has a name that cannot be followed (a loop over objects), and if
+    nothing calls `update()`: the scale then never changes. An unknown base class may save the scaler; the rule then
+    considers only the checkpoint of the file itself.
     """
 
     code, name = "MPG208", "scaler-not-in-checkpoint"
