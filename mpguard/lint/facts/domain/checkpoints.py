@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Literal
 import libcst as cst
 
 from mpguard.lint.facts.events.event import Event, is_optimizer, is_scaler, last_name
-from mpguard.lint.facts.syntax.nodes import constant, dotted
-from mpguard.lint.facts.syntax.path_condition import compatible, equality
-from mpguard.lint.facts.syntax.records import Call, Scope, Use
+from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
+from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible, equality
+from mpguard.lint.facts.syntax.records import Call, Record, Scope, Use
 from mpguard.lint.facts.values import project_words
 from mpguard.lint.facts.values.api_names import SAVES
 from mpguard.lint.facts.values.lattice import Constant, Object
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 Role = Literal["model", "optimizer", "scaler", "other", ""]
+#: The last part of a path that the code writes.
+_FILE_NAME = re.compile(r"[\"'/]([\w-]+\.(?:pth?|ckpt|tar|bin|pkl))[\"']")
 #: Functions that return the wrapped model.
 _UNWRAPS = project_words.MODEL_UNWRAPPERS | {"unwrap_model"}
 _SCHEDULER = re.compile(r"sched|warmup")
@@ -75,6 +77,36 @@ class Checkpoints:
     def saved(self, role: Role) -> list[Event]:
         """Return the states of a role that are written to a file."""
         return [event for event in self.facts.events("state") if self.role(event) == role and self._written(event)]
+
+    def is_never_loaded(self, saved: Event) -> bool:
+        """True if a state goes to a file of another name than those that the program resumes from.
+
+        All files that the code loads have names in the code, where it restores an optimizer: `ckpt.pt`, and a state in
+        `optimizer.pt`.
+        """
+        writes = (call for call in saved.scope.calls if call.name == "save" and call.order > saved.order)
+        write = next((call for call in writes if compatible(call.guard, saved.guard)), None)
+        names = self._file_names(write.argument(1, "f"), write, saved.guard) if write is not None else set()
+        reads = [
+            call
+            for call in self.facts.calls.get("load", ())
+            if self.facts.called_path(call).startswith("torch.")
+            and not self.facts.unused_definitions.contain(call.span[0])
+        ]
+        if not names or not reads or not self.of("restore", "optimizer"):
+            return False
+        loaded = [self._file_names(call.argument(0, "f"), call, call.guard) for call in reads]
+        return all(loaded) and names.isdisjoint(set().union(*loaded))
+
+    def _file_names(self, node: cst.BaseExpression | None, at: Record, guard: PathCondition) -> set[str]:
+        """Return the names of files in a path, also in what its names are bound to under a path condition."""
+        if node is None:
+            return set()
+        texts = [text_of(node)]
+        for name in set(re.findall(r"(?<![\w.\"'])[A-Za-z_]\w*(?![\w(\"'])", texts[0])):
+            bound = self.facts.bindings(name, at)
+            texts += [text_of(each.value) for each in bound if each.value is not None and compatible(each.guard, guard)]
+        return {name for text in texts for name in _FILE_NAME.findall(text)}
 
     def saved_elsewhere(self, role: Role) -> Iterator[tuple[Call, Checkpoints]]:
         """Yield the calls of functions of other modules that write states of a role, with the checkpoints there."""

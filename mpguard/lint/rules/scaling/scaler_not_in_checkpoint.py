@@ -46,7 +46,8 @@ class ScalerNotInCheckpoint(Rule):
     ## Known limits
     Checkpoints without an optimizer's state are for inference and not reported, nor are those of a file that never
     loads one, or only in a function that nothing calls, in a branch that no call asks for (`resume=False`), or after
-    reading a key that they lack: whether a run resumes from them is unknown. A scaler under BF16 is reported by MPG207,
+    reading a key that they lack, or of a file with another name than those that are loaded: whether a run resumes from
+    them is unknown. A scaler under BF16 is reported by MPG207,
     one that is created in each epoch by MPG209: it has no state to restore. Silent if the scaler comes from outside the
     file, is passed to a function that may save it, or has a name that cannot be followed (a loop over objects), and if
     nothing calls `update()`: the scale then never changes. An unknown base class may save the scaler; the rule then
@@ -1185,6 +1186,51 @@ def train(model, loader, path):
 """,
             files={"pyproject.toml": ""},
         ),
+        # No run resumes from a file of another name.
+        Good("""\
+import os
+import torch
+
+def train(model, loader, out_dir, resume):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    if resume:
+        path = os.path.join(out_dir, "ckpt.pt")
+        checkpoint = torch.load(path)
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, os.path.join(out_dir, "optimizer.pt"))
+"""),
+        Bad("""\
+import os
+import torch
+
+def train(model, loader, out_dir, resume):
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    if resume:
+        path = os.path.join(out_dir, "ckpt.pt")
+        checkpoint = torch.load(path)
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}  # !
+    torch.save(state, os.path.join(out_dir, "ckpt.pt"))
+"""),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -1214,6 +1260,8 @@ def train(model, loader, path):
         if not states and not checkpoints.unclear("state") and checkpoints.resumed():
             reported: set[Scope | None] = set()
             for saved in checkpoints.saved("optimizer"):
+                if checkpoints.is_never_loaded(saved):
+                    continue
                 scaler = next((each for each in scalers if self._same_run(each, saved, facts)), None)
                 part = saved.scope.owner or saved.scope
                 if scaler is not None and part not in reported and not computes_without_float16(facts):
