@@ -268,15 +268,18 @@ def _is_copy(folder: Path, top: Path) -> bool:
 
 def _terms(folder: Path) -> list[bytes]:
     """Return the words of a folder's license without its holder and year: a part of a project has its own."""
-    found = next((path for name in _LICENSES if tracked_fs.is_file(path := folder / name)), None)
-    text = b"" if found is None else tracked_fs.read_up_to(found, LARGEST) or b""
-    return re.sub(rb"(?im)^.*(?:copyright|\(c\)).*$", b"", text).split()
+    return re.sub(rb"(?im)^.*(?:copyright|\(c\)).*$", b"", _license_text(folder) or b"").split()
 
 
 def _license(folder: Path) -> list[bytes] | None:
     """Return the words of a folder's license; None if it has none."""
+    text = _license_text(folder)
+    return None if text is None else text.split()
+
+
+def _license_text(folder: Path) -> bytes | None:
     found = next((path for name in _LICENSES if tracked_fs.is_file(path := folder / name)), None)
-    return None if found is None else (tracked_fs.read_up_to(found, LARGEST) or b"").split()
+    return None if found is None else tracked_fs.read_up_to(found, LARGEST) or b""
 
 
 class _Asked(NamedTuple):
@@ -295,6 +298,11 @@ class _Asked(NamedTuple):
     def code(self) -> list[str]:
         """The Python files and the notebooks."""
         return [each for each in self.files if each.endswith((*PYTHON, NOTEBOOK))]
+
+    @property
+    def other_code(self) -> list[str]:
+        """The Python files and the notebooks other than the file."""
+        return [each for each in self.code if each != self.file]
 
     @property
     def other_python(self) -> list[str]:
@@ -354,7 +362,7 @@ def answer(top: str, file: str, question: str) -> bool | list[str]:
 
 @_question
 def _is_used(asked: _Asked) -> bool:
-    return any(_uses(each, asked.file, asked.name) for each in asked.others if not asked.is_test(each))
+    return any(_uses(each, asked.file, asked.name) and not asked.is_test(each) for each in asked.others)
 
 
 @_question
@@ -369,7 +377,7 @@ def _is_run(asked: _Asked) -> bool:
 
 @_question
 def _is_alone(asked: _Asked) -> bool:
-    return all(each == asked.file for each in asked.code)
+    return not asked.other_code
 
 
 @_question
@@ -391,14 +399,14 @@ def _calls(asked: _Asked) -> bool:
 
 @_question
 def _sets(asked: _Asked) -> bool:
-    return any(_may_set(each, asked.name.encode()) for each in asked.code if each != asked.file)
+    return any(_may_set(each, asked.name.encode()) for each in asked.other_code)
 
 
 @_question
 def _sets_from_outside(asked: _Asked) -> bool:
     assigned = asked.pattern(rb"(?<![\w.])(?!self\b|cls\b)\w[\w.]*\.", rb"[ \t]*=(?!=)")
-    others = (each for each in asked.code if each != asked.file)
-    return any(assigned.search(stripped(_content(each))) and _uses(each, asked.file, "") for each in others)
+    code = asked.other_code
+    return any(assigned.search(stripped(_content(each))) and _uses(each, asked.file, "") for each in code)
 
 
 @_question

@@ -121,9 +121,9 @@ def backward_is_plain(facts: Facts, guard: PathCondition, accumulates: bool = Fa
     """True if the Accelerators of a file add nothing to `loss.backward()` and torch's clipping at a place.
 
     Their precision is BF16 or none: by a constant in the code, which the launcher does not change, by all configs of
-    the project that have the key from which it is read, by all launch configs or lines of the file, because another has
-    the one with a precision, or because nothing in the project launches with accelerate. The file, its
-    launch configs and its launch lines use no engine and no sharding.
+    the project that have the key from which it is read, by all launch configs or launch lines of the file, because
+    another branch has the one with a precision, or because nothing in the project launches with accelerate. The file,
+    its launch configs and its launch lines use no engine and no sharding.
 
     guard: the path condition of the place. accumulates: they may accumulate gradients.
     """

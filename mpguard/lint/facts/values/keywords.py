@@ -47,11 +47,9 @@ def passed(call: Call, facts: Facts, depth: int = _DEPTH) -> list[Keywords] | No
 def _items(mapping: cst.BaseExpression, at: Record, facts: Facts, depth: int) -> list[Keywords] | None:
     """Return the items of a mapping, for each value that it may have."""
     path = dotted(mapping)
-    if path and is_changed(path, facts):
-        added = _added(path, at, facts)
-        known = _unchanged(mapping, at, facts, depth) if added is not None else None
-        return None if known is None or added is None else [*known, *({**each, **added} for each in known)]
-    return _unchanged(mapping, at, facts, depth)
+    added = _added(path, at, facts) if path else {}
+    known = _unchanged(mapping, at, facts, depth) if added is not None else None
+    return [*known, *({**each, **added} for each in known)] if known and added else known
 
 
 def _added(path: str, at: Record, facts: Facts) -> Keywords | None:
@@ -63,8 +61,6 @@ def _added(path: str, at: Record, facts: Facts) -> Keywords | None:
     if any(dotted(call.receiver) == path for name in _CHANGES for call in facts.calls.get(name, ())):
         return None
     for scope in facts.scopes:
-        if any(dotted(each.value) == path for bound in scope.bindings.values() for each in bound):
-            return None
         for each in scope.bindings.get(path, ()):
             if each.kind != "item":
                 continue
@@ -76,7 +72,8 @@ def _added(path: str, at: Record, facts: Facts) -> Keywords | None:
             if key[0] in found:
                 return None
             found[key[0]] = functools.partial(facts.evaluate, each.value, each)
-    return found
+    bound = (each for scope in facts.scopes if found for bindings in scope.bindings.values() for each in bindings)
+    return None if any(dotted(each.value) == path for each in bound) else found
 
 
 def _unchanged(mapping: cst.BaseExpression, at: Record, facts: Facts, depth: int) -> list[Keywords] | None:

@@ -49,6 +49,22 @@ _MAIN = {
     "        train_epoch(model, optimizer, loader, accelerator)\n",
 }
 
+#: A program that is launched in several ways.
+_ACCUMULATES = """\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(gradient_accumulation_steps=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    with accelerator.accumulate(model):
+        loss = model(x).sum()
+        accelerator.backward(loss)
+        {clip}(model.parameters(), 1.0){mark}
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
 
 class ClipOutsideAccelerator(Rule):
     """Gradients of a prepared model are clipped by torch's function instead of the Accelerator's.
@@ -988,34 +1004,8 @@ for x in loader:
             },
         ),
         Bad(
-            """\
-import torch
-from accelerate import Accelerator
-
-accelerator = Accelerator(gradient_accumulation_steps=4)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for x in loader:
-    with accelerator.accumulate(model):
-        loss = model(x).sum()
-        accelerator.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # !
-        optimizer.step()
-        optimizer.zero_grad()
-""",
-            fixed="""\
-import torch
-from accelerate import Accelerator
-
-accelerator = Accelerator(gradient_accumulation_steps=4)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for x in loader:
-    with accelerator.accumulate(model):
-        loss = model(x).sum()
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-""",
+            _ACCUMULATES.format(clip="torch.nn.utils.clip_grad_norm_", mark="  # !"),
+            fixed=_ACCUMULATES.format(clip="accelerator.clip_grad_norm_", mark=""),
             name="train.py",
             files={
                 "pyproject.toml": "",
@@ -1023,34 +1013,8 @@ for x in loader:
             },
         ),
         Bad(
-            """\
-import torch
-from accelerate import Accelerator
-
-accelerator = Accelerator(gradient_accumulation_steps=4)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for x in loader:
-    with accelerator.accumulate(model):
-        loss = model(x).sum()
-        accelerator.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # !
-        optimizer.step()
-        optimizer.zero_grad()
-""",
-            fixed="""\
-import torch
-from accelerate import Accelerator
-
-accelerator = Accelerator(gradient_accumulation_steps=4)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for x in loader:
-    with accelerator.accumulate(model):
-        loss = model(x).sum()
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-""",
+            _ACCUMULATES.format(clip="torch.nn.utils.clip_grad_norm_", mark="  # !"),
+            fixed=_ACCUMULATES.format(clip="accelerator.clip_grad_norm_", mark=""),
             name="train.py",
             files={
                 "pyproject.toml": "",

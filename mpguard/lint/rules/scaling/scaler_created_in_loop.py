@@ -48,7 +48,7 @@ class ScalerCreatedInLoop(Rule):
 
     code, name = "MPG209", "scaler-created-in-loop"
     severity = "error"
-    message = "the GradScaler is created {often}: its scale starts anew each time"
+    message = "the GradScaler is created {often}: its scale is reset each time"
     help = "create it once, where the optimizer is created"
     triggers = (any_of(b"scaler", b"Scaler"), any_of(b".scale("), any_of(b".step("))
     examples = (
