@@ -2,8 +2,8 @@
 
     python benchmarks/corpus.py lint FOLDER --half open -o FOUND.json       # lints the repositories of corpus.txt
     python benchmarks/corpus.py sample FOLDER FOUND.json [--per-rule 20]    # prints findings that have no verdict yet
-    python benchmarks/corpus.py record FOUND.json VERDICTS.jsonl            # adds a batch to corpus.json
-    python benchmarks/corpus.py page                                        # the section of docs/evidence.md
+    python benchmarks/corpus.py record FOUND.json VERDICTS.jsonl            # writes lots/LOT.json
+    python benchmarks/corpus.py rules LOT                                   # the numbers of each rule in a lot
 
 FOLDER contains one folder `owner+name` for each row of corpus.txt: a clone of the repository, or the files of the
 listed commit (`fetch FOLDER` clones those that are missing). Nothing of them is built, imported or run, and nothing of
@@ -13,8 +13,8 @@ The hash of its name puts each repository in one of two halves, `open` and `held
 the open half. The other one is linted when the rules are done, and its first numbers are the ones reported.
 
 The sample is drawn by the hash of each finding and of the seed: the same finding is drawn whatever else is found. One
-finding of each repository comes before the second of any. A verdict is true if a maintainer of the code would accept
-the remark by the rule's own definition; it was given by a reader who did not write the rule.
+finding of each repository comes before the second of any. It is judged by a reader who did not write the rule, with
+the answers that `ANSWERS` lists.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
+import functools
 import hashlib
 import json
 import math
@@ -34,11 +35,27 @@ from typing import Any, NamedTuple
 from mpguard.lint.model.rule import rules
 
 HERE = Path(__file__).parent
-LIST, BATCHES = HERE / "corpus.txt", HERE / "corpus.json"
+LIST, LOTS = HERE / "corpus.txt", HERE / "lots"
 #: They report imports and calls that are everywhere, so they would hide what the others do.
 FREQUENT = ("MPG302", "MPG305")
 #: Rules that became preview rules after they had been judged: the batches before that day count them, as they did then.
 PREVIEW_SINCE = {"MPG704": "2026-11-25", **dict.fromkeys(("MPG108", "MPG301", "MPG309", "MPG511"), "2026-11-26")}
+#: The answers of a reader to a finding; lots of which a reader gave only one have `verdict` alone.
+ANSWERS = {
+    "true": "what the message says is so in the code as it is written",
+    "verdict": "a maintainer of the code would accept the remark, by the definition on the rule's page",
+    "runs": "the place is reached, too, in the program as it was committed: no unrelated fault stops it before",
+}
+#: As docs/evidence.md names them.
+NAMED_ANSWERS = {
+    "true": ANSWERS["true"],
+    "accepted": ANSWERS["verdict"] + "; code and settings that nobody can run or choose count against it, and versions"
+    " that the project rules out; a fault elsewhere does not",
+}
+#: The rules that are the reason to run the linter.
+HEADLINE = ("MPG101", "MPG201", "MPG401")
+#: The lots that the table of rules counts by themselves.
+LATEST = 10
 SEED = 15
 #: The sets of repositories, and the headings of their batches.
 HEADINGS = {
@@ -90,11 +107,14 @@ HEADINGS = {
     "wide40": "84 for language, ranking and competitions, closed before the rules were changed because of these two",
     "wide41": "148 of all fields, closed before the rules were changed because of these",
     "wide42": "88 of all fields, closed before the rules were changed because of these",
+    "wide43": "146 of all fields, with lesser-known names, closed before the rules were changed because of these",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")
 
 Key = tuple[str, str, int, str]
+#: The seeded mistakes of a lot that were found, and all; the same of the headline rules.
+Seeded = tuple[tuple[int, int], tuple[int, int]]
 
 
 class Repository(NamedTuple):
@@ -207,8 +227,11 @@ def verdicts() -> dict[Key, dict[str, Any]]:
     return {key(each): each for batch in batches() for each in batch["verdicts"]}
 
 
+@functools.cache
 def batches() -> list[dict[str, Any]]:
-    return json.loads(BATCHES.read_text("utf-8"))["batches"] if BATCHES.exists() else []
+    """Return the results of the lots, in their order."""
+    files = (LOTS / f"{name}.json" for name in HALVES)
+    return [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
 
 
 def show(folder: Path, found: dict[str, Any], per_rule: int, codes: list[str], around: int) -> None:
@@ -227,7 +250,7 @@ def show(folder: Path, found: dict[str, Any], per_rule: int, codes: list[str], a
 
 
 def record(found: dict[str, Any], judged: Iterable[dict[str, Any]]) -> None:
-    """Add a batch to corpus.json: what was found of each rule, and the verdicts."""
+    """Write the file of a lot: what was found of each rule, and the verdicts."""
     codes = collections.Counter(item["code"] for item in found["findings"])
     within = {(item["code"], item["repository"]) for item in found["findings"]}
     there = {key(item) for item in found["findings"]}
@@ -235,11 +258,14 @@ def record(found: dict[str, Any], judged: Iterable[dict[str, Any]]) -> None:
     if strange := [each for each in kept if key(each) not in there]:
         raise SystemExit(f"no such finding: {strange[0]}")
     batch = {name: found[name] for name in ("half", "date", "linter", "repositories", "python files")}
+    reporting = {item["repository"] for item in found["findings"] if is_counted(item, found)}
+    batch["without findings"] = found["repositories"] - len(reporting)
     batch["seed"] = SEED
     batch["findings"] = dict(sorted(codes.items()))
     batch["in repositories"] = {code: sum(each == code for each, _ in within) for code in sorted(codes)}
+    batch["true"] = sum(each["true"] for each in kept if is_counted(each, batch))
     batch["verdicts"] = kept
-    BATCHES.write_text(json.dumps({"batches": [*batches(), batch]}, indent=1) + "\n", "utf-8")
+    (LOTS / f"{batch['half']}.json").write_text(json.dumps(batch, indent=1) + "\n", "utf-8")
 
 
 # -- the page -----------------------------------------------------------------------------------------
@@ -258,71 +284,142 @@ def share(right: int, judged: int) -> str:
     return f"{right / judged:.0%} ({low:.0%}-{high:.0%})"
 
 
-def section() -> Iterator[str]:
-    """Yield the lines of docs/evidence.md about the repositories, the latest batch first."""
+def is_counted(item: dict[str, Any], batch: dict[str, Any]) -> bool:
+    """True for a finding of a rule that was on by default then, without the frequent ones and MPG000."""
+    return item["code"] not in (*FREQUENT, "MPG000") and not is_preview(item["code"], batch)
+
+
+def is_preview(code: str, batch: dict[str, Any]) -> bool:
+    rule = rules(own_only=True).get(code)
+    return rule is None or (rule.preview and batch["date"] >= PREVIEW_SINCE.get(code, ""))
+
+
+def section(seeded: dict[str, Seeded]) -> Iterator[str]:
+    """Yield the lines of docs/evidence.md about the repositories.
+
+    seeded: the mistakes that were found, and all, for each lot.
+    """
     listed = repositories()
     is_open = sum(each.half == "open" for each in listed)
     later = sum(bool(each.later) for each in listed)
-    yield "## Public repositories"
-    yield ""
-    yield (
-        f"{len(listed)} public repositories with training code, each at one commit"
-        " ([benchmarks/corpus.txt](../benchmarks/corpus.txt)), are linted by `python benchmarks/corpus.py`. The hash of"
-        f" its name puts a repository in one of two halves: {is_open} open ones, for which rules may be changed,"
-        f" and {len(listed) - is_open - later} held out, of which nothing"
-        f" was read before the rules were done; {later} were added later, after further changes. Of each default rule"
-        " up to 20 findings were drawn by a seed and judged by a reader who did not write the rule"
-        " ([benchmarks/corpus.json](../benchmarks/corpus.json)); of preview rules only some. Intervals are 95 %, by"
-        " Wilson's formula."
-    )
     found = {code for batch in batches() for code in batch["findings"]}
     silent = [code for code, rule in rules(own_only=True).items() if code not in found and not rule.preview]
+    yield from (
+        "## Public repositories",
+        "",
+        f"{len(listed)} public repositories with training code, each at one commit"
+        " ([benchmarks/corpus.txt](../benchmarks/corpus.txt)), are linted by `python benchmarks/corpus.py`, in lots:"
+        f" {is_open} repositories of which rules may be changed, {len(listed) - is_open - later} that were held out,"
+        f" and {later} that were added later. Each lot was listed by names and closed before anything of it was"
+        " linted, and these are its first numbers: the rules were changed because of it only afterwards. Of each"
+        " default rule up to 20 findings were drawn by a seed and judged by readers who did not write it"
+        " ([benchmarks/lots/](../benchmarks/lots) has each finding, its answers and the reason). Intervals are 95 %,"
+        " by Wilson's formula.",
+        "",
+        *(f"- *{name}*: {text}." for name, text in NAMED_ANSWERS.items()),
+        "",
+        "The lots before `wide21` were judged with one answer, which is in the column of the second; the first answer"
+        f" was asked for since `wide18`. MPG000, {' and '.join(FREQUENT)}, whose findings are the most frequent and the"
+        " easiest, are left out of this table.",
+        "",
+        "| lot (date, commit) | repositories | without a finding | judged | true | accepted | seeded mistakes found"
+        f" | of {', '.join(code.removeprefix('MPG') for code in HEADLINE)} |",
+        "| --- | --: | --: | --: | --: | --: | --: | --: |",
+    )
+    latest = batches()[-LATEST:]
+    for cells in (_sum_row(latest, seeded), *(_row(batch, seeded) for batch in reversed(batches()))):
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+    yield from _rules_table()
     yield ""
     yield f"Default rules without a finding in any of them: {', '.join(silent)}."
+    yield ""
+    yield "What the readers said of the lots, the latest first:"
+    yield ""
     for batch in reversed(batches()):
-        yield ""
-        yield from _batch(batch)
+        if "remark" in batch:
+            yield f"- `{batch['half']}`, {HEADINGS[batch['half']]}: {batch['remark']}"
 
 
-def heading(batch: dict[str, Any]) -> str:
-    return f"### {HEADINGS[batch['half']]}, {batch['date']}, commit {batch['linter'][:7]}"
-
-
-def _batch(batch: dict[str, Any]) -> Iterator[str]:
-    every = rules(own_only=True)
-
-    def preview(code: str) -> bool:
-        return every[code].preview and batch["date"] >= PREVIEW_SINCE.get(code, "")
-
-    judged = collections.Counter(each["code"] for each in batch["verdicts"])
-    right = collections.Counter(each["code"] for each in batch["verdicts"] if each["verdict"])
-    counted = [
-        each
-        for each in batch["verdicts"]
-        if each["code"] not in (*FREQUENT, "MPG000") and each["code"] in every and not preview(each["code"])
+def _row(batch: dict[str, Any], seeded: dict[str, Seeded]) -> list[str]:
+    """Return the cells of a lot in the table of all lots."""
+    judged, true, accepted = _counts(batch)
+    return [
+        f"`{batch['half']}` ({batch['date']}, {batch['linter'][:7]})",
+        str(batch["repositories"]),
+        str(batch.get("without findings", "")),
+        *_cells(judged, true, accepted),
+        *(_found(each) for each in seeded.get(batch["half"], ())),
     ]
-    once: dict[tuple[str, str], bool] = {}
-    for each in counted:
-        of = each["repository"], each["code"]
-        once[of] = once.get(of, True) and each["verdict"]
-    true, total = sum(each["verdict"] for each in counted), len(counted)
-    rule_by_rule = f"{sum(once.values())} of {len(once)}: {share(sum(once.values()), len(once))}"
-    whole = sum(batch["half"] in ("all", each.half) for each in repositories())
-    yield heading(batch)
+
+
+def _sum_row(lots: list[dict[str, Any]], seeded: dict[str, Seeded]) -> list[str]:
+    """Return the cells of several lots together; the first answer has to be there for each."""
+    judged, true, accepted = (sum(each) for each in zip(*map(_counts, lots), strict=True))
+    mutants = [
+        [sum(each) for each in zip(*row, strict=True)]
+        for row in zip(*(seeded[lot["half"]] for lot in lots), strict=True)
+    ]
+    return [
+        f"**the last {len(lots)} together**",
+        str(sum(lot["repositories"] for lot in lots)),
+        str(sum(lot["without findings"] for lot in lots)),
+        *_cells(judged, true, accepted),
+        *map(_found, mutants),
+    ]
+
+
+def _counts(batch: dict[str, Any]) -> tuple[int, int, int]:
+    """Return how many findings of a lot were judged, are true (-1: nobody was asked), and were accepted."""
+    counted = [each for each in batch["verdicts"] if is_counted(each, batch)]
+    return len(counted), batch.get("true", -1), batch.get("accepted", sum(each["verdict"] for each in counted))
+
+
+def _cells(judged: int, true: int, accepted: int) -> list[str]:
+    return [str(judged), *("" if each < 0 else f"{each}: {share(each, judged)}" for each in (true, accepted))]
+
+
+def _found(numbers: Iterable[int]) -> str:
+    found, mutants = numbers
+    return f"{found} of {mutants}: {share(found, mutants)}"
+
+
+def _rules_table() -> Iterator[str]:
+    """Yield a table of what each rule found in all lots, and how much of what was judged was accepted."""
+    every = rules(own_only=True)
+    latest = {batch["half"] for batch in batches()[-LATEST:]}
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for batch in batches():
+        for code, number in batch["findings"].items():
+            counts[code] += collections.Counter(found=number, within=batch["in repositories"][code])
+        for each in batch["verdicts"]:
+            counts[each["code"]] += collections.Counter(judged=1, accepted=each["verdict"])
+            if batch["half"] in latest:
+                counts[each["code"]] += collections.Counter(last=1, accepted_last=each["verdict"])
+    yield "| rule | name | found | in repositories | judged | accepted | share (95 %) | of the last lots | accepted |"
+    yield "| --- | --- | --: | --: | --: | --: | --: | --: | --: |"
+    for code, count in sorted(counts.items()):
+        name = every[code].name + (" (preview)" if every[code].preview else "") if code in every else "(removed)"
+        judged = share(count["accepted"], count["judged"]) if count["judged"] else ""
+        numbers = (count["found"], count["within"], count["judged"], count["accepted"])
+        last = (count["last"], count["accepted_last"])
+        yield f"| {code} | {name} | {' | '.join(map(str, numbers))} | {judged} | {' | '.join(map(str, last))} |"
     yield ""
     yield (
-        f"{batch['repositories']} of its {whole} repositories, {batch['python files']:,} Python files,"
-        f" {sum(batch['findings'].values()):,} findings. Of {total} judged findings of the default rules without"
-        f" MPG000, {' and '.join(FREQUENT)}, {true} are right: **{share(true, total)}**; where each rule counts once in"
-        f" a repository, {rule_by_rule}."
+        f"The last two columns are of the last {LATEST} lots. Of most lots here *accepted* is the strictest answer that"
+        " was asked for: also a fault elsewhere that stops the program first counted against a finding."
     )
-    yield ""
-    if "remark" in batch:
-        yield from (batch["remark"], "")
+
+
+def of_lot(batch: dict[str, Any]) -> Iterator[str]:
+    """Yield a table of what each rule found in a lot."""
+    every = rules(own_only=True)
+    judged = collections.Counter(each["code"] for each in batch["verdicts"])
+    right = collections.Counter(each["code"] for each in batch["verdicts"] if each["verdict"])
     yield "| rule | name | found | in repositories | judged | right | precision (95 %) |"
     yield "| --- | --- | --: | --: | --: | --: | --: |"
     for code, found in batch["findings"].items():
-        name = every[code].name + (" (preview)" if preview(code) else "") if code in every else ""
+        name = every[code].name + (" (preview)" if is_preview(code, batch) else "") if code in every else ""
         row = (code, name, found, batch["in repositories"][code], judged[code], right[code])
         yield f"| {' | '.join(map(str, row))} | {share(right[code], judged[code]) if judged[code] else ''} |"
 
@@ -340,7 +437,7 @@ def main() -> int:
     commands.choices["sample"].add_argument("--around", type=int, default=12, help="lines before and after")
     commands.add_parser("record").add_argument("found", type=Path)
     commands.choices["record"].add_argument("verdicts", type=Path)
-    commands.add_parser("page")
+    commands.add_parser("rules").add_argument("lot", choices=HALVES)
     options = parser.parse_args()
     if options.command == "fetch":
         fetch(options.folder)
@@ -353,7 +450,7 @@ def main() -> int:
         judged = [json.loads(line) for line in options.verdicts.read_text("utf-8").splitlines() if line.strip()]
         record(json.loads(options.found.read_text("utf-8")), judged)
     else:
-        print("\n".join(section()))
+        print("\n".join(line for batch in batches() if batch["half"] == options.lot for line in of_lot(batch)))
     return 0
 
 

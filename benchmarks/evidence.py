@@ -220,7 +220,7 @@ def page() -> str:
         "",
         f"Preview, off by default and not judged here: {', '.join(preview)}.",
         "",
-        *_program("corpus").section(),
+        *_program("corpus").section(_program("seeded").by_lot()),
         "",
         *_program("seeded").section(),
         "",

@@ -2,7 +2,6 @@
 
     python benchmarks/seeded.py run FOLDER --half open [--per-kind 40] -o SEEDED.json
     python benchmarks/seeded.py record SEEDED.json     # adds the counts to seeded.json
-    python benchmarks/seeded.py page                   # the section of docs/evidence.md
 
 FOLDER and the halves are those of corpus.py. A program is a Python file of the corpus in which the default rules,
 without MPG302 and MPG305, report nothing; a config is an accelerate YAML or a DeepSpeed JSON of which that is true.
@@ -86,7 +85,6 @@ corpus = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(corpus)
 
 RESULTS = Path(__file__).with_name("seeded.json")
-HEADLINE = ("MPG101", "MPG201", "MPG401")
 LARGEST = 100 << 10
 PER_REPOSITORY = 3
 #: The programs of one repository that are tried for a kind: one with a hundred recipes must not take all the time.
@@ -1363,45 +1361,53 @@ def batches() -> list[dict[str, Any]]:
     return json.loads(RESULTS.read_text("utf-8"))["batches"] if RESULTS.exists() else []
 
 
+def by_lot() -> dict[str, Any]:
+    """Return how many mistakes of each lot were found, and how many there are; the same for the headline rules."""
+    return {
+        batch["half"]: (
+            _sums(batch["kinds"].values()),
+            _sums(row for row in batch["kinds"].values() if set(corpus.HEADLINE) & set(row["rules"])),
+        )
+        for batch in batches()
+    }
+
+
+def _sums(rows: Iterable[dict[str, Any]]) -> tuple[int, int]:
+    numbers = [(row["found"], row["mutants"]) for row in rows]
+    return sum(found for found, _ in numbers), sum(mutants for _, mutants in numbers)
+
+
 def section() -> Iterator[str]:
-    """Yield the lines of docs/evidence.md about seeded mistakes, the latest batch first."""
-    yield "## Seeded mistakes"
-    yield ""
-    yield (
+    """Yield the lines of docs/evidence.md about seeded mistakes."""
+    latest = batches()[-corpus.LATEST :]
+    yield from (
+        "## Seeded mistakes",
+        "",
         "`python benchmarks/seeded.py` puts one mistake at a time into programs and configs of these repositories in"
         " which the default rules report nothing (without MPG302 and MPG305, which do not count here at all), and looks"
         " for a finding of a rule that has to see it ([benchmarks/seeded.json](../benchmarks/seeded.json) lists each"
-        " mutant that was missed). Intervals are 95 %, by Wilson's formula."
+        " mutant that was missed). The table of the lots above has their sums; here is each kind of mistake, in all"
+        f" lots, whose first numbers these are, and in the last {corpus.LATEST} of them.",
+        "",
+        "| mistake | rules | mutants | found | share (95 %) | of the last lots | found | share (95 %) |",
+        "| --- | --- | --: | --: | --: | --: | --: | --: |",
     )
+    names = dict.fromkeys(name for batch in reversed(batches()) for name in batch["kinds"])
+    for name in names:
+        rows = [batch["kinds"][name] for batch in batches() if name in batch["kinds"]]
+        last = [batch["kinds"][name] for batch in latest if name in batch["kinds"]]
+        yield f"| {name} | {', '.join(rows[-1]['rules'])} | {_cells(rows)} | {_cells(last)} |"
+    yield ""
+    yield "What was seen in the lots, the latest first:"
+    yield ""
     for batch in reversed(batches()):
-        yield ""
-        yield from _batch(batch)
+        if "remark" in batch:
+            yield f"- `{batch['half']}`: {batch['remark']}"
 
 
-def _batch(batch: dict[str, Any]) -> Iterator[str]:
-    rows = batch["kinds"].values()
-    found, mutants = sum(row["found"] for row in rows), sum(row["mutants"] for row in rows)
-    yield corpus.heading(batch)
-    yield ""
-    yield (
-        f"{found} of {mutants} mutants of {batch['programs']} programs and configs in {batch['repositories']}"
-        f" repositories were found: **{corpus.share(found, mutants)}**; each kind counted once:"
-        f" {sum(row['found'] / row['mutants'] for row in rows) / len(rows):.0%}."
-    )
-    yield ""
-    if "remark" in batch:
-        yield from (batch["remark"], "")
-    for rule in HEADLINE:
-        of = [row for row in rows if row["rules"][0] == rule]
-        if of:
-            right, whole = sum(row["found"] for row in of), sum(row["mutants"] for row in of)
-            yield f"- {rule}: {right} of {whole}, {corpus.share(right, whole)}"
-    yield ""
-    yield "| mistake | rules | mutants | found | share (95 %) |"
-    yield "| --- | --- | --: | --: | --: |"
-    for name, row in batch["kinds"].items():
-        share = corpus.share(row["found"], row["mutants"])
-        yield f"| {name} | {', '.join(row['rules'])} | {row['mutants']} | {row['found']} | {share} |"
+def _cells(rows: list[dict[str, Any]]) -> str:
+    found, mutants = _sums(rows)
+    return f"{mutants} | {found} | {corpus.share(found, mutants) if mutants else ''}"
 
 
 def main() -> int:
@@ -1414,7 +1420,6 @@ def main() -> int:
     measure.add_argument("--per-kind", type=int, default=40)
     measure.add_argument("-o", "--output", type=Path, required=True)
     commands.add_parser("record").add_argument("seeded", type=Path)
-    commands.add_parser("page")
     options = parser.parse_args()
     if options.command == "run":
         chosen = [each for each in KINDS if not options.kinds or each.name in options.kinds]
@@ -1427,10 +1432,8 @@ def main() -> int:
         options.output.write_text(json.dumps({**head, "outcomes": outcomes}, indent=1), "utf-8")
         for name, row in summary(outcomes).items():
             print(f"{name:36} {row['found']:4} of {row['mutants']:4}  {', '.join(row['rules'])}")
-    elif options.command == "record":
-        record(json.loads(options.seeded.read_text("utf-8")))
     else:
-        print("\n".join(section()))
+        record(json.loads(options.seeded.read_text("utf-8")))
     return 0
 
 

@@ -119,7 +119,7 @@ def may_use(top: Path, file: Path, name: str) -> bool:
 def users(top: Path, file: Path, name: str) -> list[str] | None:
     """Return the other files of a project that may use a top-level name of a file; None if it is too large to search.
 
-    Those that only mention the name, as a config or a README, are among them.
+    Those that only mention the name, as a config or a README, are among them; tests are not.
     """
     found = _answered(top, file, _where_used, name)
     return found if isinstance(found, list) else None
@@ -367,7 +367,7 @@ def _is_used(asked: _Asked) -> bool:
 
 @_question
 def _where_used(asked: _Asked) -> list[str]:
-    return [each for each in asked.others if _uses(each, asked.file, asked.name)]
+    return [each for each in asked.others if _uses(each, asked.file, asked.name) and not asked.is_test(each)]
 
 
 @_question

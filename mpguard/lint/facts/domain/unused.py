@@ -43,6 +43,7 @@ _NO_PARAMETERS = re.compile(r"\A(?:async[ \t]+)?def[ \t]+\w+[ \t]*\([ \t]*\)")
 _BASES = re.compile(r"\Aclass[ \t]+\w+[ \t]*\(\s*([^()]*?)\s*\)")
 #: A name, and not an attribute or a part of a dotted module: these do not refer to the file's own definitions.
 _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")
+_IMPORT = re.compile(r"\n[ \t]*(?:from[ \t]+[\w.]+[ \t]+import[ \t]*(?:\([^)]*\)|[^#;(\n]*)|import[ \t]+[^#;\n]*)")
 _HARMLESS = re.compile(r"torch\.(?:set_|device$|manual_seed$|cuda\.is_available$)")
 
 
@@ -156,6 +157,7 @@ class UnusedDefinitions:
 
     def _is_root(self, chunk: Chunk) -> bool:
         if chunk not in self._roots:
+            self._roots[chunk] = True  # while it is looked for: files may use each other
             self._roots[chunk] = self._find_root(chunk)
         return self._roots[chunk]
 
@@ -170,7 +172,24 @@ class UnusedDefinitions:
             or chunk.text.startswith("@")
             or self._is_public(chunk, name)
             or self._is_looked_up(chunk)
-            or self._facts.project.used_elsewhere(self._facts.path, name)
+            or self._is_used_elsewhere(name)
+        )
+
+    def _is_used_elsewhere(self, name: str) -> bool:
+        """True if another file may use a name, other than in functions and classes that are unused themselves."""
+        project, path = self._facts.project, self._facts.path
+        if not project.used_elsewhere(path, name):
+            return False
+        users = project.all_users_of(path, name)
+        return users is None or not all(each.unused_definitions.are_all_of(name) for each in users)
+
+    def are_all_of(self, name: str) -> bool:
+        """True if the file mentions a name of another file in unused functions and classes only, and imports it."""
+        mention = re.compile(rf"\b{re.escape(name)}\b")
+        return all(
+            chunk.defines is not None and self.contain(self._facts.source.offset(chunk.start))
+            for chunk in self._chunks
+            if mention.search(_without_imports(chunk.text))
         )
 
     def _is_unregistered(self, chunk: Chunk) -> bool:
@@ -198,6 +217,12 @@ class UnusedDefinitions:
         bases = _BASES.search(chunk.text)
         is_derived = bases is not None and bases[1] not in _COMMON_BASES
         return is_derived and self._facts.project.looked_up(self._facts.path)
+
+
+def _without_imports(text: str) -> str:
+    """Return a statement without comments and imports; an import under another name stays."""
+    code = "\n" + stripped(text)
+    return _IMPORT.sub(lambda found: found[0] if re.search(r"\bas\b", found[0]) else "", code)
 
 
 def _first_indent(text: str) -> str:

@@ -69,6 +69,15 @@ UNUSED = {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)")
         + "    fit(model)\n\ndef other(): fit(1)\n"
     },
+    "only a function of another file that nothing calls calls it": {
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
+        "b.py": "from a import fit\n\ndef other(model): fit(model)\n\ndef main(): ...\n\nmain()\n",
+    },
+    "only a class of another file that only a third file imports uses it": {
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
+        "b.py": "import a\n\nclass Runner:\n    def run(self): a.fit(self)\n",
+        "c.py": "from b import Runner\n",
+    },
     "another file has its own": {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "b.py": "def fit(model): ...\n\nfit(1)\n",
@@ -138,6 +147,26 @@ USED = {
     "its file is run as a script, through a function": {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)")
         + "\ndef main():\n    fit(1, 2, 3)\n\nif __name__ == '__main__':\n    main()\n"
+    },
+    "a function of another file that a third calls calls it": {
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
+        "b.py": "from a import fit\n\ndef other(model): fit(model)\n",
+        "c.py": "from b import other\n\nother(1)\n",
+    },
+    "a function that nothing calls and a statement of another file call it": {
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
+        "b.py": "from a import fit\n\ndef other(model): fit(model)\n\nfit(1)\n",
+    },
+    "files whose functions call each other, and one of which is called": {
+        "a.py": "from b import other\n"
+        + TRAIN.format("fit(model, loader=loader, optimizer=optimizer)")
+        + "    other(model)\n",
+        "b.py": "from a import fit\n\ndef other(model): fit(model)\n",
+        "c.py": "from a import fit\n\nfit(1)\n",
+    },
+    "another file imports it under another name, in a function that is called": {
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
+        "b.py": "from a import fit as train\n\ndef other(model): train(model)\n\nother(1)\n",
     },
     "another file imports it": {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
