@@ -55,7 +55,8 @@ class LowPrecisionReduction(Rule):
     is one whose default, for `param_dtype` and `reduce_dtype`, is FP32, if no script of the project passes the option.
     Policies of models that are frozen or only evaluated, under `torch.no_grad`, in tests, and policies that are only
     compared, or from which `dataclasses.replace` makes others, are not reported, nor is one in a config that is only
-    launched with `--eval-only`, or whose name nothing in its project mentions. If the use of the policy is not visible
+    launched with `--eval-only`, or whose name nothing in its project mentions, nor one in a copy of transformers'
+    Trainer in a project of which no script, config or text asks for FSDP. If the use of the policy is not visible
     otherwise, it is assumed to train.
     """
 
@@ -519,10 +520,67 @@ def finetune(model):
     return FSDP(model, mixed_precision=LOW)
 """,
         ),
+        Good(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
+from transformers import Trainer as Base
+from transformers.trainer_utils import FSDPOption
+
+class Trainer(Base):
+    def _wrap_model(self, model):
+        if self.args.fsdp and FSDPOption.OFFLOAD not in self.args.fsdp:
+            dtype = torch.bfloat16
+            policy = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
+            model = FSDP(model, mixed_precision=policy)
+        return model
+
+Trainer(model).train()
+""",
+            files={"pyproject.toml": "", "run.sh": "python train.py --bf16\n"},
+        ),
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
+from transformers import Trainer as Base
+from transformers.trainer_utils import FSDPOption
+
+class Trainer(Base):
+    def _wrap_model(self, model):
+        if self.args.fsdp and FSDPOption.OFFLOAD not in self.args.fsdp:
+            dtype = torch.bfloat16
+            policy = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)  # !
+            model = FSDP(model, mixed_precision=policy)
+        return model
+
+Trainer(model).train()
+""",
+            files={"pyproject.toml": "", "run.sh": "python train.py --bf16 --fsdp full_shard\n"},
+            fixed="""\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
+from transformers import Trainer as Base
+from transformers.trainer_utils import FSDPOption
+
+class Trainer(Base):
+    def _wrap_model(self, model):
+        if self.args.fsdp and FSDPOption.OFFLOAD not in self.args.fsdp:
+            dtype = torch.bfloat16
+            policy = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=dtype)
+            model = FSDP(model, mixed_precision=policy)
+        return model
+
+Trainer(model).train()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if self._only_evaluates(facts):
+        if self._only_evaluates(facts) or self._is_copied_trainer(facts):
             return
         for policy in facts.events("policy"):
             above = facts.parent(policy.call.node)
@@ -581,6 +639,10 @@ def finetune(model):
             any(word.text is not None and _EVALUATES.match(word.text) for word in launch.arguments)
             for launch in launches
         )
+
+    def _is_copied_trainer(self, facts: Facts) -> bool:
+        """True in a copy of transformers' Trainer, which has each strategy, in a project that nowhere asks for FSDP."""
+        return "FSDPOption" in facts.file_text and not facts.project.asks_for(facts.path, "fsdp")
 
     def _hooks(self, facts: Facts) -> Iterator[Diagnostic]:
         """Yield the hooks that compress the gradients of DDP, unless an option selects them."""
