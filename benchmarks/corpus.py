@@ -108,6 +108,7 @@ HEADINGS = {
     "wide41": "148 of all fields, closed before the rules were changed because of these",
     "wide42": "88 of all fields, closed before the rules were changed because of these",
     "wide43": "146 of all fields, with lesser-known names, closed before the rules were changed because of these",
+    "wide44": "114 more of that kind, closed before the rules were changed because of these, or of the one before",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")

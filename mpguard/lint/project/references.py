@@ -10,6 +10,7 @@ counts as a reference.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -573,9 +574,19 @@ def _content(file: str) -> bytes:
     try:
         if not file.endswith(PYTHON) and (tracked_fs.size_of(file) or 0) > LARGEST and not file.endswith(NOTEBOOK):
             return b""
-        return tracked_fs.read_regular_file(file)
+        return _cells(file) if file.endswith(NOTEBOOK) else tracked_fs.read_regular_file(file)
     except OSError:
         return b""
+
+
+@cached_per_run
+def _cells(notebook: str) -> bytes:
+    """Return the code and text of a notebook's cells, without what they printed. Raises `OSError`."""
+    data = tracked_fs.read_regular_file(notebook)
+    try:
+        return "\n".join("".join(cell["source"]) for cell in json.loads(data)["cells"]).encode()
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return data
 
 
 def _uses(user: str, file: str, name: str) -> bool:

@@ -20,7 +20,9 @@ _FILES = ("pyproject.toml", "setup.py", "setup.cfg", "settings.ini", "requiremen
 _OF_DOCKER = ("ockerfile", ".base", ".dev", ".devel", ".gpu", ".cuda", ".train")  # Dockerfile, train.dockerfile ...
 _NAMED = re.compile(r"(?i)requir|^reqs?\b|^req\w*ments")
 _ENVIRONMENT = re.compile(r"(?i)conda|(?:^|[_-])env(?:ironment)?s?(?:[_.-]|$)")
+_LISTS = ("requirement", "requirements")  # without a suffix
 _FOLDERS = ("requirements", "docker")
+_ENVIRONMENTS = ("conda", "env", "envs", "environments")
 #: An environment of conda with any name, and the most files of a folder that may be one.
 _DEPENDENCIES = re.compile(r"^dependencies:[ \t]*(?:#.*)?\n[ \t]*- ", re.M)
 _MOST_ENVIRONMENTS = 20
@@ -54,6 +56,9 @@ _LISTED = re.compile(
 )
 #: A variable of a Dockerfile and its value: `ENV PYTORCH_VERSION=1.12.1`.
 _DOCKER_VARIABLE = re.compile(r"^(?:ARG|ENV)[ \t]+(\w+)(?:=|[ \t]+)[\"']?([\w.+:/-]+)[\"']?[ \t]*$", re.M)
+#: What `pip list` and `conda list` print, and a row of it.
+_PRINTED = re.compile(r"\A\s*(?:Package[ \t]+Version\b|# packages in environment\b)")
+_ROW = re.compile(r"^([A-Za-z][\w.-]*)[ \t]+(\d[\w.+-]*)(?:[ \t].*)?$", re.M | re.ASCII)
 _LARGEST = 1 << 18
 #: The number of folders that are searched: a file's own, and those above it.
 _MOST_FOLDERS = 12
@@ -325,16 +330,17 @@ def _torch_with(package: str, version: tuple[int, ...] | None) -> tuple[int, ...
 def _files(folder: Path) -> list[Path]:
     """Return the files of a folder that may name requirements, the instructions last."""
     found = [folder / name for name in _FILES if tracked_fs.is_file(folder / name)]
-    found += [folder / name for name in tracked_fs.list_names(folder, (".txt",)) if _NAMED.search(name)]
+    found += [folder / name for name in tracked_fs.list_names(folder, (".txt", *_LISTS)) if _NAMED.search(name)]
     for place in (folder, folder / "docker"):
         found += [place / name for name in tracked_fs.list_names(place, _OF_DOCKER) if "ockerfile" in name]
-    documents = tracked_fs.list_names(folder, (".yml", ".yaml"))
-    are_few = len(documents) <= _MOST_ENVIRONMENTS
-    found += [
-        folder / name
-        for name in documents
-        if _ENVIRONMENT.search(name) or (are_few and _DEPENDENCIES.search(_text(folder / name)))
-    ]
+    for place in (folder, *(folder / name for name in _ENVIRONMENTS)):
+        documents = tracked_fs.list_names(place, (".yml", ".yaml"))
+        are_few = len(documents) <= _MOST_ENVIRONMENTS
+        found += [
+            place / name
+            for name in documents
+            if _ENVIRONMENT.search(name) or (are_few and _DEPENDENCIES.search(_text(place / name)))
+        ]
     wheels = tracked_fs.list_names(folder, (".dist-info",))
     if len(wheels) == 1:  # an unpacked wheel; several are an environment
         found.append(folder / wheels[0] / "METADATA")
@@ -370,6 +376,8 @@ def _text(path: Path) -> str:
         text = _COMMENTS.sub("", text).replace("\\\n", " ")
         values: dict[str, str] = dict(_DOCKER_VARIABLE.findall(text))
         return re.sub(r"\$\{?(\w+)\}?", lambda used: values.get(used[1], used[0]), text)
+    if _PRINTED.match(text):
+        return _ROW.sub(r"\1==\2", text)
     return text.partition("\n\n")[0] if path.name == "METADATA" else text  # the README follows
 
 

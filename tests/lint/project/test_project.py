@@ -344,8 +344,12 @@ def test_a_pin_of_a_project_holds_in_a_copied_library(files: dict[str, str], hol
 
 
 @pytest.mark.parametrize(
-    "name", ["reqs.txt", "requrements.txt", "Requirements_gpu.txt", "docker/requirements.txt", "settings.ini"]
-)
+    "name",
+    [
+        "reqs.txt", "requrements.txt", "Requirements_gpu.txt", "docker/requirements.txt", "settings.ini", "requirement",
+        "requirements",
+    ],
+)  # fmt: skip
 def test_files_that_name_requirements(name: str) -> None:
     content = "requirements = torch==1.9.0\n[train]\ntorch = 2.8\n" if name == "settings.ini" else "torch==1.9.0\n"
     make({"pyproject.toml": "", name: content})
@@ -353,10 +357,23 @@ def test_files_that_name_requirements(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "Package    Version\n---------- -------\ntorch      1.10.2+cu113\ntimm       0.5\n",
+        "# packages in environment at /opt/conda:\n#\n# Name  Version  Build\npytorch  1.9.0  py3.8_0\n",
+    ],
+)
+def test_a_list_that_pip_or_conda_has_printed_pins(text: str) -> None:
+    make({"pyproject.toml": "", "requirements.txt": text})
+    assert Project().required("train.py", "torch").before((1, 11))
+
+
+@pytest.mark.parametrize(
     ("name", "text", "holds"),
     [
         ("README.md", "    conda install pytorch torchvision pytorch-cuda=11.7 -c pytorch -c nvidia\n", True),
         ("environment.yml", "dependencies:\n  - pytorch\n  - cudatoolkit=11.3\n", True),
+        ("envs/training.yml", "dependencies:\n  - pytorch\n  - cudatoolkit=11.3\n", True),
         ("install.sh", "pip install torch --index-url https://download.pytorch.org/whl/cu117\n", True),
         ("install.sh", "pip install torch --index-url https://download.pytorch.org/whl/cu118\n", False),
         ("README.md", "    conda install pytorch cudatoolkit=10.2 && conda install pytorch pytorch-cuda=12.1\n", False),

@@ -36,6 +36,8 @@ _PLAIN_ARGUMENTS = frozenset({
 _PRECISIONS = frozenset({"mixed_precision", "fp16"})
 #: What a project has that gives an Accelerator a precision from outside of its code.
 _LAUNCHES = ("accelerate launch", "accelerate config", "accelerate.commands", "mixed_precision")
+#: An option of a program's own that has the name of that of accelerate's launcher.
+_OWN_OPTION = re.compile(r"add_argument\([^()]*[\"']--mixed[_-]precision[\"']")
 #: Options of launch lines that are about an engine or sharding, or about those and accumulation.
 _ENGINE = re.compile(r"deepspeed|fsdp|megatron|parallelism_config|\btpu\b")
 _NOT_PLAIN = re.compile(rf"gradient_accumulation_steps|{_ENGINE.pattern}")
@@ -185,8 +187,11 @@ def _launched_modes(facts: Facts) -> set[object]:
 
 def _may_be_launched(facts: Facts) -> bool:
     """True if something may give the Accelerators of a file a precision that is not in their arguments."""
-    text = facts.file_text.lower()  # ACCELERATE_MIXED_PRECISION
-    return any(word in text or facts.project.asks_for(facts.path, word) for word in _LAUNCHES)
+    text = facts.file_text.lower()
+    if "accelerate_mixed_precision" in text:
+        return True
+    words = _LAUNCHES[:-1] if _OWN_OPTION.search(text) else _LAUNCHES
+    return any(word in text or facts.project.asks_for(facts.path, word) for word in words)
 
 
 def is_derived(region: Region) -> bool:

@@ -51,6 +51,8 @@ def may_keep_masters(facts: Facts) -> bool:
         grads = [use for uses in scope.uses.values() for use in uses if ".grad" in use.path and _GRAD.search(use.path)]
         if any(_goes_to_grad(facts, use) for use in grads):
             return True
+    if any(_copies_grad(facts, call) for call in facts.calls.get("copy_", ())):
+        return True
     # What needs the values of variables, and so perhaps other files, comes last.
     for call in facts.calls.get("backward", ()):
         if call.receiver is not None and call.positional and is_optimizer(facts, call.receiver, call):
@@ -90,6 +92,12 @@ def _is_wrapped_with_masters(facts: Facts, call: Call) -> bool:
     made = [each.atom for each in facts.evaluate(call.node, call)]
     classes = [atom.cls for atom in made if isinstance(atom, Object) and atom.cls is not None]
     return any(_KEEPS_MASTERS.search(cls.chunk.text) for cls in classes)
+
+
+def _copies_grad(facts: Facts, call: Call) -> bool:
+    """True if a call copies the gradient of one parameter to another: `master.grad.copy_(p.grad)`."""
+    to, given = facts.short(call.receiver), facts.short(call.argument(0))
+    return to.endswith((".grad", ".grad.data")) and _GRAD.search(given) is not None and to not in given
 
 
 def _goes_to_grad(facts: Facts, use: Use) -> bool:

@@ -25,7 +25,10 @@ _RUNS = frozenset(
 #: Functions that a launcher calls by their names.
 _ENTRIES = frozenset({"main", "_mp_fn"})
 #: Bases of a class that tell nothing about who uses it.
-_COMMON_BASES = frozenset({"", "object", "nn.Module", "torch.nn.Module", "Module", "ABC"})
+_COMMON_BASES = frozenset({
+    "", "object", "nn.Module", "torch.nn.Module", "Module", "ABC", "Function", "autograd.Function",
+    "torch.autograd.Function",
+})  # fmt: skip
 #: Code that may get a function of its own file by a name that comes from outside.
 _BY_NAME = re.compile(r"(?<![\w.])(?:(?:globals|locals|vars)\(\)|eval\()|sys\.modules")
 _REGISTERS = re.compile(r"@[\w.]*\bregister\w*\([^()\n]*\)\s")
@@ -43,7 +46,8 @@ _NO_PARAMETERS = re.compile(r"\A(?:async[ \t]+)?def[ \t]+\w+[ \t]*\([ \t]*\)")
 _BASES = re.compile(r"\Aclass[ \t]+\w+[ \t]*\(\s*([^()]*?)\s*\)")
 #: A name, and not an attribute or a part of a dotted module: these do not refer to the file's own definitions.
 _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")
-_IMPORT = re.compile(r"\n[ \t]*(?:from[ \t]+[\w.]+[ \t]+import[ \t]*(?:\([^)]*\)|[^#;(\n]*)|import[ \t]+[^#;\n]*)")
+#: An import, and what it binds, with the names before `as`.
+_IMPORT = re.compile(r"\n[ \t]*(?:from[ \t]+[\w.]+[ \t]+import[ \t]*(\([^)]*\)|[^#;(\n]*)|import[ \t]+([^#;\n]*))")
 _HARMLESS = re.compile(r"torch\.(?:set_|device$|manual_seed$|cuda\.is_available$)")
 
 
@@ -97,7 +101,7 @@ class UnusedDefinitions:
         if self._may_use_any:
             return False
         if chunk.defines is None:
-            return self._is_trial(chunk)
+            return self._is_trial(chunk) or self._is_unused_import(chunk, place)
         if self._is_unused_method(chunk, place):
             return True
         users = [chunk]
@@ -123,6 +127,26 @@ class UnusedDefinitions:
             or _GETS_ATTRIBUTE.search(code)
             or (not name.startswith("_") and self._facts.project.is_library(path))
             or self._facts.project.method_used_elsewhere(path, name)
+        )
+
+    def _is_unused_import(self, chunk: Chunk, place: int) -> bool:
+        """True in an import whose names only unused functions and classes use."""
+        code, at = f"\n{chunk.text}", place - self._facts.source.offset(chunk.start) + 1
+        found = next((each for each in _IMPORT.finditer(code) if each.start() <= at < each.end()), None)
+        if found is None:
+            return False
+        names = {
+            each.split()[-1].partition(".")[0]
+            for each in (found[1] or found[2]).strip("() \n").split(",")
+            if each.split()
+        }
+        rest = re.sub(r"(?m)^[ \t]*\w+[ \t]*=[ \t]*None\b.*", "", _IMPORT.sub("", stripped(code)))
+        users = [each for each in self._chunks if each is not chunk and names & self._words[each]]
+        return (
+            bool(users)
+            and names.isdisjoint(_NAME.findall(rest))
+            and all(each.defines is not None and self.contain(self._facts.source.offset(each.start)) for each in users)
+            and not any(self._facts.project.used_elsewhere(self._facts.path, name) for name in names)
         )
 
     def _is_trial(self, chunk: Chunk) -> bool:

@@ -781,6 +781,23 @@ def main(loader):
         Good(
             """\
 import torch
+
+def main(loader):
+    model = torch.nn.Linear(8, 8).cuda()
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    model.half()
+    optimizer = torch.optim.SGD(named_groups(masters), 0.1)
+    for x in loader:
+        (model(x.half()).float().sum() * 128).backward()
+        for m, p in zip(masters, model.parameters()):
+            m.grad.copy_(p.grad)
+            m.grad /= 128
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
 from transformers import AutoModel, CLIPModel
 
 def freeze(m):

@@ -531,6 +531,34 @@ def main(model, optimizer, loader):
         optimizer.step()
 """,
         ),
+        Good(
+            """\
+import argparse
+
+import torch
+from accelerate import Accelerator
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--mixed_precision", action="store_true")
+args = parser.parse_args()
+
+def main(model, optimizer, loader):
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        if args.mixed_precision:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(x).sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+""",
+            files={"pyproject.toml": "", "run.sh": "python train.py --mixed_precision\n"},
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

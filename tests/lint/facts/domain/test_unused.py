@@ -59,6 +59,18 @@ def reported(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     return sorted(":".join(line.split(":")[:2]) for line in lines)
 
 
+APEX = """\
+try:
+    from apex import amp
+except ImportError:
+    amp = None
+
+class Apex:
+    def __call__(self, loss, optimizer):
+        with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()
+
+class Native: ...
+"""
 UNUSED = {
     "nothing refers to it": {"a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)")},
     "only a comment and prose mention it": {
@@ -77,6 +89,10 @@ UNUSED = {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "b.py": "import a\n\nclass Runner:\n    def run(self): a.fit(self)\n",
         "c.py": "from b import Runner\n",
+    },
+    "only the output of a notebook mentions it": {
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
+        "b.ipynb": '{"cells": [{"cell_type": "code", "source": ["x\\n"], "outputs": [{"text": ["fit(1)"]}]}]}',
     },
     "another file has its own": {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
@@ -141,6 +157,15 @@ UNUSED = {
     },
 }
 USED = {
+    "what is imported is used in a class that is used": {"a.py": APEX, "b.py": "from a import Apex\n\nApex()\n"},
+    "what is imported is used in a class only, which nothing uses, and another file imports it from here": {
+        "a.py": APEX,
+        "b.py": "from a import Native, amp\n\nNative()\namp.initialize(1)\n",
+    },
+    "what is imported is used where it is imported": {
+        "a.py": APEX.replace("amp\nexcept", "amp\n    amp.register_half_function(torch, 'matmul')\nexcept"),
+        "b.py": "from a import Native\n\nNative()\n",
+    },
     "it is called in its file": {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)") + "\nfit(1, 2, 3)\n"
     },
@@ -167,6 +192,10 @@ USED = {
     "another file imports it under another name, in a function that is called": {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "b.py": "from a import fit as train\n\ndef other(model): train(model)\n\nother(1)\n",
+    },
+    "a cell of a notebook calls it": {
+        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
+        "b.ipynb": '{"cells": [{"cell_type": "code", "source": ["from a import fit\\n", "fit(1)"], "outputs": []}]}',
     },
     "another file imports it": {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
@@ -298,6 +327,11 @@ def test_a_function_that_something_may_refer_to_is_checked(
 ) -> None:
     write(files)
     assert len(reported(capsys)) == 1
+
+
+def test_nothing_is_reported_of_an_import_that_only_unused_code_uses(capsys: pytest.CaptureFixture[str]) -> None:
+    write({"a.py": APEX, "b.py": "from a import Native\n\nNative()\n"})
+    assert reported(capsys) == []
 
 
 def test_outside_of_a_project_nothing_is_known(capsys: pytest.CaptureFixture[str]) -> None:
