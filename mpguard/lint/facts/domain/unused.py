@@ -102,7 +102,8 @@ class UnusedDefinitions:
             return False
         if chunk.defines is None:
             return self._is_trial(chunk) or self._is_unused_import(chunk, place)
-        if self._is_unused_method(chunk, place):
+        method = self._method_at(chunk, place)
+        if method and (self._is_unused_method(chunk, method) or self._is_replaced_method(chunk, method)):
             return True
         users = [chunk]
         for each in users:
@@ -111,22 +112,42 @@ class UnusedDefinitions:
             users += [user for user in self._chunks if user not in users and each.defines in self._words[user]]
         return True
 
-    def _is_unused_method(self, chunk: Chunk, place: int) -> bool:
-        """True in a method that nothing calls, of a class that overrides nothing: its name is nowhere else."""
-        bases = _BASES.search(chunk.text)
+    def _method_at(self, chunk: Chunk, place: int) -> str:
+        """Return the name of the method at an offset; empty outside of one, and in one that has a decorator."""
+        if not chunk.text.startswith("class "):
+            return ""
         before = chunk.text[: max(place - self._facts.source.offset(chunk.start), 0)]
-        if not chunk.text.startswith("class ") or (bases is not None and bases[1] not in ("", "object")):
-            return False
         methods = [each for each in _METHOD.finditer(before) if each["indent"] == _first_indent(chunk.text)]
-        if not methods or methods[-1]["decorated"] or methods[-1]["name"].startswith("__"):
+        return methods[-1]["name"] if methods and not methods[-1]["decorated"] else ""
+
+    def _is_unused_method(self, chunk: Chunk, name: str) -> bool:
+        """True for a method that nothing calls, of a class that overrides nothing: its name is nowhere else."""
+        bases = _BASES.search(chunk.text)
+        if (bases is not None and bases[1] not in ("", "object")) or name.startswith("__"):
             return False
-        name, path = methods[-1]["name"], self._facts.path
+        path = self._facts.path
         code = stripped(self._facts.file_text)
         return not (
             re.search(rf"\.\s*{name}\b|[\"']{name}[\"']", code)
             or _GETS_ATTRIBUTE.search(code)
             or (not name.startswith("_") and self._facts.project.is_library(path))
             or self._facts.project.method_used_elsewhere(path, name)
+        )
+
+    def _is_replaced_method(self, chunk: Chunk, name: str) -> bool:
+        """True for a method of a class that is only derived from, by classes that all have their own such method."""
+        users = self._facts.project.all_users_of(self._facts.path, chunk.defines or "")
+        if users is None or name.startswith("__"):
+            return False
+        mention = re.compile(rf"\b{chunk.defines}\b")
+        chunks = (each for facts in (self._facts, *users) for each in facts.source.chunks if each is not chunk)
+        others = [code for code in map(_without_imports, (each.text for each in chunks)) if mention.search(code)]
+        derives = re.compile(rf"^class[ \t]+\w+[ \t]*\([^()]*\b{chunk.defines}\b", re.M)
+        replaces = re.compile(rf"^[ \t]+(?:async[ \t]+)?def[ \t]+{name}[ \t]*\(", re.M)
+        asks = re.compile(rf"\bsuper\([^()]*\)\.{name}\b")
+        return bool(others) and all(
+            derives.search(code) and len(mention.findall(code)) == 1 and replaces.search(code) and not asks.search(code)
+            for code in others
         )
 
     def _is_unused_import(self, chunk: Chunk, place: int) -> bool:

@@ -94,6 +94,11 @@ UNUSED = {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "b.ipynb": '{"cells": [{"cell_type": "code", "source": ["x\\n"], "outputs": [{"text": ["fit(1)"]}]}]}',
     },
+    "it is a method that each derived class replaces": {
+        "a.py": METHOD.replace("Run().other()\n", ""),
+        "b.py": "from a import Run\n\nclass First(Run):\n    def fit(self): ...\n\nFirst().fit()\n",
+        "c.py": "from a import Run\n\nclass Second(Run):\n    def fit(self): ...\n\nSecond().fit()\n",
+    },
     "another file has its own": {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "b.py": "def fit(model): ...\n\nfit(1)\n",
@@ -157,6 +162,19 @@ UNUSED = {
     },
 }
 USED = {
+    "it is a method that only one of two derived classes replaces": {
+        "a.py": METHOD.replace("Run().other()\n", ""),
+        "b.py": "from a import Run\n\nclass First(Run):\n    def fit(self): ...\n\nFirst().fit()\n",
+        "c.py": "from a import Run\n\nclass Second(Run): ...\n\nSecond().fit()\n",
+    },
+    "it is a method that a derived class replaces and calls": {
+        "a.py": METHOD.replace("Run().other()\n", ""),
+        "b.py": "from a import Run\n\nclass First(Run):\n    def fit(self): super().fit()\n\nFirst().fit()\n",
+    },
+    "it is a method that a derived class replaces, and the base class is used too": {
+        "a.py": METHOD.replace("Run().other()\n", ""),
+        "b.py": "from a import Run\n\nclass First(Run):\n    def fit(self): ...\n\nRun().fit()\n",
+    },
     "what is imported is used in a class that is used": {"a.py": APEX, "b.py": "from a import Apex\n\nApex()\n"},
     "what is imported is used in a class only, which nothing uses, and another file imports it from here": {
         "a.py": APEX,
