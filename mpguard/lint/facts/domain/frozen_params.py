@@ -79,7 +79,7 @@ class FrozenModels:
                 evaluated = evaluated or given == (False,)
             freezes = not frozen and self._sets_grad(use, method, call, False) and not _is_another(name, use, optimized)
             frozen = frozen or (freezes and not (self._trained_before(use, name) or self._in_turns(use, name)))
-        frozen = frozen or self._is_frozen_layer(name)
+        frozen = frozen or self._is_frozen_layer(name) or (not optimized and self._is_frozen_member(name))
         for binding in made.get(name, ()):
             chain = _method_chain(binding.value)
             frozen = frozen or chain.get("requires_grad_") == (False,) or self._returned_by_freezer(binding)
@@ -93,6 +93,37 @@ class FrozenModels:
             use.path.endswith(f"{name}.weight.{method}") and self._sets_grad(use, method, call, False)
             for use, method, call in methods.get("weight", ())
         ) and all(_has_no_bias(binding.value) for binding in made.get(name, ()))
+
+    def _is_frozen_member(self, name: str) -> bool:
+        """True if a loop over several models freezes each: `for m in (vae, net):`, or a list that got the model."""
+        methods, made = self._by_name()
+        loops = [
+            (key, each)
+            for key, bindings in made.items()
+            for each in bindings
+            if each.kind == "for" and each.loops and self._is_member(name, each)
+        ]
+
+        def sets(value: bool) -> bool:
+            return any(
+                use.scope is each.scope and each.loops[-1] in use.loops and self._sets_grad(use, method, call, value)
+                for key, each in loops
+                for use, method, call in methods.get(key, ())
+            )
+
+        return sets(False) and not sets(True)
+
+    def _is_member(self, name: str, loop: Binding) -> bool:
+        """True if a loop runs over a literal with a name, or over a list of the same function that got it."""
+        given = loop.value
+        if isinstance(given, (cst.Tuple, cst.List)):
+            return any(dotted(each.value).rpartition(".")[2] == name for each in given.elements)
+        return any(
+            call.name == "append"
+            and dotted(call.receiver) == dotted(given)
+            and dotted(call.argument(0)).rpartition(".")[2] == name
+            for call in loop.scope.calls
+        )
 
     def _by_name(self) -> tuple[dict[str, list[tuple[Use, str, cst.Call]]], dict[str, list[Binding]]]:
         """Return, by the last name of an object, the calls of its methods and its bindings."""

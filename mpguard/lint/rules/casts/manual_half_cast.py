@@ -2777,6 +2777,46 @@ class Trainer:
         self.optimizer.step()
 """,
         ),
+        Good(
+            """\
+import torch
+from solver import make_optimizer
+
+def build_teachers(names):
+    teachers = []
+    for name in names:
+        net = torch.hub.load("zoo/nets", name).cuda()
+        net.half()
+        teachers.append(net)
+    for teacher in teachers:
+        for p in teacher.parameters():
+            p.requires_grad = False
+    return teachers
+
+def main(student, loader):
+    teachers = build_teachers(["edsr", "rcan"])
+    optimizer = make_optimizer(student)
+    for x in loader:
+        loss = sum((student(x) - teacher(x.half()).float()).abs().mean() for teacher in teachers)
+        loss.backward()
+        optimizer.step()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+def main(vae, encoder, net, loader):
+    for model in (vae, encoder):
+        model.requires_grad_(False)
+    vae.half()
+    encoder.half()
+    optimizer = torch.optim.Adam(net.parameters())
+    for x in loader:
+        net(vae(encoder(x)).float()).sum().backward()
+        optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
