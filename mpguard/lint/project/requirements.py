@@ -91,7 +91,7 @@ _CHANNEL = re.compile(r"(?:^|\s)(?:-c|--channel)[ \t=]+\S+")
 _IMAGE = re.compile(r"\bnvcr\.io/nvidia/pytorch:(\d\d)\.(\d\d)-", re.ASCII)
 _RUNS_IMAGE = re.compile(r"(?i)\bdocker[ \t]+(?:run|pull)\b|\b(?:srun|enroot|singularity|apptainer)\b")
 _NOT_IN_IMAGES = {
-    "torch": (((24, 5), (2, 4)),),
+    "torch": (((20, 6), (1, 6)), ((24, 5), (2, 4))),
     "transformer_engine": (((25, 1), (2, 0)), ((25, 9), (2, 9))),
 }
 #: A version of a package, and what it and later ones need of others: 1.0 of accelerate, 2.0 of Lightning.

@@ -21,7 +21,8 @@ class ApexAmp(Rule):
     and supports neither FSDP nor `torch.compile`. `torch.amp` needs no extension to be built.
 
     ## Known limits
-    apex's fused optimizers, norms and losses are not reported. A fallback for a torch without `torch.amp` is not
+    apex's fused optimizers, norms and losses are not reported, nor is anything in a project that requires a torch older
+    than 1.6, which has no `torch.amp`. A fallback for a torch without `torch.amp` is not
     reported: an import in an `except` arm, or under a condition on torch's version. An import that the file does not
     use is not reported, because other files may use it to test whether apex is installed.
     """
@@ -29,6 +30,7 @@ class ApexAmp(Rule):
     code, name = "MPG305", "apex-amp"
     severity = "warning"
     in_tests = True
+    versions = {"torch": ">=1.6"}
     message = "`{what}` is unmaintained"
     help = "use torch.autocast and torch.amp.GradScaler, or BF16 and no scaler"
     triggers = (any_of(b"apex"), any_of(b"amp", b"fp16_utils", b"FP16_Optimizer"))
@@ -98,6 +100,22 @@ from apex import amp
 amp.init()
 """,
             files={"apex/__init__.py": ""},
+        ),
+        Good(
+            """\
+from apex import amp
+
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+""",
+            files={"pyproject.toml": "", "requirements.txt": "torch==1.1.0\n"},
+        ),
+        Good(
+            """\
+from apex import amp
+
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+""",
+            files={"pyproject.toml": "", "README.md": "    docker run nvcr.io/nvidia/pytorch:19.08-py3\n"},
         ),
     )
 
