@@ -64,7 +64,7 @@ _LOSS = re.compile(
 _MODEL = re.compile(r"(?i)(?:^|_)(?:model|net|network)$")
 _MEASURES = re.compile(r"(?i)loss|criterion|metric|kl_div|cross_entropy")
 _COMPUTES = re.compile(r"^(?:encode|decode|forward|extract|get_\w+_features)(?:_|$)")
-_TARGETS = frozenset({"target", "targets", "label", "labels", "y_true", "gt"})
+_TARGETS = re.compile(r"^(?:tgt|gt|target|label)s?(?:_\w+)?$|_(?:targets?|labels?|true|gt)$")
 _TRAIN_SINKS = frozenset({"backward", "optimizer", "prepare", "initialize", "trainer", "parallel"})
 
 
@@ -466,7 +466,7 @@ class ForwardFlow:
         if not _LOSS.search(call.name) and "criterion" not in self.facts.kinds(call.func, call):
             return False
         if arg.keyword is not None:
-            return arg.keyword.value in _TARGETS
+            return _TARGETS.search(arg.keyword.value) is not None
         first = call.positional[0] if len(call.positional) > 1 else None
         is_model = dotted(first).rsplit(".", 1)[-1] in self.facts.training_use.modules
         return first is not None and not is_model and arg.value is call.positional[1]

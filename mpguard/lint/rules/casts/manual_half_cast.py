@@ -637,6 +637,7 @@ def train(model, loader, criterion, args):
         mask = attention_mask.half()
         output = model(x) * mask * F.one_hot(y).half()
         loss = criterion(output, y.half()) + F.mse_loss(output, target=y.half()) + loss_fn(output, y)
+        loss = loss + criterion(outputs=output, tgt_masks=F.interpolate(mask.half(), (200, 200)))
         loss.backward()
         optimizer.step()
 """
