@@ -109,7 +109,7 @@ HEADINGS = {
     "wide42": "88 of all fields, closed before the rules were changed because of these",
     "wide43": "146 of all fields, with lesser-known names, closed before the rules were changed because of these",
     "wide44": "114 more of that kind, closed before the rules were changed because of these, or of the one before",
-    "wide45": "81 that train larger models, closed before the rules were changed because of these, or of the two before",
+    "wide45": "81 that train larger models, closed before the rules were changed because of any of these",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")
