@@ -2818,6 +2818,33 @@ def main(vae, encoder, net, loader):
         optimizer.step()
 """
         ),
+        Good(
+            """\
+import torch
+
+def train(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for images, labels in loader:
+        images = images.type(torch.HalfTensor).cuda()
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+""",
+            files={
+                "main.py": """\
+import torch
+from example import train
+
+if __name__ == "__main__":
+    net = torch.hub.load("zoo/nets", "net")
+    net.half()
+    for layer in net.modules():
+        if isinstance(layer, torch.nn.BatchNorm2d):
+            layer.float()
+    train(net, torch.utils.data.DataLoader(torch.load("data.pt")))
+"""
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -2844,6 +2871,8 @@ def main(vae, encoder, net, loader):
             if any(
                 cast.scope in call.scope.within() and compatible(facts.guard_of(call), cast.guard) for call in norms
             ):
+                continue
+            if not facts.training_use.is_module(cast) and _is_started_with_half_weights(cast, facts):
                 continue
             training = facts.training_use.cast(cast, Dtype.FP16, guards)
             if (
@@ -2901,6 +2930,12 @@ def _name_of_dtype(cast: Event) -> str:
     given = cast.call.keywords.get("dtype")
     names = map(dotted, (given,) if given is not None else cast.call.positional)
     return next((name for name in names if "dtype" in name and "." not in name), "")
+
+
+def _is_started_with_half_weights(cast: Event, facts: Facts) -> bool:
+    """True if the program that calls the function of a cast in another file has a model with FP32 norms only."""
+    programs = dict.fromkeys(facts.of(each) for each in facts.programs_of(cast.scope, lambda _: False))
+    return any(each is not facts and any(True for _ in _norms_in_float32(each)) for each in programs)
 
 
 def _norms_in_float32(facts: Facts) -> Iterator[Call]:
