@@ -520,7 +520,7 @@ class Facts(FormerNames, former=_FORMER):
         return self.regions_index.off_by_default(region)
 
     def switched_off(self, region: Region, program: Collection[Scope]) -> bool:
-        """True if `enabled` of a region is a parameter that all calls in a program's files set to False."""
+        """True if `enabled` of a region is a parameter that no call in a program's files sets to anything but False."""
         return self.regions_index.switched_off(region, program)
 
     def autocast(self, call: Call, path: str) -> Region:

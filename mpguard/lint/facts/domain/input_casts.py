@@ -25,11 +25,6 @@ _PRECISION = re.compile(r"(?i)half|fp_?(?:16|32)|float_?(?:16|32)|bf16|precision
 _NEEDS_FLOAT32 = re.compile(
     r"(?i)target|label|box|gt(?:$|_)|loss|coord|pos(?:$|[e_i])|point|xyz|loc(?:$|[s_a])|depth|angle|time|sigma"
 )
-#: Names of the inputs of models, and of functions that compare them with what a model makes of them.
-_INPUT = re.compile(
-    r"(?i)(?:^|[._\[\"'])(?:x|(?:in_)?features?|inps?|inputs?|images?|imgs?|pixels?|pixel_values|frames?|videos?|audios?)(?:_(?:var|tensor|batch))?[\"'\]]*$"
-)
-_COMPARES = re.compile(r"(?i)loss|criterion|entropy|mse|metric")
 #: The frequencies of rotary embeddings, which checkpoints in FP16 were trained with: MPG108 is about them.
 FREQUENCIES = re.compile(r"(?:^|[._])inv(?:erse)?_freqs?$")
 #: Functions whose values are at most 1; those that join tensors; methods that change only their shape or place.
@@ -62,28 +57,13 @@ def loses_nothing(cast: Event, dtype: Dtype, guards: list[PathCondition], traini
 
 
 def is_chosen_input(cast: Event, guards: list[PathCondition]) -> bool:
-    """True if only models take a tensor that an option makes FP16: under autocast they cast it anyway.
-
-    Without autocast a model in FP32 raises, and the cast of one in FP16 is reported itself.
-    """
-    facts = cast.facts
-    if cast.kind != "cast" or not _INPUT.search(cast.key) or facts.training_use.is_module(cast):
-        return False
-    if not all(map(_names_precision, guards)):
-        return False
-    reaches = [facts.training_use.inputs(cast, guard) for guard in guards]
-    if any(reach.training_sinks or reach.outside or not reach.models for reach in reaches):
-        return False
-    beside = [[dotted(each) for each in (*call.positional, *call.keywords.values())] for call in cast.scope.calls]
-    others = tuple({each for given in beside if cast.key in given for each in given} - {cast.key, ""})
-    # `images_pro, targets_pro = preprocess(images, targets)`: the second is made of the other argument.
-    names = {name for reach in reaches for name in reach.names if "loss" not in name.lower()}
-    names = {name for name in names if not name.startswith(others)}
-    is_compared = any(
-        _COMPARES.search(call.path) and cast.key in map(dotted, (*call.positional, *call.keywords.values()))
-        for call in cast.scope.calls
+    """True if an option that names a precision makes a tensor FP16: it is a part of the program's own policy."""
+    return (
+        cast.kind == "cast"
+        and not cast.facts.training_use.is_module(cast)
+        and bool(guards)
+        and all(map(_names_precision, guards))
     )
-    return not is_compared and not any(map(_NEEDS_FLOAT32.search, names))
 
 
 def _enters_low_models(cast: Event, dtype: Dtype, guard: PathCondition) -> bool:

@@ -333,7 +333,7 @@ class Regions:
         return off or self._set_off(option, call, depth - 1)
 
     def switched_off(self, region: Region, program: Collection[Scope]) -> bool:
-        """True if `enabled` of the region is a parameter that all calls in a program's files set to False.
+        """True if `enabled` of the region is a parameter that no call in a program's files sets to anything but False.
 
         It is one of a function, or one that `__init__` stores in an attribute, with the default False. Functions in
         between may pass it on in `**kwargs`, so the keyword alone shows the calls.
@@ -347,7 +347,21 @@ class Regions:
         calls = (each for its in files for calls in its.calls.values() for each in calls)
         passed = [*direct, *((each, each.keywords[name]) for each in calls if name in each.keywords)]
         values = [constant(value) for call, value in passed if value is not None and not _passes_on(call, value, name)]
-        return bool(values) and all(value == (False,) for value in values)
+        if not values:
+            return bool(direct) and not self._may_be_passed(name, region.facts, files)
+        return all(value == (False,) for value in values)
+
+    def _may_be_passed(self, name: str, facts: Facts, files: Iterable[Facts]) -> bool:
+        """True if something may give a parameter of a file's function a value that no call in a program's files shows.
+
+        That is a text or config of the project, a file of the program that mentions it, or one that uses the library.
+        """
+        mention = re.compile(rf"\b{name}\b")
+        return (
+            facts.project.is_library(facts.path)
+            or any(mention.search(each.file_text) for each in files if each is not facts)
+            or facts.project.asks_for(facts.path, name)
+        )
 
     def _switch(self, region: Region) -> tuple[Scope, str] | None:
         """Return the function and the name of the parameter that `enabled` of a region is, if its default is False."""

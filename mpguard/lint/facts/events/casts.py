@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 
 #: Methods that cast, and their dtypes.
+#: A module that a Trainer may train, but other code as well.
+_LIGHTNING = re.compile(r"(?:^|\.)LightningModule$")
 _CASTS = {"half": Dtype.FP16, "bfloat16": Dtype.BF16}
 #: Methods that are called on their class: `torch.Tensor.half(x)`.
 _UNBOUND = frozenset(f"torch.{owner}.{name}" for owner in ("Tensor", "nn.Module") for name in _CASTS)
@@ -79,7 +82,9 @@ def _is_torch(facts: Facts, call: Call) -> bool:
             "pipeline",
             "",
         ):
-            return False
+            is_module = each.atom.cls is not None and any(map(_LIGHTNING.search, facts.ancestry(each.atom.cls)))
+            if not is_module:
+                return False
     return not any(
         isinstance(each.atom, Function) and each.atom.scope.parent is not None
         for each in facts.evaluate(call.func, call)

@@ -55,10 +55,10 @@ class ManualHalfCast(Rule):
     `export` and the like, for frozen models and their inputs, for models that no optimizer takes and their inputs, for
     inputs of models that compute in FP16 anyway (under an FP16 autocast if the cast is not hard-coded, under one whose
     dtype a config gives and that the same condition enters, or with adapters on frozen weights), for inputs that take
-    their dtype from the variable that gives it to weights, which are reported, for inputs of models that an option
-    makes FP16, for other values that it makes FP16 where no policy is active and no FP16 weights are trained, for sines
-    and cosines, for copies written to a checkpoint, for `.half().float()` rounding, for masks, for the targets of a
-    loss, which have no gradient, and for the inputs of a DeepSpeed engine, also that of Lightning's `strategy`, whose
+    their dtype from the variable that gives it to weights, which are reported, for values other than weights that an
+    option which names a precision makes FP16 (that is the program's own policy), for sines and cosines, for copies
+    written to a checkpoint, for `.half().float()` rounding, for masks, for the targets of a loss, which have no
+    gradient, and for the inputs of a DeepSpeed engine, also that of Lightning's `strategy`, whose
     parameters may be FP16; nor is a model that `deepspeed.initialize` takes, since its FP16 engine keeps FP32 masters
     of it, nor anything in a script that is launched with DeepSpeed in FP16. A dtype that follows
     `accelerator.mixed_precision` follows the policy, except for weights that an optimizer takes. An optimizer alone, or
@@ -1244,7 +1244,7 @@ def train(net, judge, loader):
         optimizer.step()
 """
         ),
-        Bad(
+        Good(
             """\
 import torch
 
@@ -1258,34 +1258,14 @@ class Run:
 
     def train_one_iter(self, images, targets):
         images = images.to(self.data_type)
-        targets = targets.to(self.data_type)  # !
+        targets = targets.to(self.data_type)
         images, targets = self.resize(images, targets)
         with torch.cuda.amp.autocast(enabled=self.amp):
             loss = self.model(images, targets)["total_loss"]
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-""",
-            fixed="""\
-import torch
-
-class Run:
-    def __init__(self, exp, args):
-        self.amp = args.fp16
-        self.data_type = torch.float16 if args.fp16 else torch.float32
-        self.scaler = torch.cuda.amp.GradScaler(enabled=args.fp16)
-        self.model = exp.get_model()
-        self.optimizer = exp.get_optimizer(self.model)
-
-    def train_one_iter(self, images, targets):
-        images = images.to(self.data_type)
-        images, targets = self.resize(images, targets)
-        with torch.cuda.amp.autocast(enabled=self.amp):
-            loss = self.model(images, targets)["total_loss"]
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-""",
+"""
         ),
         Good(
             """\
@@ -2395,7 +2375,7 @@ def train(args, model, optimizer, loader):
         scaler.update()
 """
         ),
-        Bad(
+        Good(
             """\
 import torch
 
@@ -2404,27 +2384,13 @@ def train(args, model, optimizer, loader):
     scaler = torch.amp.GradScaler("cuda", enabled=args.fp16)
     for images, boxes in loader:
         images = images.to(dtype)
-        boxes = boxes.to(dtype)  # !
+        boxes = boxes.to(dtype)
         with torch.autocast("cuda", dtype=torch.float16, enabled=args.fp16):
             loss = model(images, boxes).sum()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-""",
-            fixed="""\
-import torch
-
-def train(args, model, optimizer, loader):
-    dtype = torch.float16 if args.fp16 else torch.float32
-    scaler = torch.amp.GradScaler("cuda", enabled=args.fp16)
-    for images, boxes in loader:
-        images = images.to(dtype)
-        with torch.autocast("cuda", dtype=torch.float16, enabled=args.fp16):
-            loss = model(images, boxes).sum()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-""",
+"""
         ),
         Good(
             """\
@@ -2720,64 +2686,6 @@ def train(model, loader, args):
         optimizer.step()
 """),
         # What a function makes of the images, and of the targets, which FP16 rounds.
-        Good("""\
-import torch
-
-class Trainer:
-    def __init__(self, model, exp, args):
-        self.model, self.exp, self.amp = model, exp, args.fp16
-        self.dtype = torch.float16 if args.fp16 else torch.float32
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(self, inps, targets):
-        inps = inps.to(self.dtype)
-        targets = targets.cuda()
-        inps_pro, targets_pro = self.exp.preprocess(inps, targets)
-        with torch.autocast("cuda", enabled=self.amp):
-            loss = self.model(inps_pro, targets_pro)
-        self.optimizer.zero_grad()
-        loss.float().backward()
-        self.optimizer.step()
-"""),
-        Bad(
-            """\
-import torch
-
-class Trainer:
-    def __init__(self, model, exp, args):
-        self.model, self.exp, self.amp = model, exp, args.fp16
-        self.dtype = torch.float16 if args.fp16 else torch.float32
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(self, inps, targets):
-        inps = inps.cuda()
-        targets = targets.to(self.dtype)  # !
-        inps_pro, targets_pro = self.exp.preprocess(inps, targets)
-        with torch.autocast("cuda", enabled=self.amp):
-            loss = self.model(inps_pro, targets_pro)
-        self.optimizer.zero_grad()
-        loss.float().backward()
-        self.optimizer.step()
-""",
-            fixed="""\
-import torch
-
-class Trainer:
-    def __init__(self, model, exp, args):
-        self.model, self.exp, self.amp = model, exp, args.fp16
-        self.dtype = torch.float16 if args.fp16 else torch.float32
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(self, inps, targets):
-        inps = inps.cuda()
-        inps_pro, targets_pro = self.exp.preprocess(inps, targets)
-        with torch.autocast("cuda", enabled=self.amp):
-            loss = self.model(inps_pro, targets_pro)
-        self.optimizer.zero_grad()
-        loss.float().backward()
-        self.optimizer.step()
-""",
-        ),
         Good(
             """\
 import torch
@@ -2844,6 +2752,47 @@ if __name__ == "__main__":
     train(net, torch.utils.data.DataLoader(torch.load("data.pt")))
 """
             },
+        ),
+        Bad(
+            """\
+import pytorch_lightning as pl
+import torch
+
+class Encoder(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x)
+
+def train(loader):
+    encoder = Encoder().cuda()
+    encoder.half()  # !
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
+    for x in loader:
+        encoder(x).sum().backward()
+        optimizer.step()
+""",
+            fixed="""\
+import pytorch_lightning as pl
+import torch
+
+class Encoder(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x)
+
+def train(loader):
+    encoder = Encoder().cuda()
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
+    for x in loader:
+        encoder(x).sum().backward()
+        optimizer.step()
+""",
         ),
     )
 

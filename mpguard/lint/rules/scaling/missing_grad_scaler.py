@@ -126,6 +126,26 @@ def main(model, loader, optimizer):
 """
 
 
+#: A network of an example that is FP16 only if it is asked for.
+_NET_WITHOUT_FP16 = """\
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, dropout=0.0, fp16=False):
+        super().__init__()
+        self.fp16 = fp16
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout))
+
+    def forward(self, x):
+        with torch.cuda.amp.autocast(self.fp16):
+            return self.layers(x)
+
+def net50(**kwargs):
+    return Net(**kwargs)
+"""
+
+
 class MissingGradScaler(Rule):
     """FP16 autocast, or FP16 weights, and the gradients are never scaled.
 
@@ -2909,6 +2929,40 @@ def train(gen, disc, loader):
         optimizer.step()
         optimizer.zero_grad()
 """),
+        Good(
+            """\
+import torch
+from net import net50
+
+def main(loader):
+    model = net50(dropout=0.4).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in loader:
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+
+main(torch.utils.data.DataLoader(torch.load("data.pt")))
+""",
+            files={"pyproject.toml": "", "net.py": _NET_WITHOUT_FP16},
+        ),
+        Bad(
+            """\
+import torch
+from net import net50
+
+def main(loader):
+    model = net50(dropout=0.4, fp16=True).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in loader:
+        loss = model(x).sum()
+        loss.backward()  # !
+        optimizer.step()
+
+main(torch.utils.data.DataLoader(torch.load("data.pt")))
+""",
+            files={"pyproject.toml": "", "net.py": _NET_WITHOUT_FP16},
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
