@@ -266,8 +266,11 @@ def record(found: dict[str, Any], judged: Iterable[dict[str, Any]]) -> None:
     batch["findings"] = dict(sorted(codes.items()))
     batch["in repositories"] = {code: sum(each == code for each, _ in within) for code in sorted(codes)}
     batch["true"] = sum(each["true"] for each in kept if is_counted(each, batch))
+    file = LOTS / f"{batch['half']}.json"
+    if file.exists() and (remark := json.loads(file.read_text("utf-8")).get("remark")):
+        batch["remark"] = remark
     batch["verdicts"] = kept
-    (LOTS / f"{batch['half']}.json").write_text(json.dumps(batch, indent=1) + "\n", "utf-8")
+    file.write_text(json.dumps(batch, indent=1) + "\n", "utf-8")
 
 
 # -- the page -----------------------------------------------------------------------------------------
@@ -320,9 +323,10 @@ def section(seeded: dict[str, Seeded]) -> Iterator[str]:
         "",
         *(f"- *{name}*: {text}." for name, text in NAMED_ANSWERS.items()),
         "",
-        "The lots before `wide21` were judged with one answer, which is in the column of the second; the first answer"
-        f" was asked for since `wide18`. MPG000, {' and '.join(FREQUENT)}, whose findings are the most frequent and the"
-        " easiest, are left out of this table.",
+        "The readers of the lots before `wide18` gave one answer, by a measure that differed a little from lot to lot;"
+        " it is in the column of accepted ones, as is that of `wide18` to `wide20`, whose readers were also asked"
+        f" whether the statement is true. MPG000, {' and '.join(FREQUENT)}, whose findings are the most frequent, are"
+        " left out here.",
         "",
         "| lot (date, commit) | repositories | without a finding | judged | true | accepted | seeded mistakes found"
         f" | of {', '.join(code.removeprefix('MPG') for code in HEADLINE)} |",
@@ -351,7 +355,7 @@ def _row(batch: dict[str, Any], seeded: dict[str, Seeded]) -> list[str]:
         str(batch["repositories"]),
         str(batch.get("without findings", "")),
         *_cells(judged, true, accepted),
-        *(_found(each) for each in seeded.get(batch["half"], ())),
+        *(map(_found, seeded[batch["half"]]) if batch["half"] in seeded else ("", "")),
     ]
 
 
@@ -398,7 +402,7 @@ def _rules_table() -> Iterator[str]:
             counts[each["code"]] += collections.Counter(judged=1, accepted=each["verdict"])
             if batch["half"] in latest:
                 counts[each["code"]] += collections.Counter(last=1, accepted_last=each["verdict"])
-    yield "| rule | name | found | in repositories | judged | accepted | share (95 %) | of the last lots | accepted |"
+    yield "| rule | name | found | in repositories | judged | right | share (95 %) | of the last lots | right |"
     yield "| --- | --- | --: | --: | --: | --: | --: | --: | --: |"
     for code, count in sorted(counts.items()):
         name = every[code].name + (" (preview)" if every[code].preview else "") if code in every else "(removed)"
@@ -408,8 +412,9 @@ def _rules_table() -> Iterator[str]:
         yield f"| {code} | {name} | {' | '.join(map(str, numbers))} | {judged} | {' | '.join(map(str, last))} |"
     yield ""
     yield (
-        f"The last two columns are of the last {LATEST} lots. Of most lots here *accepted* is the strictest answer that"
-        " was asked for: also a fault elsewhere that stops the program first counted against a finding."
+        f"The last two columns are of the last {LATEST} lots. *Right* is *accepted* since `wide42`. In most lots before"
+        " a fault elsewhere that stops the program before the place counted against a finding, too, so that fewer are"
+        " right here than are accepted above."
     )
 
 

@@ -351,6 +351,13 @@ class Project:
             top = tree.top_of(file.parent)
             return not tree.is_project(top) or references.may_set(top, file, name)
 
+    def keyword_given_elsewhere(self, path: str, name: str) -> bool:
+        """True if other code gives something a keyword argument of this name; outside of a project, it may."""
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(file.parent)
+            return not tree.is_project(top) or references.may_give(top, file, name)
+
     def is_replaced(self, path: str, name: str) -> bool:
         """True if another file that imports a module has its own definition of a function of this name."""
         file = Path(path).absolute()

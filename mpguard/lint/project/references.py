@@ -10,6 +10,7 @@ counts as a reference.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -39,6 +40,18 @@ _DATA = (
 _MARKDOWN_CODE = re.compile(rb"```.*?(?:```|\Z)|~~~.*?(?:~~~|\Z)|`[^`\n]+`|^(?: {4}|\t)[^\n]*", re.DOTALL | re.M)
 #: Code that may get a class by a name that comes from outside.
 _BY_NAME = re.compile(rb"\bimport_module\b|\b__import__\b|\b__subclasses__\b|\bpydoc\.locate\b|\bglobals\(\)")
+#: The same, and more ways to get a function or a class that no code names.
+_DYNAMIC = re.compile(
+    rb"\bimport_module\b|\b__import__\b|\b__(?:init_)?subclass(?:es)?__|\b__dict__\b|\b__bases__\b|\bmetaclass[ \t]*="
+    rb"|\blocate\(|\b(?:globals|locals|vars)\(|\bgetattr\([^,\n]*,\s*(?![\s\"'])|\b(?:methodcaller|attrgetter)\("
+    rb"|\bgetmembers\b|\brun_(?:path|module)\b|\b(?:Fire|CLI)\(|(?<![\w.])(?:eval|exec)\(|\bsys\.modules\b"
+    rb"|\binstantiate\(|\bimport[ \t]*\*"
+)
+#: Functions that a launcher calls by their names.
+ENTRIES = frozenset({"main", "_mp_fn"})
+#: Where a top-level statement begins: with its decorators, and without lines that close a bracket.
+_STATEMENT = re.compile(rb"\n(?=[^\s)\]}#])(?<!\\\n)")
+_DEFINED = re.compile(rb"(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)")
 #: Code, commands or requirements of what reads a DeepSpeed config, or may read one.
 _READS_DEEPSPEED = re.compile(
     rb"deepspeed\.init|\binitialize\(|DeepSpeed(?:Plugin|Strategy|Engine)|HfArgumentParser|TrainingArguments"
@@ -120,7 +133,7 @@ def may_use(top: Path, file: Path, name: str) -> bool:
 def users(top: Path, file: Path, name: str) -> list[str] | None:
     """Return the other files of a project that may use a top-level name of a file; None if it is too large to search.
 
-    Those that only mention the name, as a config or a README, are among them; tests are not.
+    Those that only mention the name, as a config or a README, are among them.
     """
     found = _answered(top, file, _where_used, name)
     return found if isinstance(found, list) else None
@@ -172,6 +185,11 @@ def may_set(top: Path, file: Path, name: str) -> bool:
 def may_set_from_outside(top: Path, file: Path, name: str) -> bool:
     """True if a file that uses another one assigns to an attribute of this name, of an object other than `self`."""
     return _asked(top, file, _sets_from_outside, name)
+
+
+def may_give(top: Path, file: Path, name: str) -> bool:
+    """True if another file of a project gives something a keyword argument or an item of this name."""
+    return _asked(top, file, _gives_keyword, name)
 
 
 def is_replaced(top: Path, file: Path, name: str) -> bool:
@@ -363,12 +381,13 @@ def answer(top: str, file: str, question: str) -> bool | list[str]:
 
 @_question
 def _is_used(asked: _Asked) -> bool:
-    return any(_uses(each, asked.file, asked.name) and not asked.is_test(each) for each in asked.others)
+    users = [each for each in asked.others if _uses(each, asked.file, asked.name) and not asked.is_test(each)]
+    return bool(users) and not (asked.name and _are_unused(asked, users))
 
 
 @_question
 def _where_used(asked: _Asked) -> list[str]:
-    return [each for each in asked.others if _uses(each, asked.file, asked.name) and not asked.is_test(each)]
+    return [each for each in asked.others if _uses(each, asked.file, asked.name)]
 
 
 @_question
@@ -408,6 +427,12 @@ def _sets_from_outside(asked: _Asked) -> bool:
     assigned = asked.pattern(rb"(?<![\w.])(?!self\b|cls\b)\w[\w.]*\.", rb"[ \t]*=(?!=)")
     code = asked.other_code
     return any(assigned.search(stripped(_content(each))) and _uses(each, asked.file, "") for each in code)
+
+
+@_question
+def _gives_keyword(asked: _Asked) -> bool:
+    given = asked.pattern(rb"\b", rb"\b[ \t]*=(?!=)").pattern + b"|" + asked.pattern(rb"[\"'](?:--)?", rb"\b").pattern
+    return any(re.search(given, stripped(_content(each))) for each in asked.other_code)
 
 
 @_question
@@ -509,6 +534,58 @@ def _gives(asked: _Asked) -> bool:
 @_question
 def _lists_unread_keys(asked: _Asked) -> list[str]:
     return _unread_keys(asked.files, _content(asked.file))
+
+
+def _are_unused(asked: _Asked, users: list[str]) -> bool:
+    """True if only functions and classes of other files mention a name which nothing in the project mentions.
+
+    That is known in a program that gets nothing by a name which is not in the code; a library has other users.
+    """
+    if not all(each.endswith(PYTHON) for each in users) or is_installable(Path(asked.top)):
+        return False
+    codes = {each: _without_imports(each) for each in asked.files if each.endswith(PYTHON)}
+    if any(map(_DYNAMIC.search, codes.values())):
+        return False
+
+    def mentions(name: str) -> list[str]:
+        word = re.compile(rb"\b%s\b" % re.escape(name.encode()))
+        return [each for each, code in codes.items() if word.search(code) and not asked.is_test(each)]
+
+    def is_unused(user: str, name: str) -> bool:
+        return (
+            name not in ENTRIES
+            and mentions(name) == [user]
+            and not any(_uses(each, user, name) for each in asked.files if each not in codes)
+        )
+
+    others = [each for each in mentions(asked.name) if each not in (asked.file, *users)]
+    return not others and all(
+        (names := _definitions_with(codes[each], asked.name)) and all(is_unused(each, name) for name in names)
+        for each in users
+    )
+
+
+def _without_imports(file: str) -> bytes:
+    """Return a file's code without comments and imports; one under another name, and one of all names, stays."""
+    code = b"\n" + stripped(_content(file))
+    return summaries.IMPORT.sub(lambda found: found[0] if re.search(rb"\bas\b|\*", found[0]) else b"", code)
+
+
+def _definitions_with(code: bytes, name: str) -> list[str]:
+    """Return the top-level functions and classes that mention a name; none if other code of a file mentions it.
+
+    Other code is also a definition that a decorator may pass on, or that more code of the file mentions.
+    """
+    word = re.compile(rb"\b%s\b" % re.escape(name.encode()))
+    found = []
+    parts = [b"", *_STATEMENT.split(code)]
+    for before, part in itertools.pairwise(parts):
+        if word.search(part):
+            defined = _DEFINED.match(part)
+            if defined is None or before.startswith(b"@") or len(re.findall(rb"\b%s\b" % defined[1], code)) != 1:
+                return []
+            found.append(defined[1].decode())
+    return found
 
 
 # -- their parts ----------------------------------------------------------------------------------------

@@ -339,7 +339,8 @@ def _files(folder: Path) -> list[Path]:
         found += [
             place / name
             for name in documents
-            if _ENVIRONMENT.search(name) or (are_few and _DEPENDENCIES.search(_text(place / name)))
+            if (place == folder and _ENVIRONMENT.search(name))
+            or (are_few and _DEPENDENCIES.search(_text(place / name)))
         ]
     wheels = tracked_fs.list_names(folder, (".dist-info",))
     if len(wheels) == 1:  # an unpacked wheel; several are an environment

@@ -64,7 +64,9 @@ _LOSS = re.compile(
 _MODEL = re.compile(r"(?i)(?:^|_)(?:model|net|network)$")
 _MEASURES = re.compile(r"(?i)loss|criterion|metric|kl_div|cross_entropy")
 _COMPUTES = re.compile(r"^(?:encode|decode|forward|extract|get_\w+_features)(?:_|$)")
-_TARGETS = re.compile(r"^(?:tgt|gt|target|label)s?(?:_\w+)?$|_(?:targets?|labels?|true|gt)$")
+_TARGETS = re.compile(
+    r"^(?:tgt|gt|target|label)s?(?:_(?:masks?|box|boxes|bbox|labels?|classes))?$|_(?:targets?|labels?|true|gt)$"
+)
 _TRAIN_SINKS = frozenset({"backward", "optimizer", "prepare", "initialize", "trainer", "parallel"})
 
 
@@ -465,11 +467,12 @@ class ForwardFlow:
         """True if an argument is the target of a loss: `criterion(output, y)`, `F.mse_loss(output, target=y)`."""
         if not _LOSS.search(call.name) and "criterion" not in self.facts.kinds(call.func, call):
             return False
+        given = (*call.positional[:1], *call.keywords.values())
+        if any(dotted(each).rsplit(".", 1)[-1] in self.facts.training_use.modules for each in given):
+            return False
         if arg.keyword is not None:
             return _TARGETS.search(arg.keyword.value) is not None
-        first = call.positional[0] if len(call.positional) > 1 else None
-        is_model = dotted(first).rsplit(".", 1)[-1] in self.facts.training_use.modules
-        return first is not None and not is_model and arg.value is call.positional[1]
+        return len(call.positional) > 1 and arg.value is call.positional[1]
 
     def through_library(self, path: str, call: Call, arg: cst.Arg) -> bool:
         """Handle a library function with the value as an argument. True if the flow continues with its result."""

@@ -36,6 +36,8 @@ _PLAIN_ARGUMENTS = frozenset({
 _PRECISIONS = frozenset({"mixed_precision", "fp16"})
 #: What a project has that gives an Accelerator a precision from outside of its code.
 _LAUNCHES = ("accelerate launch", "accelerate config", "accelerate.commands", "mixed_precision")
+#: The same in a program whose own option has the name of the last.
+_LAUNCHES_BESIDE_OPTION = (*_LAUNCHES[:-1], "accelerate_mixed_precision", "notebook_launcher", "compute_environment")
 #: An option of a program's own that has the name of that of accelerate's launcher.
 _OWN_OPTION = re.compile(r"add_argument\([^()]*[\"']--mixed[_-]precision[\"']")
 #: Options of launch lines that are about an engine or sharding, or about those and accumulation.
@@ -188,9 +190,7 @@ def _launched_modes(facts: Facts) -> set[object]:
 def _may_be_launched(facts: Facts) -> bool:
     """True if something may give the Accelerators of a file a precision that is not in their arguments."""
     text = facts.file_text.lower()
-    if "accelerate_mixed_precision" in text:
-        return True
-    words = _LAUNCHES[:-1] if _OWN_OPTION.search(text) else _LAUNCHES
+    words = _LAUNCHES_BESIDE_OPTION if _OWN_OPTION.search(text) else _LAUNCHES
     return any(word in text or facts.project.asks_for(facts.path, word) for word in words)
 
 

@@ -95,23 +95,39 @@ class FrozenModels:
         ) and all(_has_no_bias(binding.value) for binding in made.get(name, ()))
 
     def _is_frozen_member(self, name: str) -> bool:
-        """True if a loop over several models freezes each: `for m in (vae, net):`, or a list that got the model."""
+        """True if a loop over several models freezes each: `for m in (vae, net):`, or a list that got the model.
+
+        The name is bound in that function only, and nothing trains a part of it again.
+        """
         methods, made = self._by_name()
+        scopes = {binding.scope for binding in made.get(name, ())}
+        thaws = any(
+            f".{name}." in f".{use.path}" and self._sets_grad(use, method, call, True)
+            for calls in methods.values()
+            for use, method, call in calls
+        )
+        if len(scopes) != 1 or thaws:
+            return False
         loops = [
             (key, each)
             for key, bindings in made.items()
             for each in bindings
-            if each.kind == "for" and each.loops and self._is_member(name, each)
+            if each.kind == "for" and each.loops and each.scope in scopes and self._is_member(name, each)
         ]
 
-        def sets(value: bool) -> bool:
-            return any(
-                use.scope is each.scope and each.loops[-1] in use.loops and self._sets_grad(use, method, call, value)
-                for key, each in loops
-                for use, method, call in methods.get(key, ())
-            )
-
-        return sets(False) and not sets(True)
+        inside = [
+            (use, method, call)
+            for key, each in loops
+            for use, method, call in methods.get(key, ())
+            if use.scope is each.scope and each.loops[-1] in use.loops
+        ]
+        freezes = [use for use, method, call in inside if self._sets_grad(use, method, call, False)]
+        others = [
+            use
+            for use, method, call in inside
+            if use not in freezes and (method == "requires_grad_" or self._sets_grad(use, method, call, True))
+        ]
+        return not others and any(not use.guard - loop.guard for use in freezes for _, loop in loops)
 
     def _is_member(self, name: str, loop: Binding) -> bool:
         """True if a loop runs over a literal with a name, or over a list of the same function that got it."""
@@ -122,6 +138,7 @@ class FrozenModels:
             call.name == "append"
             and dotted(call.receiver) == dotted(given)
             and dotted(call.argument(0)).rpartition(".")[2] == name
+            and call.order < loop.order
             for call in loop.scope.calls
         )
 

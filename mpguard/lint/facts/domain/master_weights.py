@@ -96,8 +96,8 @@ def _is_wrapped_with_masters(facts: Facts, call: Call) -> bool:
 
 def _copies_grad(facts: Facts, call: Call) -> bool:
     """True if a call copies the gradient of one parameter to another: `master.grad.copy_(p.grad)`."""
-    to, given = facts.short(call.receiver), facts.short(call.argument(0))
-    return to.endswith((".grad", ".grad.data")) and _GRAD.search(given) is not None and to not in given
+    to, given = facts.short(call.receiver).removesuffix(".data"), facts.short(call.argument(0))
+    return to.endswith(".grad") and _GRAD.search(given) is not None and to not in given
 
 
 def _goes_to_grad(facts: Facts, use: Use) -> bool:

@@ -109,6 +109,9 @@ class ProjectApi(Protocol):
     def asks_for(self, path: str, word: str) -> bool:
         """True if a script, config or text of the project contains a word; outside of a project that is unknown."""
 
+    def keyword_given_elsewhere(self, path: str, name: str) -> bool:
+        """True if other code gives something a keyword argument of this name; outside of a project, it may."""
+
     def drops_option(self, path: str, name: str) -> bool:
         """True if no code of the project of a file reads an option; outside of a project, it may."""
 
@@ -216,6 +219,9 @@ class NoProject:
         return False
 
     def asks_for(self, path: str, word: str) -> bool:  # noqa: ARG002
+        return True
+
+    def keyword_given_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
         return True
 
     def drops_option(self, path: str, name: str) -> bool:  # noqa: ARG002

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpguard.lint.project import references
 from mpguard.lint.source.strip_comments import stripped
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ _BY_TOOLS = frozenset({"__init__", "__main__", "conftest", "hubconf", "setup", "
 _RUNS = frozenset(
     {"argparse", "asyncio", "concurrent", "multiprocessing", "runpy", "subprocess", "threading", "unittest"}
 )
-#: Functions that a launcher calls by their names.
-_ENTRIES = frozenset({"main", "_mp_fn"})
 #: Bases of a class that tell nothing about who uses it.
 _COMMON_BASES = frozenset({
     "", "object", "nn.Module", "torch.nn.Module", "Module", "ABC", "Function", "autograd.Function",
@@ -46,8 +45,6 @@ _NO_PARAMETERS = re.compile(r"\A(?:async[ \t]+)?def[ \t]+\w+[ \t]*\([ \t]*\)")
 _BASES = re.compile(r"\Aclass[ \t]+\w+[ \t]*\(\s*([^()]*?)\s*\)")
 #: A name, and not an attribute or a part of a dotted module: these do not refer to the file's own definitions.
 _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")
-#: An import, and what it binds, with the names before `as`.
-_IMPORT = re.compile(r"\n[ \t]*(?:from[ \t]+[\w.]+[ \t]+import[ \t]*(\([^)]*\)|[^#;(\n]*)|import[ \t]+([^#;\n]*))")
 _HARMLESS = re.compile(r"torch\.(?:set_|device$|manual_seed$|cuda\.is_available$)")
 
 
@@ -102,8 +99,7 @@ class UnusedDefinitions:
             return False
         if chunk.defines is None:
             return self._is_trial(chunk) or self._is_unused_import(chunk, place)
-        method = self._method_at(chunk, place)
-        if method and (self._is_unused_method(chunk, method) or self._is_replaced_method(chunk, method)):
+        if self._is_unused_method(chunk, place):
             return True
         users = [chunk]
         for each in users:
@@ -112,20 +108,18 @@ class UnusedDefinitions:
             users += [user for user in self._chunks if user not in users and each.defines in self._words[user]]
         return True
 
-    def _method_at(self, chunk: Chunk, place: int) -> str:
-        """Return the name of the method at an offset; empty outside of one, and in one that has a decorator."""
-        if not chunk.text.startswith("class "):
-            return ""
-        before = chunk.text[: max(place - self._facts.source.offset(chunk.start), 0)]
-        methods = [each for each in _METHOD.finditer(before) if each["indent"] == _first_indent(chunk.text)]
-        return methods[-1]["name"] if methods and not methods[-1]["decorated"] else ""
-
-    def _is_unused_method(self, chunk: Chunk, name: str) -> bool:
-        """True for a method that nothing calls, of a class that overrides nothing: its name is nowhere else."""
+    def _is_unused_method(self, chunk: Chunk, place: int) -> bool:
+        """True in a method that nothing calls, of a class that overrides nothing: its name is nowhere else."""
         bases = _BASES.search(chunk.text)
-        if (bases is not None and bases[1] not in ("", "object")) or name.startswith("__"):
+        if not chunk.text.startswith("class ") or (bases is not None and bases[1] not in ("", "object")):
             return False
-        path = self._facts.path
+        at = max(place - self._facts.source.offset(chunk.start), 0)
+        methods = [each for each in _METHOD.finditer(chunk.text[:at]) if each["indent"] == _first_indent(chunk.text)]
+        if not methods or methods[-1]["decorated"] or methods[-1]["name"].startswith("__"):
+            return False
+        if chunk.text[chunk.text.rfind("\n", 0, at) + 1 :].lstrip().startswith("@"):  # of the next method
+            return False
+        name, path = methods[-1]["name"], self._facts.path
         code = stripped(self._facts.file_text)
         return not (
             re.search(rf"\.\s*{name}\b|[\"']{name}[\"']", code)
@@ -134,40 +128,25 @@ class UnusedDefinitions:
             or self._facts.project.method_used_elsewhere(path, name)
         )
 
-    def _is_replaced_method(self, chunk: Chunk, name: str) -> bool:
-        """True for a method of a class that is only derived from, by classes that all have their own such method."""
-        users = self._facts.project.all_users_of(self._facts.path, chunk.defines or "")
-        if users is None or name.startswith("__"):
-            return False
-        mention = re.compile(rf"\b{chunk.defines}\b")
-        chunks = (each for facts in (self._facts, *users) for each in facts.source.chunks if each is not chunk)
-        others = [code for code in map(_without_imports, (each.text for each in chunks)) if mention.search(code)]
-        derives = re.compile(rf"^class[ \t]+\w+[ \t]*\([^()]*\b{chunk.defines}\b", re.M)
-        replaces = re.compile(rf"^[ \t]+(?:async[ \t]+)?def[ \t]+{name}[ \t]*\(", re.M)
-        asks = re.compile(rf"\bsuper\([^()]*\)\.{name}\b")
-        return bool(others) and all(
-            derives.search(code) and len(mention.findall(code)) == 1 and replaces.search(code) and not asks.search(code)
-            for code in others
-        )
-
     def _is_unused_import(self, chunk: Chunk, place: int) -> bool:
         """True in an import whose names only unused functions and classes use."""
-        code, at = f"\n{chunk.text}", place - self._facts.source.offset(chunk.start) + 1
-        found = next((each for each in _IMPORT.finditer(code) if each.start() <= at < each.end()), None)
-        if found is None:
-            return False
+        facts = self._facts
         names = {
-            each.split()[-1].partition(".")[0]
-            for each in (found[1] or found[2]).strip("() \n").split(",")
-            if each.split()
+            key
+            for key, bindings in facts.module.bindings.items()
+            for each in bindings
+            if each.kind in ("from", "import") and each.chunk is chunk and each.statement is not None
+            and (span := facts.span(each.statement, each))[0] <= place < span[1]
+        }  # fmt: skip
+        other = {
+            use.path.partition(".")[0] for uses in facts.module.uses.values() for use in uses if use.chunk is chunk
         }
-        rest = re.sub(r"(?m)^[ \t]*\w+[ \t]*=[ \t]*None\b.*", "", _IMPORT.sub("", stripped(code)))
         users = [each for each in self._chunks if each is not chunk and names & self._words[each]]
         return (
             bool(users)
-            and names.isdisjoint(_NAME.findall(rest))
-            and all(each.defines is not None and self.contain(self._facts.source.offset(each.start)) for each in users)
-            and not any(self._facts.project.used_elsewhere(self._facts.path, name) for name in names)
+            and names.isdisjoint(other)
+            and all(each.defines is not None and self.contain(facts.source.offset(each.start)) for each in users)
+            and not any(facts.project.used_elsewhere(facts.path, name) for name in names)
         )
 
     def _is_trial(self, chunk: Chunk) -> bool:
@@ -202,7 +181,6 @@ class UnusedDefinitions:
 
     def _is_root(self, chunk: Chunk) -> bool:
         if chunk not in self._roots:
-            self._roots[chunk] = True  # while it is looked for: files may use each other
             self._roots[chunk] = self._find_root(chunk)
         return self._roots[chunk]
 
@@ -213,28 +191,11 @@ class UnusedDefinitions:
             return False
         return (
             name is None
-            or name in _ENTRIES
+            or name in references.ENTRIES
             or chunk.text.startswith("@")
             or self._is_public(chunk, name)
             or self._is_looked_up(chunk)
-            or self._is_used_elsewhere(name)
-        )
-
-    def _is_used_elsewhere(self, name: str) -> bool:
-        """True if another file may use a name, other than in functions and classes that are unused themselves."""
-        project, path = self._facts.project, self._facts.path
-        if not project.used_elsewhere(path, name):
-            return False
-        users = project.all_users_of(path, name)
-        return users is None or not all(each.unused_definitions.are_all_of(name) for each in users)
-
-    def are_all_of(self, name: str) -> bool:
-        """True if the file mentions a name of another file in unused functions and classes only, and imports it."""
-        mention = re.compile(rf"\b{re.escape(name)}\b")
-        return all(
-            chunk.defines is not None and self.contain(self._facts.source.offset(chunk.start))
-            for chunk in self._chunks
-            if mention.search(_without_imports(chunk.text))
+            or self._facts.project.used_elsewhere(self._facts.path, name)
         )
 
     def _is_unregistered(self, chunk: Chunk) -> bool:
@@ -262,12 +223,6 @@ class UnusedDefinitions:
         bases = _BASES.search(chunk.text)
         is_derived = bases is not None and bases[1] not in _COMMON_BASES
         return is_derived and self._facts.project.looked_up(self._facts.path)
-
-
-def _without_imports(text: str) -> str:
-    """Return a statement without comments and imports; an import under another name stays."""
-    code = "\n" + stripped(text)
-    return _IMPORT.sub(lambda found: found[0] if re.search(r"\bas\b", found[0]) else "", code)
 
 
 def _first_indent(text: str) -> str:

@@ -2882,9 +2882,12 @@ def _name_of_dtype(cast: Event) -> str:
 
 
 def _is_started_with_half_weights(cast: Event, facts: Facts) -> bool:
-    """True if the program that calls the function of a cast in another file has a model with FP32 norms only."""
-    programs = dict.fromkeys(facts.of(each) for each in facts.programs_of(cast.scope, lambda _: False))
-    return any(each is not facts and any(True for _ in _norms_in_float32(each)) for each in programs)
+    """True if each program of another file that calls the function of a cast has a model with FP32 norms only."""
+    above = [cast.scope]  # the function, and those that call it
+    for scope in above:
+        above += [each for call in facts.callers(scope) for each in call.scope.within() if each not in above]
+    programs = dict.fromkeys(facts.of(each) for each in above if facts.of(each) is not facts)
+    return bool(programs) and all(any(call.scope in above for call in _norms_in_float32(each)) for each in programs)
 
 
 def _norms_in_float32(facts: Facts) -> Iterator[Call]:

@@ -56,7 +56,7 @@ class LowPrecisionReduction(Rule):
     Policies of models that are frozen or only evaluated, under `torch.no_grad`, in tests, and policies that are only
     compared, or from which `dataclasses.replace` makes others, are not reported, nor is one in a config that is only
     launched with `--eval-only`, or whose name nothing in its project mentions, nor one in a copy of transformers'
-    Trainer in a project of which no script, config or text asks for FSDP. If the use of the policy is not visible
+    Trainer in a project of which nothing asks for FSDP. If the use of the policy is not visible
     otherwise, it is assumed to train.
     """
 
@@ -577,6 +577,43 @@ class Trainer(Base):
 Trainer(model).train()
 """,
         ),
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
+from transformers import Trainer as Base
+from transformers.trainer_utils import FSDPOption
+
+class Trainer(Base):
+    def _wrap_model(self, model):
+        if self.args.fsdp and FSDPOption.OFFLOAD not in self.args.fsdp:
+            dtype = torch.bfloat16
+            policy = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)  # !
+            model = FSDP(model, mixed_precision=policy)
+        return model
+
+Trainer(model).train()
+""",
+            files={"pyproject.toml": "", "main.py": 'args = TrainingArguments("out", bf16=True, fsdp="full_shard")\n'},
+            fixed="""\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
+from transformers import Trainer as Base
+from transformers.trainer_utils import FSDPOption
+
+class Trainer(Base):
+    def _wrap_model(self, model):
+        if self.args.fsdp and FSDPOption.OFFLOAD not in self.args.fsdp:
+            dtype = torch.bfloat16
+            policy = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=dtype)
+            model = FSDP(model, mixed_precision=policy)
+        return model
+
+Trainer(model).train()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -642,7 +679,9 @@ Trainer(model).train()
 
     def _is_copied_trainer(self, facts: Facts) -> bool:
         """True in a copy of transformers' Trainer, which has each strategy, in a project that nowhere asks for FSDP."""
-        return "FSDPOption" in facts.file_text and not facts.project.asks_for(facts.path, "fsdp")
+        is_trainer = "FSDPOption" in facts.file_text and "self.args.fsdp" in facts.file_text
+        project, path = facts.project, facts.path
+        return is_trainer and not project.asks_for(path, "fsdp") and not project.keyword_given_elsewhere(path, "fsdp")
 
     def _hooks(self, facts: Facts) -> Iterator[Diagnostic]:
         """Yield the hooks that compress the gradients of DDP, unless an option selects them."""

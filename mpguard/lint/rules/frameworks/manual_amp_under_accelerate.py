@@ -55,8 +55,8 @@ class ManualAmpUnderAccelerate(Rule):
     gives the Accelerator too, since it cannot differ; a region of a script that launch lines, configs or plugins run
     with DeepSpeed or Megatron-LM, where Accelerate enters no autocast, unless its dtype differs from the precision that
     is set; a region that is entered only if an attribute is True that begins as False and is set under a condition;
-    Accelerators without a precision in a project that has no launch line, config or text for accelerate, unless an FP16
-    region has no scaler.
+    Accelerators without a precision in a project that has no launch line, config or text for accelerate (an option
+    `--mixed_precision` of the script's own is none), unless an FP16 region has no scaler.
     """
 
     code, name = "MPG502", "manual-amp-under-accelerate"

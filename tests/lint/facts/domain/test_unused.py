@@ -81,23 +81,9 @@ UNUSED = {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)")
         + "    fit(model)\n\ndef other(): fit(1)\n"
     },
-    "only a function of another file that nothing calls calls it": {
-        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
-        "b.py": "from a import fit\n\ndef other(model): fit(model)\n\ndef main(): ...\n\nmain()\n",
-    },
-    "only a class of another file that only a third file imports uses it": {
-        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
-        "b.py": "import a\n\nclass Runner:\n    def run(self): a.fit(self)\n",
-        "c.py": "from b import Runner\n",
-    },
     "only the output of a notebook mentions it": {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "b.ipynb": '{"cells": [{"cell_type": "code", "source": ["x\\n"], "outputs": [{"text": ["fit(1)"]}]}]}',
-    },
-    "it is a method that each derived class replaces": {
-        "a.py": METHOD.replace("Run().other()\n", ""),
-        "b.py": "from a import Run\n\nclass First(Run):\n    def fit(self): ...\n\nFirst().fit()\n",
-        "c.py": "from a import Run\n\nclass Second(Run):\n    def fit(self): ...\n\nSecond().fit()\n",
     },
     "another file has its own": {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
@@ -162,19 +148,6 @@ UNUSED = {
     },
 }
 USED = {
-    "it is a method that only one of two derived classes replaces": {
-        "a.py": METHOD.replace("Run().other()\n", ""),
-        "b.py": "from a import Run\n\nclass First(Run):\n    def fit(self): ...\n\nFirst().fit()\n",
-        "c.py": "from a import Run\n\nclass Second(Run): ...\n\nSecond().fit()\n",
-    },
-    "it is a method that a derived class replaces and calls": {
-        "a.py": METHOD.replace("Run().other()\n", ""),
-        "b.py": "from a import Run\n\nclass First(Run):\n    def fit(self): super().fit()\n\nFirst().fit()\n",
-    },
-    "it is a method that a derived class replaces, and the base class is used too": {
-        "a.py": METHOD.replace("Run().other()\n", ""),
-        "b.py": "from a import Run\n\nclass First(Run):\n    def fit(self): ...\n\nRun().fit()\n",
-    },
     "what is imported is used in a class that is used": {"a.py": APEX, "b.py": "from a import Apex\n\nApex()\n"},
     "what is imported is used in a class only, which nothing uses, and another file imports it from here": {
         "a.py": APEX,
@@ -190,26 +163,6 @@ USED = {
     "its file is run as a script, through a function": {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)")
         + "\ndef main():\n    fit(1, 2, 3)\n\nif __name__ == '__main__':\n    main()\n"
-    },
-    "a function of another file that a third calls calls it": {
-        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
-        "b.py": "from a import fit\n\ndef other(model): fit(model)\n",
-        "c.py": "from b import other\n\nother(1)\n",
-    },
-    "a function that nothing calls and a statement of another file call it": {
-        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
-        "b.py": "from a import fit\n\ndef other(model): fit(model)\n\nfit(1)\n",
-    },
-    "files whose functions call each other, and one of which is called": {
-        "a.py": "from b import other\n"
-        + TRAIN.format("fit(model, loader=loader, optimizer=optimizer)")
-        + "    other(model)\n",
-        "b.py": "from a import fit\n\ndef other(model): fit(model)\n",
-        "c.py": "from a import fit\n\nfit(1)\n",
-    },
-    "another file imports it under another name, in a function that is called": {
-        "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
-        "b.py": "from a import fit as train\n\ndef other(model): train(model)\n\nother(1)\n",
     },
     "a cell of a notebook calls it": {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
@@ -350,6 +303,84 @@ def test_a_function_that_something_may_refer_to_is_checked(
 def test_nothing_is_reported_of_an_import_that_only_unused_code_uses(capsys: pytest.CaptureFixture[str]) -> None:
     write({"a.py": APEX, "b.py": "from a import Native\n\nNative()\n"})
     assert reported(capsys) == []
+
+
+FIT = TRAIN.format("fit(model, loader=(), optimizer=None)")
+ONLY_BY_UNUSED = {
+    "a function of another file": {"b.py": "from a import fit\n\ndef other(model): fit(model)\n\nprint(1)\n"},
+    "a class of another file that a third file imports": {
+        "b.py": "import a\n\nclass Runner:\n    def run(self): a.fit(self)\n",
+        "c.py": "from b import Runner\n",
+    },
+    "functions of two files, one of which a test calls": {
+        "b.py": "from a import fit\n\ndef first(model): fit(model)\n",
+        "c.py": "from a import fit\n\ndef second(\n    model,\n): fit(model)\n",
+        "tests/test_c.py": "from c import second\n\ndef test_second(): second(1)\n",
+    },
+}
+BY_USED = {
+    "a third file calls that function": {
+        "b.py": "from a import fit\n\ndef other(model): fit(model)\n",
+        "c.py": "from b import other\n\nother(1)\n",
+    },
+    "so does a statement": {"b.py": "from a import fit\n\ndef other(model): fit(model)\n\nfit(1)\n"},
+    "the function calls itself": {"b.py": "from a import fit\n\ndef other(model): fit(model); other(model)\n"},
+    "a decorator gets that function": {
+        "b.py": "import atexit\nfrom a import fit\n\n@atexit.register\ndef other(): fit(1)\n"
+    },
+    "it has another name there": {"b.py": "from a import fit as run\n\ndef other(model): run(model)\n\nrun(1)\n"},
+    "a launcher calls that function": {"b.py": "from a import fit\n\ndef _mp_fn(index): fit(index)\n"},
+    "a config names that function": {
+        "b.py": "from a import fit\n\ndef other(model): fit(model)\n",
+        "c.yaml": "f: b.other",
+    },
+    "a cell calls that function": {
+        "b.py": "from a import fit\n\ndef other(model): fit(model)\n",
+        "c.ipynb": '{"cells": [{"cell_type": "code", "source": "from b import other\\nother(1)", "outputs": []}]}',
+    },
+    "the project is a library": {
+        "b.py": "from a import fit\n\ndef other(model): fit(model)\n",
+        "setup.py": "import setuptools\n\nsetuptools.setup()\n",
+    },
+    "a function of any name may be called": {
+        "b.py": "from a import fit\n\ndef small(model): fit(model)\n",
+        "c.py": "import sys\nimport b\n\ngetattr(b, sys.argv[1])(1)\n",
+    },
+    "all functions are commands": {
+        "b.py": "import fire\nfrom a import fit\n\ndef other(model): fit(model)\n\nfire.Fire()\n"
+    },
+    "a base class knows all derived classes": {
+        "b.py": "import a\nimport c\n\nclass Second(c.Task):\n    def run(self): a.fit(self)\n",
+        "c.py": "class Task:\n    def __init_subclass__(cls): TASKS.append(cls)\n",
+    },
+    "another module passes it on with all its names": {
+        "b.py": "from a import *\n\ndef other(model): fit(model)\n",
+        "c.py": "from b import *\n\nfit(1)\n",
+    },
+    "another module passes its module on": {
+        "b.py": "import a\n\ndef other(model): a.fit(model)\n",
+        "c.py": "import b\n\nb.a.fit(1)\n",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("files", ONLY_BY_UNUSED.values(), ids=ONLY_BY_UNUSED)
+def test_what_only_unused_code_of_other_files_uses_is_unused(
+    files: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in {"a.py": FIT, **files}.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    assert reported(capsys) == []
+    Path("d.py").write_text("from a import fit\n\nfit(1)\n")
+    assert reported(capsys) == ["a.py:9"]
+
+
+@pytest.mark.parametrize("files", BY_USED.values(), ids=BY_USED)
+def test_what_other_files_may_use_is_checked(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in {"a.py": FIT, **files}.items():
+        Path(name).write_text(text)
+    assert "a.py:9" in reported(capsys)
 
 
 def test_outside_of_a_project_nothing_is_known(capsys: pytest.CaptureFixture[str]) -> None:
