@@ -2794,6 +2794,48 @@ def train(loader):
         optimizer.step()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+def train(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for images, labels in loader:
+        images = images.type(torch.HalfTensor).cuda()  # !
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+""",
+            files={
+                "main.py": """\
+import torch
+from example import train
+
+def export(net):
+    net.half()
+    for layer in net.modules():
+        if isinstance(layer, torch.nn.BatchNorm2d):
+            layer.float()
+    torch.save(net, "net.pt")
+
+if __name__ == "__main__":
+    net = torch.hub.load("zoo/nets", "net")
+    train(net, torch.utils.data.DataLoader(torch.load("data.pt")))
+    export(net)
+"""
+            },
+            fixed="""\
+import torch
+
+def train(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for images, labels in loader:
+        images = images.cuda()
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
@@ -2885,9 +2927,11 @@ def _is_started_with_half_weights(cast: Event, facts: Facts) -> bool:
     """True if each program of another file that calls the function of a cast has a model with FP32 norms only."""
     above = [cast.scope]  # the function, and those that call it
     for scope in above:
-        above += [each for call in facts.callers(scope) for each in call.scope.within() if each not in above]
-    programs = dict.fromkeys(facts.of(each) for each in above if facts.of(each) is not facts)
-    return bool(programs) and all(any(call.scope in above for call in _norms_in_float32(each)) for each in programs)
+        above += dict.fromkeys(call.scope for call in facts.callers(scope) if call.scope not in above)
+    programs = [facts.of(each) for each in above if not facts.callers(each)]
+    return facts not in programs and all(
+        any(call.scope in above for call in _norms_in_float32(each)) for each in programs
+    )
 
 
 def _norms_in_float32(facts: Facts) -> Iterator[Call]:

@@ -81,6 +81,10 @@ UNUSED = {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)")
         + "    fit(model)\n\ndef other(): fit(1)\n"
     },
+    "it is in a Function for autograd, and classes of other bases may be chosen by their names": {
+        "a.py": METHOD.replace("Run:", "Run(torch.autograd.Function):").replace("Run().other()\n", ""),
+        "b.py": "import importlib, sys\n\nrun = getattr(importlib.import_module('c'), sys.argv[1])\n",
+    },
     "only the output of a notebook mentions it": {
         "a.py": TRAIN.format("fit(model, loader=loader, optimizer=optimizer)"),
         "b.ipynb": '{"cells": [{"cell_type": "code", "source": ["x\\n"], "outputs": [{"text": ["fit(1)"]}]}]}',
