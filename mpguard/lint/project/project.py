@@ -351,6 +351,14 @@ class Project:
             top = tree.top_of(file.parent)
             return not tree.is_project(top) or references.may_set(top, file, name)
 
+    def mentioned_beside(self, path: str, name: str, paths: Iterable[str]) -> bool:
+        """True if code in the folder that contains a file and others, but not in the file, has a name."""
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(file.parent)
+            folder = Path(os.path.commonpath([file.parent, *(Path(each).absolute().parent for each in paths)]))
+            return not tree.is_project(top) or references.may_mention(top, file, name, folder)
+
     def keyword_given_elsewhere(self, path: str, name: str) -> bool:
         """True if other code gives something a keyword argument of this name; outside of a project, it may."""
         file = Path(path).absolute()

@@ -43,14 +43,20 @@ _BY_NAME = re.compile(rb"\bimport_module\b|\b__import__\b|\b__subclasses__\b|\bp
 #: The same, and more ways to get a function or a class that no code names.
 _DYNAMIC = re.compile(
     rb"\bimport_module\b|\b__import__\b|\b__(?:init_)?subclass(?:es)?__|\b__dict__\b|\b__bases__\b|\bmetaclass[ \t]*="
-    rb"|\blocate\(|\b(?:globals|locals|vars)\(|\bgetattr\([^,\n]*,\s*(?![\s\"'])|\b(?:methodcaller|attrgetter)\("
-    rb"|\bgetmembers\b|\brun_(?:path|module)\b|\b(?:Fire|CLI)\(|(?<![\w.])(?:eval|exec)\(|\bsys\.modules\b"
+    rb"|\blocate\(|\b(?:globals|locals|vars)\(|\b(?:methodcaller|attrgetter)\("
+    rb"|\bgetattr\([^,]{0,200},\s*(?![\s\"'])|\bgetattr\([^,]{0,200},\s*[\"'][^\"']*[\"']\s*[^\s,)]"
+    rb"|\bgetmembers\b|\brun_(?:path|module)\b|\b\w*(?:Fire|CLI)\(|(?<![\w.])(?:eval|exec)\(|\bsys\.modules\b"
     rb"|\binstantiate\(|\bimport[ \t]*\*"
 )
 #: Functions that a launcher calls by their names.
 ENTRIES = frozenset({"main", "_mp_fn"})
+#: Modules that tools import by their names.
+BY_TOOLS = frozenset({"__init__", "__main__", "conftest", "hubconf", "setup", "sitecustomize", "usercustomize"})
 #: Where a top-level statement begins: with its decorators, and without lines that close a bracket.
 _STATEMENT = re.compile(rb"\n(?=[^\s)\]}#])(?<!\\\n)")
+_HEADER = re.compile(
+    rb"(?:async[ \t]+)?(?:def|class)[ \t]+\w+[ \t]*(?:\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))?[^:\n]*:"
+)
 _DEFINED = re.compile(rb"(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)")
 #: Code, commands or requirements of what reads a DeepSpeed config, or may read one.
 _READS_DEEPSPEED = re.compile(
@@ -185,6 +191,11 @@ def may_set(top: Path, file: Path, name: str) -> bool:
 def may_set_from_outside(top: Path, file: Path, name: str) -> bool:
     """True if a file that uses another one assigns to an attribute of this name, of an object other than `self`."""
     return _asked(top, file, _sets_from_outside, name)
+
+
+def may_mention(top: Path, file: Path, name: str, folder: Path) -> bool:
+    """True if code below a folder, other than a file's, contains a name."""
+    return _asked(top, file, _is_mentioned_below, f"{name} {folder}")
 
 
 def may_give(top: Path, file: Path, name: str) -> bool:
@@ -430,6 +441,14 @@ def _sets_from_outside(asked: _Asked) -> bool:
 
 
 @_question
+def _is_mentioned_below(asked: _Asked) -> bool:
+    name, _, folder = asked.name.partition(" ")
+    word = re.compile(rb"\b%s\b" % re.escape(name.encode()))
+    code = (each for each in asked.other_code if Path(each).is_relative_to(folder))
+    return any(word.search(stripped(_content(each))) for each in code)
+
+
+@_question
 def _gives_keyword(asked: _Asked) -> bool:
     given = asked.pattern(rb"\b", rb"\b[ \t]*=(?!=)").pattern + b"|" + asked.pattern(rb"[\"'](?:--)?", rb"\b").pattern
     return any(re.search(given, stripped(_content(each))) for each in asked.other_code)
@@ -544,7 +563,7 @@ def _are_unused(asked: _Asked, users: list[str]) -> bool:
     if not all(each.endswith(PYTHON) for each in users) or is_installable(Path(asked.top)):
         return False
     codes = {each: _without_imports(each) for each in asked.files if each.endswith(PYTHON)}
-    if any(map(_DYNAMIC.search, codes.values())):
+    if any(map(_DYNAMIC.search, (*codes.values(), *map(_content, asked.code)))):
         return False
 
     def mentions(name: str) -> list[str]:
@@ -554,6 +573,7 @@ def _are_unused(asked: _Asked, users: list[str]) -> bool:
     def is_unused(user: str, name: str) -> bool:
         return (
             name not in ENTRIES
+            and Path(user).stem not in BY_TOOLS
             and mentions(name) == [user]
             and not any(_uses(each, user, name) for each in asked.files if each not in codes)
         )
@@ -584,8 +604,24 @@ def _definitions_with(code: bytes, name: str) -> list[str]:
             defined = _DEFINED.match(part)
             if defined is None or before.startswith(b"@") or len(re.findall(rb"\b%s\b" % defined[1], code)) != 1:
                 return []
+            if word.search(_run_at_import(part)):
+                return []
             found.append(defined[1].decode())
     return found
+
+
+def _run_at_import(definition: bytes) -> bytes:
+    """Return what runs when a function or a class is defined: its header, and the statements of a class's body."""
+    header = _HEADER.match(definition)
+    if header is None:
+        return definition
+    body = definition[header.end() :]
+    if not definition.startswith(b"class"):
+        return header[0]
+    indentation = re.search(rb"\n([ \t]+)\S", body)
+    lines = [line for line in body.split(b"\n") if indentation and re.match(rb"%s\S" % indentation[1], line)]
+    methods = [(line, _HEADER.match(line.lstrip())) for line in lines]
+    return b"\n".join((header[0], *(line if found is None else found[0] for line, found in methods)))
 
 
 # -- their parts ----------------------------------------------------------------------------------------

@@ -65,7 +65,8 @@ _MODEL = re.compile(r"(?i)(?:^|_)(?:model|net|network)$")
 _MEASURES = re.compile(r"(?i)loss|criterion|metric|kl_div|cross_entropy")
 _COMPUTES = re.compile(r"^(?:encode|decode|forward|extract|get_\w+_features)(?:_|$)")
 _TARGETS = re.compile(
-    r"^(?:tgt|gt|target|label)s?(?:_(?:masks?|box|boxes|bbox|labels?|classes))?$|_(?:targets?|labels?|true|gt)$"
+    r"^(?:tgt|gt|target|label)s?(?:_(?:masks?|box|boxes|bbox|labels?|classes))?$"
+    r"|^(?!pred|output|logit|student)\w+_(?:targets?|labels?|true|gt)$"
 )
 _TRAIN_SINKS = frozenset({"backward", "optimizer", "prepare", "initialize", "trainer", "parallel"})
 

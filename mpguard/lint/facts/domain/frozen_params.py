@@ -106,7 +106,7 @@ class FrozenModels:
             for calls in methods.values()
             for use, method, call in calls
         )
-        if len(scopes) != 1 or thaws:
+        if len(scopes) != 1 or thaws or self._may_be_thawed(name):
             return False
         loops = [
             (key, each)
@@ -128,6 +128,17 @@ class FrozenModels:
             if use not in freezes and (method == "requires_grad_" or self._sets_grad(use, method, call, True))
         ]
         return not others and any(not use.guard - loop.guard for use in freezes for _, loop in loops)
+
+    def _may_be_thawed(self, name: str) -> bool:
+        """True if a helper gets the model, or a list of it, and True: `set_requires_grad([net], True)`."""
+
+        def names(value: cst.BaseExpression) -> bool:
+            parts = [each.value for each in value.elements] if isinstance(value, (cst.List, cst.Tuple)) else [value]
+            return any(dotted(each).rpartition(".")[2] == name for each in parts)
+
+        calls = (call for scope in self.facts.index.scopes for call in scope.calls)
+        given = ((*call.positional, *call.keywords.values()) for call in calls)
+        return any(any(map(names, each)) and any(constant(value) == (True,) for value in each) for each in given)
 
     def _is_member(self, name: str, loop: Binding) -> bool:
         """True if a loop runs over a literal with a name, or over a list of the same function that got it."""

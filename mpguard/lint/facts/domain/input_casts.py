@@ -57,12 +57,15 @@ def loses_nothing(cast: Event, dtype: Dtype, guards: list[PathCondition], traini
 
 
 def is_chosen_input(cast: Event, guards: list[PathCondition]) -> bool:
-    """True if an option that names a precision makes a tensor FP16: it is a part of the program's own policy."""
-    return (
-        cast.kind == "cast"
-        and not cast.facts.training_use.is_module(cast)
-        and bool(guards)
-        and all(map(_names_precision, guards))
+    """True if an option that names a precision makes a tensor FP16: it is a part of the program's own policy.
+
+    Not the loss: scaled, it overflows in FP16.
+    """
+    facts = cast.facts
+    if cast.kind != "cast" or facts.training_use.is_module(cast) or not guards:
+        return False
+    return all(
+        _names_precision(guard) and not facts.training_use.inputs(cast, guard).training_sinks for guard in guards
     )
 
 

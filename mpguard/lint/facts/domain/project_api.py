@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from mpguard.lint.project.requirements import Required
@@ -108,6 +109,9 @@ class ProjectApi(Protocol):
 
     def asks_for(self, path: str, word: str) -> bool:
         """True if a script, config or text of the project contains a word; outside of a project that is unknown."""
+
+    def mentioned_beside(self, path: str, name: str, paths: Iterable[str]) -> bool:
+        """True if code in the folder that contains a file and others, but not in the file, has a name."""
 
     def keyword_given_elsewhere(self, path: str, name: str) -> bool:
         """True if other code gives something a keyword argument of this name; outside of a project, it may."""
@@ -219,6 +223,9 @@ class NoProject:
         return False
 
     def asks_for(self, path: str, word: str) -> bool:  # noqa: ARG002
+        return True
+
+    def mentioned_beside(self, path: str, name: str, paths: Iterable[str]) -> bool:  # noqa: ARG002
         return True
 
     def keyword_given_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002

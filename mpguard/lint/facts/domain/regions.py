@@ -348,18 +348,23 @@ class Regions:
         passed = [*direct, *((each, each.keywords[name]) for each in calls if name in each.keywords)]
         values = [constant(value) for call, value in passed if value is not None and not _passes_on(call, value, name)]
         if not values:
-            return bool(direct) and not self._may_be_passed(name, region.facts, files)
+            assert region.call is not None
+            given = enabled_argument(region.call, region.facts.called_path(region.call))
+            is_named = dotted(given).rpartition(".")[2] == name  # the attribute that keeps it, too
+            return is_named and bool(direct) and not self._may_be_passed(name, region.facts, files)
         return all(value == (False,) for value in values)
 
     def _may_be_passed(self, name: str, facts: Facts, files: Iterable[Facts]) -> bool:
         """True if something may give a parameter of a file's function a value that no call in a program's files shows.
 
-        That is a text or config of the project, a file of the program that mentions it, or one that uses the library.
+        That is code in the folder of the program, a text or config of the project, a user of the library, or the file
+        itself by an attribute or a dict.
         """
-        mention = re.compile(rf"\b{name}\b")
+        sets = rf"(?<!\bself)\.{name}\s*=(?!=)|[\"']{name}[\"']|\b{name}\s*=(?!=|\s*(?:False|{name})\b)"
         return (
             facts.project.is_library(facts.path)
-            or any(mention.search(each.file_text) for each in files if each is not facts)
+            or re.search(sets, stripped(facts.file_text)) is not None
+            or facts.project.mentioned_beside(facts.path, name, [each.path for each in files])
             or facts.project.asks_for(facts.path, name)
         )
 

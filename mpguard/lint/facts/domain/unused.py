@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.syntax.records import Call
     from mpguard.lint.source.source import Chunk
 
-#: Modules that tools import by their names.
-_BY_TOOLS = frozenset({"__init__", "__main__", "conftest", "hubconf", "setup", "sitecustomize", "usercustomize"})
 #: Modules of the standard library whose calls start a program's work.
 _RUNS = frozenset(
     {"argparse", "asyncio", "concurrent", "multiprocessing", "runpy", "subprocess", "threading", "unittest"}
@@ -53,7 +51,7 @@ def is_unused_module(facts: Facts) -> bool:
     stem = Path(facts.path).stem
     return (
         facts.path.endswith(".py")
-        and stem not in _BY_TOOLS
+        and stem not in references.BY_TOOLS
         and not facts.is_test
         and not facts.may_train
         and all(_is_preparation(call, facts) for call in facts.module.calls)
@@ -170,7 +168,11 @@ class UnusedDefinitions:
         Or by those who copy them, if the file only defines, and is all the code of its project.
         """
         facts = self._facts
-        if Path(facts.path).stem in _BY_TOOLS or facts.is_test or _BY_NAME.search(facts.file_text) is not None:
+        if (
+            Path(facts.path).stem in references.BY_TOOLS
+            or facts.is_test
+            or _BY_NAME.search(facts.file_text) is not None
+        ):
             return True
         only_defines = all(_is_preparation(call, facts) for call in facts.module.calls)
         return only_defines and facts.project.is_all_code(facts.path)

@@ -2836,6 +2836,62 @@ def train(model, loader):
         optimizer.step()
 """,
         ),
+        Bad(
+            """\
+import torch
+
+def train(model, loader, args):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda", enabled=args.fp16)
+    for x, y in loader:
+        with torch.autocast("cuda", dtype=torch.float16, enabled=args.fp16):
+            loss = (model(x) - y).pow(2).sum()
+        if args.fp16:
+            loss = loss.half()  # !
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+        ),
+        Bad(
+            """\
+import torch
+from solver import make_optimizer
+
+def set_requires_grad(nets, flag):
+    for net in nets:
+        for p in net.parameters():
+            p.requires_grad = flag
+
+def main(vae, net, loader):
+    for model in (vae, net):
+        model.requires_grad_(False)
+    set_requires_grad([net], True)
+    net.half()  # !
+    optimizer = make_optimizer(net)
+    for x in loader:
+        net(vae(x)).sum().backward()
+        optimizer.step()
+""",
+            fixed="""\
+import torch
+from solver import make_optimizer
+
+def set_requires_grad(nets, flag):
+    for net in nets:
+        for p in net.parameters():
+            p.requires_grad = flag
+
+def main(vae, net, loader):
+    for model in (vae, net):
+        model.requires_grad_(False)
+    set_requires_grad([net], True)
+    optimizer = make_optimizer(net)
+    for x in loader:
+        net(vae(x)).sum().backward()
+        optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

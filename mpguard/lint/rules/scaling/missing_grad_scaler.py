@@ -2963,6 +2963,28 @@ main(torch.utils.data.DataLoader(torch.load("data.pt")))
 """,
             files={"pyproject.toml": "", "net.py": _NET_WITHOUT_FP16},
         ),
+        Bad(
+            """\
+import torch
+from helper import prepare
+from net import net50
+
+def main(loader):
+    model = prepare(net50(dropout=0.4).cuda())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in loader:
+        loss = model(x).sum()
+        loss.backward()  # !
+        optimizer.step()
+
+main(torch.utils.data.DataLoader(torch.load("data.pt")))
+""",
+            files={
+                "pyproject.toml": "",
+                "net.py": _NET_WITHOUT_FP16,
+                "helper.py": "def prepare(m):\n    m.fp16 = True\n    return m\n",
+            },
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

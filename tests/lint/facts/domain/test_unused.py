@@ -350,6 +350,17 @@ BY_USED = {
         "b.py": "from a import fit\n\ndef small(model): fit(model)\n",
         "c.py": "import sys\nimport b\n\ngetattr(b, sys.argv[1])(1)\n",
     },
+    "a function whose name is computed may be called": {
+        "b.py": "from a import fit\n\ndef run_small(model): fit(model)\n",
+        "c.py": 'import sys\nimport b\n\ngetattr(\n    b, "run_" + sys.argv[1]\n)(1)\n',
+    },
+    "a cell may call a function whose name is computed": {
+        "b.py": "from a import fit\n\ndef run_small(model): fit(model)\n",
+        "c.ipynb": '{"cells": [{"cell_type": "code", "source": "import b\\ngetattr(b, f\'run_{k}\')(1)"}]}',
+    },
+    "a class is made with it": {"b.py": "from a import fit\n\nclass Run:\n    result = fit(1)\n", "c.py": "import b\n"},
+    "a default is made with it": {"b.py": "from a import fit\n\ndef run(x=fit(1)): ...\n", "c.py": "import b\n"},
+    "a hub gets that function": {"hubconf.py": "from a import fit\n\ndef tuned(model): return fit(model)\n"},
     "all functions are commands": {
         "b.py": "import fire\nfrom a import fit\n\ndef other(model): fit(model)\n\nfire.Fire()\n"
     },
