@@ -397,6 +397,11 @@ def _is_used(asked: _Asked) -> bool:
 
 
 @_question
+def _is_dynamic(asked: _Asked) -> bool:
+    return any(_DYNAMIC.search(_content(each)) for each in asked.code)
+
+
+@_question
 def _where_used(asked: _Asked) -> list[str]:
     return [each for each in asked.others if _uses(each, asked.file, asked.name)]
 
@@ -560,27 +565,29 @@ def _are_unused(asked: _Asked, users: list[str]) -> bool:
 
     That is known in a program that gets nothing by a name which is not in the code; a library has other users.
     """
-    if not all(each.endswith(PYTHON) for each in users) or is_installable(Path(asked.top)):
+    top = Path(asked.top)
+    if not all(each.endswith(PYTHON) for each in users) or is_installable(top) or _asked(top, "", _is_dynamic):
         return False
-    codes = {each: _without_imports(each) for each in asked.files if each.endswith(PYTHON)}
-    if any(map(_DYNAMIC.search, (*codes.values(), *map(_content, asked.code)))):
-        return False
+    python = [each for each in asked.files if each.endswith(PYTHON)]
 
     def mentions(name: str) -> list[str]:
-        word = re.compile(rb"\b%s\b" % re.escape(name.encode()))
-        return [each for each, code in codes.items() if word.search(code) and not asked.is_test(each)]
+        plain = name.encode()
+        word = re.compile(rb"\b%s\b" % re.escape(plain))
+        found = (each for each in python if plain in _content(each) and word.search(_without_imports(each)))
+        return [each for each in found if not asked.is_test(each)]
 
     def is_unused(user: str, name: str) -> bool:
         return (
             name not in ENTRIES
             and Path(user).stem not in BY_TOOLS
             and mentions(name) == [user]
-            and not any(_uses(each, user, name) for each in asked.files if each not in codes)
+            and not any(_uses(each, user, name) for each in asked.texts)
         )
 
     others = [each for each in mentions(asked.name) if each not in (asked.file, *users)]
     return not others and all(
-        (names := _definitions_with(codes[each], asked.name)) and all(is_unused(each, name) for name in names)
+        (names := _definitions_with(_without_imports(each), asked.name))
+        and all(is_unused(each, name) for name in names)
         for each in users
     )
 
