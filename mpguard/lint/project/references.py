@@ -42,7 +42,7 @@ _MARKDOWN_CODE = re.compile(rb"```.*?(?:```|\Z)|~~~.*?(?:~~~|\Z)|`[^`\n]+`|^(?: 
 _BY_NAME = re.compile(rb"\bimport_module\b|\b__import__\b|\b__subclasses__\b|\bpydoc\.locate\b|\bglobals\(\)")
 #: The same, and more ways to get a function or a class that no code names.
 _DYNAMIC = re.compile(
-    rb"\bimport_module\b|\b__import__\b|\b__(?:init_)?subclass(?:es)?__|\b__dict__\b|\b__bases__\b|\bmetaclass[ \t]*="
+    _BY_NAME.pattern + rb"|\b__(?:init_)?subclass(?:es)?__|\b__dict__\b|\b__bases__\b|\bmetaclass[ \t]*="
     rb"|\blocate\(|\b(?:globals|locals|vars)\(|\b(?:methodcaller|attrgetter)\("
     rb"|\bgetattr\([^,]{0,200},\s*(?![\s\"'])|\bgetattr\([^,]{0,200},\s*[\"'][^\"']*[\"']\s*[^\s,)]"
     rb"|\bgetmembers\b|\brun_(?:path|module)\b|\b\w*(?:Fire|CLI)\(|(?<![\w.])(?:eval|exec)\(|\bsys\.modules\b"
@@ -392,8 +392,11 @@ def answer(top: str, file: str, question: str) -> bool | list[str]:
 
 @_question
 def _is_used(asked: _Asked) -> bool:
-    users = [each for each in asked.others if _uses(each, asked.file, asked.name) and not asked.is_test(each)]
-    return bool(users) and not (asked.name and _are_unused(asked, users))
+    users = (each for each in asked.others if _uses(each, asked.file, asked.name) and not asked.is_test(each))
+    first = next(users, None)
+    if first is None or not asked.name or is_installable(Path(asked.top)) or _asked(Path(asked.top), "", _is_dynamic):
+        return first is not None
+    return not _are_unused(asked, [first, *users])
 
 
 @_question
@@ -448,7 +451,7 @@ def _sets_from_outside(asked: _Asked) -> bool:
 @_question
 def _is_mentioned_below(asked: _Asked) -> bool:
     name, _, folder = asked.name.partition(" ")
-    word = re.compile(rb"\b%s\b" % re.escape(name.encode()))
+    word = _word(name.encode())
     code = (each for each in asked.other_code if Path(each).is_relative_to(folder))
     return any(word.search(stripped(_content(each))) for each in code)
 
@@ -565,14 +568,13 @@ def _are_unused(asked: _Asked, users: list[str]) -> bool:
 
     That is known in a program that gets nothing by a name which is not in the code; a library has other users.
     """
-    top = Path(asked.top)
-    if not all(each.endswith(PYTHON) for each in users) or is_installable(top) or _asked(top, "", _is_dynamic):
+    if not all(each.endswith(PYTHON) for each in users):
         return False
     python = [each for each in asked.files if each.endswith(PYTHON)]
 
     def mentions(name: str) -> list[str]:
         plain = name.encode()
-        word = re.compile(rb"\b%s\b" % re.escape(plain))
+        word = _word(plain)
         found = (each for each in python if plain in _content(each) and word.search(_without_imports(each)))
         return [each for each in found if not asked.is_test(each)]
 
@@ -603,13 +605,13 @@ def _definitions_with(code: bytes, name: str) -> list[str]:
 
     Other code is also a definition that a decorator may pass on, or that more code of the file mentions.
     """
-    word = re.compile(rb"\b%s\b" % re.escape(name.encode()))
+    word = _word(name.encode())
     found = []
     parts = [b"", *_STATEMENT.split(code)]
     for before, part in itertools.pairwise(parts):
         if word.search(part):
             defined = _DEFINED.match(part)
-            if defined is None or before.startswith(b"@") or len(re.findall(rb"\b%s\b" % defined[1], code)) != 1:
+            if defined is None or before.startswith(b"@") or len(_word(defined[1]).findall(code)) != 1:
                 return []
             if word.search(_run_at_import(part)):
                 return []
@@ -709,13 +711,18 @@ def _cells(notebook: str) -> bytes:
         return data
 
 
+def _word(name: bytes) -> re.Pattern[bytes]:
+    """Return the pattern of a name as a whole word."""
+    return re.compile(rb"\b%s\b" % re.escape(name))
+
+
 def _uses(user: str, file: str, name: str) -> bool:
     """True if one file may use a top-level name of another one; without a name, the other file itself."""
     data = _content(user)
     wanted = (name or _module_name(file)).encode()
     if wanted not in data:
         return False
-    word = re.compile(rb"\b%s\b" % re.escape(wanted))
+    word = _word(wanted)
     if word.search(data) is None:
         return False
     if user.endswith(PYTHON):

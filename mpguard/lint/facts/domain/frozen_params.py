@@ -101,20 +101,14 @@ class FrozenModels:
         """
         methods, made = self._by_name()
         scopes = {binding.scope for binding in made.get(name, ())}
-        thaws = any(
-            f".{name}." in f".{use.path}" and self._sets_grad(use, method, call, True)
-            for calls in methods.values()
-            for use, method, call in calls
-        )
-        if len(scopes) != 1 or thaws or self._may_be_thawed(name):
-            return False
         loops = [
             (key, each)
             for key, bindings in made.items()
             for each in bindings
             if each.kind == "for" and each.loops and each.scope in scopes and self._is_member(name, each)
         ]
-
+        if not loops or len(scopes) != 1 or self._may_be_thawed(name):
+            return False
         inside = [
             (use, method, call)
             for key, each in loops
@@ -130,7 +124,13 @@ class FrozenModels:
         return not others and any(not use.guard - loop.guard for use in freezes for _, loop in loops)
 
     def _may_be_thawed(self, name: str) -> bool:
-        """True if a helper gets the model, or a list of it, and True: `set_requires_grad([net], True)`."""
+        """True if a part of the model is trained, or a helper gets it and True: `set_requires_grad([net], True)`."""
+        if any(
+            f".{name}." in f".{use.path}" and self._sets_grad(use, method, call, True)
+            for uses in self._by_name()[0].values()
+            for use, method, call in uses
+        ):
+            return True
 
         def names(value: cst.BaseExpression) -> bool:
             parts = [each.value for each in value.elements] if isinstance(value, (cst.List, cst.Tuple)) else [value]

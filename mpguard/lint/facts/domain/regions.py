@@ -341,16 +341,14 @@ class Regions:
         param = self._switch(region)
         if param is None:
             return False
-        scope, name = param
+        scope, name, enabled = param
         direct = [(each, region.facts.values.given(each, scope, name)) for each in region.facts.callers(scope)]
         files = dict.fromkeys(map(self.facts.of, sorted(program, key=lambda each: each.chunk.source.path)))
         calls = (each for its in files for calls in its.calls.values() for each in calls)
         passed = [*direct, *((each, each.keywords[name]) for each in calls if name in each.keywords)]
         values = [constant(value) for call, value in passed if value is not None and not _passes_on(call, value, name)]
         if not values:
-            assert region.call is not None
-            given = enabled_argument(region.call, region.facts.called_path(region.call))
-            is_named = dotted(given).rpartition(".")[2] == name  # the attribute that keeps it, too
+            is_named = enabled.rpartition(".")[2] == name  # the attribute that keeps it, too
             return is_named and bool(direct) and not self._may_be_passed(name, region.facts, files)
         return all(value == (False,) for value in values)
 
@@ -368,8 +366,11 @@ class Regions:
             or facts.project.asks_for(facts.path, name)
         )
 
-    def _switch(self, region: Region) -> tuple[Scope, str] | None:
-        """Return the function and the name of the parameter that `enabled` of a region is, if its default is False."""
+    def _switch(self, region: Region) -> tuple[Scope, str, str] | None:
+        """Return the function and the name of the parameter that `enabled` of a region is, if its default is False.
+
+        With the code of `enabled`, which may be the attribute that keeps the parameter.
+        """
         call = region.call
         given = enabled_argument(call, region.facts.called_path(call)) if call is not None else None
         if call is None or given is None:
@@ -378,7 +379,7 @@ class Regions:
         if scope is None:
             return None
         off = any(param.name == name and constant(param.default) == (False,) for param in scope.params)
-        return (scope, name) if off else None
+        return (scope, name, dotted(given)) if off else None
 
     def autocast(self, call: Call, path: str, complete: bool = False) -> Region:
         """Return the region that a call of an autocast creates: its device and dtype, with torch's defaults.

@@ -32,6 +32,26 @@ _HOOKS = {"fp16_compress_hook": Dtype.FP16, "bf16_compress_hook": Dtype.BF16}
 _EVALUATES = re.compile(r"--(?:evaluate|(?:eval|test|predict|inference|infer)[-_]only)$")
 
 
+#: The program of three examples: how its copy of transformers' Trainer reduces, and the mark of a finding.
+_COPIED_TRAINER = """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
+from transformers import Trainer as Base
+from transformers.trainer_utils import FSDPOption
+
+class Trainer(Base):
+    def _wrap_model(self, model):
+        if self.args.fsdp and FSDPOption.OFFLOAD not in self.args.fsdp:
+            dtype = torch.bfloat16
+            policy = MixedPrecision(param_dtype=dtype, reduce_dtype={dtype}, buffer_dtype=dtype){mark}
+            model = FSDP(model, mixed_precision=policy)
+        return model
+
+Trainer(model).train()
+"""
+
+
 class LowPrecisionReduction(Rule):
     """FSDP or DDP reduces gradients in BF16 or FP16.
 
@@ -521,98 +541,18 @@ def finetune(model):
 """,
         ),
         Good(
-            """\
-import torch
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecision
-from transformers import Trainer as Base
-from transformers.trainer_utils import FSDPOption
-
-class Trainer(Base):
-    def _wrap_model(self, model):
-        if self.args.fsdp and FSDPOption.OFFLOAD not in self.args.fsdp:
-            dtype = torch.bfloat16
-            policy = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
-            model = FSDP(model, mixed_precision=policy)
-        return model
-
-Trainer(model).train()
-""",
+            _COPIED_TRAINER.format(dtype="dtype", mark=""),
             files={"pyproject.toml": "", "run.sh": "python train.py --bf16\n"},
         ),
         Bad(
-            """\
-import torch
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecision
-from transformers import Trainer as Base
-from transformers.trainer_utils import FSDPOption
-
-class Trainer(Base):
-    def _wrap_model(self, model):
-        if self.args.fsdp and FSDPOption.OFFLOAD not in self.args.fsdp:
-            dtype = torch.bfloat16
-            policy = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)  # !
-            model = FSDP(model, mixed_precision=policy)
-        return model
-
-Trainer(model).train()
-""",
+            _COPIED_TRAINER.format(dtype="dtype", mark="  # !"),
             files={"pyproject.toml": "", "run.sh": "python train.py --bf16 --fsdp full_shard\n"},
-            fixed="""\
-import torch
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecision
-from transformers import Trainer as Base
-from transformers.trainer_utils import FSDPOption
-
-class Trainer(Base):
-    def _wrap_model(self, model):
-        if self.args.fsdp and FSDPOption.OFFLOAD not in self.args.fsdp:
-            dtype = torch.bfloat16
-            policy = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=dtype)
-            model = FSDP(model, mixed_precision=policy)
-        return model
-
-Trainer(model).train()
-""",
+            fixed=_COPIED_TRAINER.format(dtype="torch.float32", mark=""),
         ),
         Bad(
-            """\
-import torch
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecision
-from transformers import Trainer as Base
-from transformers.trainer_utils import FSDPOption
-
-class Trainer(Base):
-    def _wrap_model(self, model):
-        if self.args.fsdp and FSDPOption.OFFLOAD not in self.args.fsdp:
-            dtype = torch.bfloat16
-            policy = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)  # !
-            model = FSDP(model, mixed_precision=policy)
-        return model
-
-Trainer(model).train()
-""",
+            _COPIED_TRAINER.format(dtype="dtype", mark="  # !"),
             files={"pyproject.toml": "", "main.py": 'args = TrainingArguments("out", bf16=True, fsdp="full_shard")\n'},
-            fixed="""\
-import torch
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecision
-from transformers import Trainer as Base
-from transformers.trainer_utils import FSDPOption
-
-class Trainer(Base):
-    def _wrap_model(self, model):
-        if self.args.fsdp and FSDPOption.OFFLOAD not in self.args.fsdp:
-            dtype = torch.bfloat16
-            policy = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=dtype)
-            model = FSDP(model, mixed_precision=policy)
-        return model
-
-Trainer(model).train()
-""",
+            fixed=_COPIED_TRAINER.format(dtype="torch.float32", mark=""),
         ),
     )
 

@@ -126,6 +126,21 @@ def main(model, loader, optimizer):
 """
 
 
+#: The program of three examples that train the network below: how it is made, and the mark of a finding.
+_TRAINS_NET = """\
+import torch
+{helper}from net import net50
+
+def main(loader):
+    model = {made}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in loader:
+        loss = model(x).sum()
+        loss.backward(){mark}
+        optimizer.step()
+
+main(torch.utils.data.DataLoader(torch.load("data.pt")))
+"""
 #: A network of an example that is FP16 only if it is asked for.
 _NET_WITHOUT_FP16 = """\
 import torch
@@ -2930,55 +2945,17 @@ def train(gen, disc, loader):
         optimizer.zero_grad()
 """),
         Good(
-            """\
-import torch
-from net import net50
-
-def main(loader):
-    model = net50(dropout=0.4).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in loader:
-        loss = model(x).sum()
-        loss.backward()
-        optimizer.step()
-
-main(torch.utils.data.DataLoader(torch.load("data.pt")))
-""",
+            _TRAINS_NET.format(helper="", made="net50(dropout=0.4).cuda()", mark=""),
             files={"pyproject.toml": "", "net.py": _NET_WITHOUT_FP16},
         ),
         Bad(
-            """\
-import torch
-from net import net50
-
-def main(loader):
-    model = net50(dropout=0.4, fp16=True).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in loader:
-        loss = model(x).sum()
-        loss.backward()  # !
-        optimizer.step()
-
-main(torch.utils.data.DataLoader(torch.load("data.pt")))
-""",
+            _TRAINS_NET.format(helper="", made="net50(dropout=0.4, fp16=True).cuda()", mark="  # !"),
             files={"pyproject.toml": "", "net.py": _NET_WITHOUT_FP16},
         ),
         Bad(
-            """\
-import torch
-from helper import prepare
-from net import net50
-
-def main(loader):
-    model = prepare(net50(dropout=0.4).cuda())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in loader:
-        loss = model(x).sum()
-        loss.backward()  # !
-        optimizer.step()
-
-main(torch.utils.data.DataLoader(torch.load("data.pt")))
-""",
+            _TRAINS_NET.format(
+                helper="from helper import prepare\n", made="prepare(net50(dropout=0.4).cuda())", mark="  # !"
+            ),
             files={
                 "pyproject.toml": "",
                 "net.py": _NET_WITHOUT_FP16,
