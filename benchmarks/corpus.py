@@ -110,7 +110,8 @@ HEADINGS = {
     "wide43": "146 of all fields, with lesser-known names, closed before the rules were changed because of these",
     "wide44": "114 more of that kind, closed before the rules were changed because of these, or of the one before",
     "wide45": "81 that train larger models, closed before the rules were changed because of any of these",
-    "wide46": "131 of language, sound and images, closed before the rules were changed because of these",
+    "wide46": "127 of language, sound and images, closed before the rules were changed because of these",
+    "wide47": "152 of language, sound, images and science, closed before the rules were changed because of that one",
     "all": "All",
 }
 HALVES = tuple(name for name in HEADINGS if name != "all")
