@@ -15,7 +15,7 @@ class UnreadableConfig(EngineRule):
     A YAML or JSON file that is found in a folder is a config if it has the keys of one (of accelerate, DeepSpeed or
     axolotl), or, if it does not parse, lines that resemble them. Other files are ignored unless they are named on the
     command line. In YAML of another program than accelerate, a key that is there twice is reported only if its name has
-    to do with precision.
+    to do with precision; DeepSpeed's config is JSON whatever the name of the file is.
 
     DeepSpeed reads its JSON with hjson, which accepts comments, a comma before a bracket, and lines without a comma
     between them; Trainer, accelerate and Lightning use `json`, which does not. They are reported unless nothing in the
@@ -54,6 +54,17 @@ micro_batch_size: 2
 bf16: false  # !
 """,
             name="finetune.yaml",
+        ),
+        Bad(
+            """{
+  "zero_optimization": {
+    "stage": 3,
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": 5e8  # !
+  }
+}
+""",
+            name="zero3.yaml",
         ),
         Good(
             """\

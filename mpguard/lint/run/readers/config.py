@@ -39,8 +39,13 @@ _SUPPRESSION = re.compile(rb"noqa|mpguard\s*:\s*i", re.I)
 
 
 def _matters(problem: Problem, read: Document) -> bool:
-    """True unless a key that does not concern precision is repeated in YAML of another program than accelerate."""
+    """True unless a key that does not concern precision is repeated in YAML of another program than accelerate.
+
+    DeepSpeed reads JSON only, whatever the name of the file is.
+    """
     if not problem.repeats or read.format != "yaml" or read.kind in (None, "accelerate"):
+        return True
+    if read.kind == "deepspeed" and read.text.lstrip().startswith("{"):
         return True
     return _PRECISION_KEY.search(problem.repeats) is not None
 
