@@ -1157,6 +1157,7 @@ def words_of(folder: Path, repository: str, pattern: str, cache: dict[tuple[str,
             each
             for name in ("*.py", "*requirements*.txt", "requirements/*.txt", "*.toml", "*.lock", "*environment*.y*ml")
             for each in where.rglob(name)
+            if each.is_file()
         )
         cache[repository, pattern] = any(re.search(pattern, each.read_text("utf-8", "replace")) for each in files)
     return cache[repository, pattern]
@@ -1248,7 +1249,7 @@ class Users:
         return any(
             name == module[-len(name) :] and (len(name) > 1 or path.parent == program.path.parent)
             for path in where.rglob("*.py")
-            if path != program.path and path.stat().st_size <= LARGEST
+            if path != program.path and path.is_file() and path.stat().st_size <= LARGEST
             for name in imported(path)
         )
 
