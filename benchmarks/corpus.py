@@ -36,6 +36,8 @@ from mpguard.lint.model.rule import rules
 
 HERE = Path(__file__).parent
 LIST, LOTS = HERE / "corpus.txt", HERE / "lots"
+#: What the linter of a commit before the lots found in the repositories of some of them, judged by its own pages.
+FIRST = LOTS / "first.json"
 #: They report imports and calls that are everywhere, so they would hide what the others do.
 FREQUENT = ("MPG302", "MPG305")
 #: Rules that became preview rules after they had been judged: the batches before that day count them, as they did then.
@@ -330,6 +332,8 @@ def section(seeded: dict[str, Seeded]) -> Iterator[str]:
         f" whether the statement is true. MPG000, {' and '.join(FREQUENT)}, whose findings are the most frequent, are"
         " left out here.",
         "",
+        _compared(),
+        "",
         "| lot (date, commit) | repositories | without a finding | judged | true | accepted | seeded mistakes found"
         f" | of {', '.join(code.removeprefix('MPG') for code in HEADLINE)} |",
         "| --- | --: | --: | --: | --: | --: | --: | --: |",
@@ -347,6 +351,30 @@ def section(seeded: dict[str, Seeded]) -> Iterator[str]:
     for batch in reversed(batches()):
         if "remark" in batch:
             yield f"- `{batch['half']}`, {HEADINGS[batch['half']]}: {batch['remark']}"
+
+
+def _compared() -> str:
+    """Return what readers said of an earlier linter, and how often they said something else of the same finding."""
+    first = json.loads(FIRST.read_text("utf-8"))
+    counted = [each for each in first["verdicts"] if is_counted(each, first)]
+    answers = verdicts()
+    both = [(each, answers[key(each)]) for each in first["verdicts"] if key(each) in answers]
+    differ = [sum(old[name] != new[name] for old, new in both) for name in ("true", "verdict")]
+    stricter = sum(old["verdict"] and not new["verdict"] for old, new in both)
+
+    def told(judged: list[dict[str, Any]]) -> str:
+        true, accepted = (sum(each[name] for each in judged) for name in ("true", "verdict"))
+        return f"{true} of {len(judged)} true ({true / len(judged):.0%}), {accepted} accepted"
+
+    return (
+        f"The linter as it was before all lots (commit {first['linter'][:7]}) was run on the repositories of"
+        f" `{first['of'][0]}` to `{first['of'][-1]}`, too, and what it found was judged in the same way, by the pages"
+        f" of its rules: {told(counted)}; with the frequent rules {told(first['verdicts'])}"
+        f" ([benchmarks/lots/{FIRST.name}](../benchmarks/lots/{FIRST.name})). Of the {len(both)} findings that were"
+        f" judged in the lots, too, {differ[0]} got another first answer, and {differ[1]} another second one:"
+        f" {stricter} were accepted by the old page, and are not by today's, which names more that the rule leaves out."
+        " The share of accepted ones of two commits is of two definitions, that of true ones is of one."
+    )
 
 
 def _row(batch: dict[str, Any], seeded: dict[str, Seeded]) -> list[str]:
