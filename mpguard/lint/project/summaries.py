@@ -52,12 +52,11 @@ class ModuleSummary(NamedTuple):
     """What a tree must know of one module.
 
     imports: (module, names): `from module import names`; without names `import module`. bases: the last names of the
-    base classes of its classes. trains: it may train, or decide in which dtype other code runs.
+    base classes of its classes.
     """
 
     imports: tuple[tuple[str, frozenset[str]], ...]
     bases: frozenset[str]
-    trains: bool
 
 
 @cached_per_run
@@ -97,7 +96,6 @@ def summarize(data: bytes) -> ModuleSummary:
     return ModuleSummary(
         (*((module, frozenset(names)) for module, names in imports.items()), *((each, frozenset()) for each in whole)),
         frozenset(bases),
-        trains(data),
     )
 
 
@@ -108,7 +106,8 @@ def trains(data: bytes) -> bool:
 
 def _names(listed: bytes) -> Iterator[str]:
     """Yield the names in a list of imports or base classes, without what they are renamed to."""
-    for each in _COMMENT.sub("", listed.decode("utf-8", "replace")).strip("()").split(","):
+    text = listed.decode("utf-8", "replace")
+    for each in (_COMMENT.sub("", text) if "#" in text or "\\" in text else text).strip("()").split(","):
         if words := each.split():
             yield words[0]
 
@@ -230,18 +229,21 @@ def _importers(top: str) -> dict[str, list[_Importer]] | None:
             continue
         if summary is None:
             continue
-        for target, names in _targets(summary, file, top, known):
+        for target, names in _targets(summary[0], file, top, known):
             if target != file:
-                found.setdefault(target, []).append(_Importer(file, names, summary.trains))
+                found.setdefault(target, []).append(_Importer(file, names, summary[1]))
     return found
 
 
 #: Summaries that a process with several runs keeps: file -> its status, and its summary.
-_kept: dict[str, tuple[tracked_fs.Status, ModuleSummary | None]] = {}
+_kept: dict[str, tuple[tracked_fs.Status, tuple[ModuleSummary, bool] | None]] = {}
 
 
-def _summary_of_user(file: str) -> ModuleSummary | None:
-    """Return the summary of a file that may train, or of a package; None for any other. Raises `OSError`."""
+def _summary_of_user(file: str) -> tuple[ModuleSummary, bool] | None:
+    """Return the summary of a file that may train, or of a package, and whether it may train; None for any other.
+
+    Raises `OSError`.
+    """
     status = tracked_fs.status_in_run(file)
     if status is None:
         raise FileNotFoundError(file)
@@ -249,7 +251,8 @@ def _summary_of_user(file: str) -> ModuleSummary | None:
     if file in _kept and _kept[file][0] == now and not tracked_fs.is_overlaid(file):
         return _kept[file][1]
     data = tracked_fs.read_regular_file(file)
-    found = summarize(data) if file.endswith(_PACKAGE) or trains(data) else None
+    may_train = trains(data)
+    found = (summarize(data), may_train) if may_train or file.endswith(_PACKAGE) else None
     if tracked_fs.is_settled(status) and not tracked_fs.is_overlaid(file):
         _kept[file] = now, found
     return found

@@ -24,6 +24,10 @@ _COUNTED = re.compile(
     r"(\*\*|//|[-+*/%@|&^~<>=!]+|\b(?:and|or|not|if|lambda|await)\b)",
     re.DOTALL,
 )
+#: All opening brackets as one, all closing ones as one, and all other bytes.
+_BRACKETS = bytes.maketrans(b"[{]}", b"(())")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"()[]{}"))
+_DEEP_INDENT = re.compile(r"\n[ \t]{100}")
 _CHAIN = re.compile(r"(?:\.\w+(?:\([^()\n]*\))?){40}")
 _OPERATORS = re.compile(r"[-+*/%@|&^~<>.\[(]|\b(?:and|or|not|if|lambda)\b")
 _OPERATOR_LINES = re.compile(r"^[ \t]*(?:\.|[-+*/|&]|and\b|or\b)|(?:[-+*/|&\\.]|and|or)[ \t]*$", re.MULTILINE)
@@ -89,7 +93,8 @@ def _indented(text: str, place: int) -> int:
 @functools.lru_cache(maxsize=128)
 def suspect(text: str) -> bool:
     """True if the text may exceed a limit. This is cheap, and false for ordinary files of moderate size."""
-    if re.search(r"[(\[{](?:[^()\[\]{}]*[(\[{]){60}", text) or re.search(r"^[ \t]{100}", text, re.MULTILINE):
+    brackets = text.encode("utf-8", "replace").translate(_BRACKETS, _NO_BRACKETS)
+    if b"(" * 61 in brackets or _DEEP_INDENT.search("\n" + text):
         return True
     if text.count("elif") > MOST_TERMS:
         return True

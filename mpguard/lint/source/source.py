@@ -22,9 +22,11 @@ from mpguard.lint.source.libcst_internals import parse_module
 from mpguard.lint.source.suites import logical_lines
 from mpguard.lint.source.text import STRING, Text, Unparsable
 
-#: Brackets with nothing in them that counts are one match, which is skipped like a string.
+#: Brackets with nothing in them that counts are skipped like a string. Many of these, and what is between them, are one
+#: match; not all of them, because the engine keeps a state for each.
+_SKIPPED = rf"{STRING}|#[^\n]*|\\\n|[(\[{{][^()\[\]{{}}\"'#\\]*[)\]}}]"
 _SPLIT = re.compile(
-    rf"(?:{STRING}|#[^\n]*|\\\n|[(\[{{][^()\[\]{{}}\"'#\\]*[)\]}}])|([()\[\]{{}}])|(\n)(?=[^\s#])", re.DOTALL
+    rf"(?:{_SKIPPED})(?:[^()\[\]{{}}\"'#\\\n]+|\n(?=[\s#])|{_SKIPPED}){{,99}}|([()\[\]{{}}])|(\n)(?=[^\s#])", re.DOTALL
 )
 _METHOD = re.compile(r"(?:async[ \t]+)?def[ \t]+(\w+)")
 _CONTINUES = re.compile(r"(?:else|elif|except|finally)\b|[)\]}]")

@@ -5,23 +5,32 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from ahocorasick_rs import AhoCorasick, Implementation
+
 from mpguard.lint.source.source import Chunk
 from mpguard.lint.source.strip_comments import stripped
 
 #: Files up to this size (in characters) are parsed whole; of larger ones only the relevant statements.
 WHOLE_FILE_LIMIT = 8_000
 #: A top-level statement with one of these words is relevant: precision and training. What separates training from
-#: inference (`no_grad`) matters only around calls of relevant code, which are parsed because of that. Each alternative
-#: begins with a letter, which is three times as fast as one that begins with `\b`; a match of the group is checked
-#: again with `_WHOLE_WORDS`.
-_RELEVANT = re.compile(
-    r"float16|bf16|fp16|autocast|custom_[fb]wd|[sS]caler|backward|\.step\(|float8|fp8|\.prepare\(|deepspeed|accelerat|"
-    r"Trainer|Optimizer|optim\b|HalfTensor|requires_grad|tf32|fp32_precision|"
-    r"(?:Linear|Embedding|Conv[123]d)\([^\n]*dtype=|"  # layers in any dtype
-    r"transformer_engine|Scaling\(|RecipeKwargs|fully_shard|matmul_precision|\.(?:load_)?state_dict\(|"
-    r"(half\b|amp\b|compile|te(?=\.))"
-)
-_WHOLE_WORDS = re.compile(r"\bhalf|\bamp|(?<!\bre\.)compile|\bte")
+#: inference (`no_grad`) matters only around calls of relevant code, which are parsed because of that.
+_WORDS = (
+    "float16", "bf16", "fp16", "autocast", "custom_fwd", "custom_bwd", "Scaler", "scaler", "backward", ".step(",
+    "float8", "fp8", ".prepare(", "deepspeed", "accelerat", "Trainer", "Optimizer", "HalfTensor", "requires_grad",
+    "tf32", "fp32_precision", "transformer_engine", "Scaling(", "RecipeKwargs", "fully_shard", "matmul_precision",
+    ".state_dict(", ".load_state_dict(",
+)  # fmt: skip
+#: And with one of these, if a pattern matches at its line's part up to the end of the word and the character after it.
+_IN_CONTEXT = {
+    "optim": re.compile(r"optim\W?\Z"),
+    "half": re.compile(r"\bhalf\W?\Z"),
+    "amp": re.compile(r"\bamp\W?\Z"),
+    "compile": re.compile(r"(?<!\bre\.)compile.?\Z"),
+    "te.": re.compile(r"\bte\..?\Z"),
+    "dtype=": re.compile(r"(?:Linear|Embedding|Conv[123]d)\(.*dtype=.?\Z"),  # layers in any dtype
+}
+_CONTEXTS = tuple(_IN_CONTEXT.values())
+_SEARCH = AhoCorasick([*_WORDS, *_IN_CONTEXT], implementation=Implementation.DFA)
 #: Methods without a relevant word that the facts need nevertheless: those that set an attribute, or may be context
 #: managers.
 _SETS_STATE = re.compile(r"(?:self|cls)\.[\w.]+[^\n=()]*(?<![<>!])=(?!=)|(yield\b|global\b|as[ \t]+self\.)")
@@ -120,8 +129,13 @@ class Relevance:
 
 
 def _contains_relevant_word(text: str) -> bool:
-    found = _RELEVANT.finditer(text)
-    return any(each.lastindex is None or _WHOLE_WORDS.match(text, each.start()) is not None for each in found)
+    for word, start, end in _SEARCH.find_matches_as_indexes(text, overlapping=True):
+        if word < len(_WORDS):
+            return True
+        line = text.rfind("\n", 0, start) + 1
+        if _CONTEXTS[word - len(_WORDS)].search(text[line : end + 1].rstrip("\n")):
+            return True
+    return False
 
 
 def _sets_state(text: str, start: int, end: int) -> bool:
