@@ -226,7 +226,7 @@ def required(folder: str, top: str, package: str) -> Required:
     if tracked_fs.is_file(last / "__init__.py"):  # without a pyproject.toml, setup.py is next to the package
         last = last.parent
     found: Required | None = None
-    names_image = False
+    names_image = is_named = False
     for place in [start, *start.parents][:_MOST_FOLDERS]:
         here = _FolderRequirements.read(place, patterns)
         specifiers = here.specifiers
@@ -237,6 +237,7 @@ def required(folder: str, top: str, package: str) -> Required:
             if package == "torch" and here.torch_images:
                 specifiers = [f"=={version}" for version in here.torch_images]
         names_image = names_image or bool(here.images)
+        is_named = is_named or bool(here.specifiers or here.torch_images)
         if specifiers or here.cuda:
             bounds = _bounds(specifiers, next(iter(here.cuda)) if len(here.cuda) == 1 else None)
             found = bounds if found is None else found.bounded(bounds.below)
@@ -245,8 +246,8 @@ def required(folder: str, top: str, package: str) -> Required:
         if place == last:
             break
     found = found or Required()
-    if package == "torch" and found == Required():
-        return _of_companions(folder, top)
+    if package == "torch" and not is_named:
+        return dataclasses.replace(_of_companions(folder, top).bounded(found.below), cuda=found.cuda)
     below, needed = _NEEDS.get(package, (None, {}))
     lacks = any(required(folder, top, other).before(version) for other, version in needed.items())
     return found.bounded(below) if lacks else found

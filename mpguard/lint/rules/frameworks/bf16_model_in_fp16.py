@@ -134,6 +134,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Seq2SeqTrainer, S
 tokenizer = AutoTokenizer.from_pretrained("google/mt5-small")
 encoder = T5EncoderModel.from_pretrained("google/t5-v1_1-xxl")
 small = AutoModelForSeq2SeqLM.from_pretrained("t5-small")
+fresh = AutoModelForSeq2SeqLM.from_config(AutoModelForSeq2SeqLM.from_pretrained("google/t5-v1_1-small").config)
 args = Seq2SeqTrainingArguments("out", fp16=True)
 Seq2SeqTrainer(small, args, train_dataset=data(tokenizer, encoder)).train()
 """
@@ -200,7 +201,7 @@ for batch in loader:
             return
         loads = [(call, name) for call in facts.calls.get("from_pretrained", ()) if (name := self._name(call, facts))]
         for call, name in loads:
-            half = None if facts.is_inference(call) else self._trained_with(call, facts)
+            half = None if facts.is_inference(call) or _gives_config(call, facts) else self._trained_with(call, facts)
             if half is not None:
                 notes = (Note("FP16 here", half.span, facts.elsewhere(half)),)
                 yield self.at(call, name=name, notes=notes)
@@ -272,3 +273,9 @@ for batch in loader:
     def _autocast(self, event: Event) -> bool | None:
         given = event.call.argument(1, "dtype")
         return launch_expectations.low(event.dtypes) is Dtype.FP16 if given is not None else None
+
+
+def _gives_config(call: Call, facts: Facts) -> bool:
+    """True if only the config of what is loaded is kept: `T5Model.from_pretrained(name).config`."""
+    parent = facts.parent(call.node)
+    return isinstance(parent, cst.Attribute) and parent.attr.value.endswith("config")

@@ -268,3 +268,12 @@ def test_an_old_torch_bounds_what_needs_a_newer_one(torch: str, old: bool, tmp_p
 def test_a_companion_of_torch_tells_its_version(line: str, expected: Required, tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text(line + "\n")
     assert required(str(tmp_path), str(tmp_path), "torch") == expected
+
+
+def test_a_companion_tells_the_version_of_torch_next_to_a_dockerfile_with_an_old_cuda(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("torchaudio==0.3.1\n")
+    (tmp_path / "Dockerfile").write_text("FROM nvidia/cuda:10.1-base\nRUN conda install python=3.7\n")
+    expected = Required((1, 3, 1), (1, 3, 2), (10, 1))
+    assert required(str(tmp_path), str(tmp_path), "torch") == expected
+    (tmp_path / "requirements.txt").write_text("torchaudio\n")
+    assert required(str(tmp_path), str(tmp_path), "torch") == Required(None, (2, 0), (10, 1))
