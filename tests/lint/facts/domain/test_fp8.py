@@ -270,10 +270,14 @@ def test_a_companion_of_torch_tells_its_version(line: str, expected: Required, t
     assert required(str(tmp_path), str(tmp_path), "torch") == expected
 
 
-def test_a_companion_tells_the_version_of_torch_next_to_a_dockerfile_with_an_old_cuda(tmp_path: Path) -> None:
-    (tmp_path / "requirements.txt").write_text("torchaudio==0.3.1\n")
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("torchaudio==0.3.1", Required((1, 3, 1), (1, 3, 2), (10, 1))),
+        ("torchaudio", Required(None, (2, 0), (10, 1))),
+    ],
+)
+def test_a_companion_of_torch_tells_more_than_an_old_python(line: str, expected: Required, tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text(line + "\n")
     (tmp_path / "Dockerfile").write_text("FROM nvidia/cuda:10.1-base\nRUN conda install python=3.7\n")
-    expected = Required((1, 3, 1), (1, 3, 2), (10, 1))
     assert required(str(tmp_path), str(tmp_path), "torch") == expected
-    (tmp_path / "requirements.txt").write_text("torchaudio\n")
-    assert required(str(tmp_path), str(tmp_path), "torch") == Required(None, (2, 0), (10, 1))
