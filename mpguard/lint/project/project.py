@@ -416,16 +416,6 @@ class Project:
             top = tree.top_of(file.parent)
             return tree.is_project(top) and references.is_all_code(top, file)
 
-    def only_made_false(self, path: str, name: str) -> bool:
-        """True if code of the project makes an attribute of this name False, and nothing of it any other value."""
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(Path(path).absolute().parent)
-            return (
-                tree.is_project(top)
-                and references.makes_false(top, name)
-                and not references.may_set_otherwise(top, name)
-            )
-
     def asks_for(self, path: str, word: str) -> bool:
         """True if a script, config or text of the project contains a word; outside of a project that is unknown."""
         with tracked_fs.recording_for(path):

@@ -222,16 +222,6 @@ def may_read_option(top: Path, name: str) -> bool:
     return _asked(top, "", _reads_any, name)
 
 
-def makes_false(top: Path, name: str) -> bool:
-    """True if code of a project makes an attribute of this name False."""
-    return _asked(top, "", _makes_false, name)
-
-
-def may_set_otherwise(top: Path, name: str) -> bool:
-    """True if something of a project may give an option or an attribute of this name another value than False."""
-    return _asked(top, "", _sets_otherwise, name)
-
-
 def passes_option(top: Path, name: str) -> bool:
     """True if a script, config or text of a project passes an option, with a value that asks for low precision."""
     return _asked(top, "", _passes, name)
@@ -537,24 +527,6 @@ def _asks_for(asked: _Asked) -> bool:
 def _reads_any(asked: _Asked) -> bool:
     option = re.escape(asked.name.encode())
     return any(_reads_option(each, option) for each in asked.code)
-
-
-@_question
-def _makes_false(asked: _Asked) -> bool:
-    made = asked.pattern(rb"\.", rb"[ \t]*=[ \t]*False\b")
-    return any(made.search(stripped(_content(each))) for each in asked.code)
-
-
-@_question
-def _sets_otherwise(asked: _Asked) -> bool:
-    """True unless each place with the name reads an attribute, or makes it False."""
-    other = asked.pattern(
-        rb"(?<!\.)(?<!\w)", rb"(?!\w)|\.%s[ \t]*=(?!=|[ \t]*False\b)" % re.escape(asked.name.encode())
-    )
-    named = asked.pattern(rb"(?<!\w)", rb"(?!\w)")
-    return any(other.search(stripped(_content(each))) for each in asked.code) or any(
-        named.search(_content(each)) for each in asked.texts if each not in asked.code
-    )
 
 
 @_question

@@ -107,9 +107,6 @@ class ProjectApi(Protocol):
     def is_all_code(self, path: str) -> bool:
         """True if a file is the only Python file of its project, which has no notebook either."""
 
-    def only_made_false(self, path: str, name: str) -> bool:
-        """True if code of the project makes an attribute of this name False, and nothing of it any other value."""
-
     def asks_for(self, path: str, word: str) -> bool:
         """True if a script, config or text of the project contains a word; outside of a project that is unknown."""
 
@@ -223,9 +220,6 @@ class NoProject:
         return False
 
     def is_all_code(self, path: str) -> bool:  # noqa: ARG002
-        return False
-
-    def only_made_false(self, path: str, name: str) -> bool:  # noqa: ARG002
         return False
 
     def asks_for(self, path: str, word: str) -> bool:  # noqa: ARG002

@@ -336,16 +336,11 @@ class Regions:
         """True if `enabled` of the region is a parameter that no call in a program's files sets to anything but False.
 
         It is one of a function, or one that `__init__` stores in an attribute, with the default False. Functions in
-        between may pass it on in `**kwargs`, so the keyword alone shows the calls. Or it is an attribute of other
-        objects (`self.args.mixed_precision`) that the project makes False, and nothing else.
+        between may pass it on in `**kwargs`, so the keyword alone shows the calls.
         """
         param = self._switch(region)
         if param is None:
-            call = region.call
-            given = enabled_argument(call, region.facts.called_path(call)) if call is not None else None
-            owner, _, name = dotted(given).rpartition(".")
-            project, path = region.facts.project, region.facts.path
-            return owner not in ("", "self") and not project.is_library(path) and project.only_made_false(path, name)
+            return False
         scope, name, enabled = param
         direct = [(each, region.facts.values.given(each, scope, name)) for each in region.facts.callers(scope)]
         files = dict.fromkeys(map(self.facts.of, sorted(program, key=lambda each: each.chunk.source.path)))

@@ -476,7 +476,7 @@ class TrainingUse:
                     continue  # a helper that returns the dtype of a name, which is not known
                 loaded = event.kind == "load"
                 training = self._loaded(event, dtype, guards[0]) if loaded else self.cast(event, dtype)
-                if training is not None and not self._cast_back(event, training):
+                if training is not None and not self._cast_back(event):
                     self._weights[dtype].append(Weights(event, dtype, guards[0], training))
         return self._weights[dtype]
 
@@ -496,11 +496,10 @@ class TrainingUse:
                     return True
         return False
 
-    def _cast_back(self, event: Event, training: Training) -> bool:
-        """True if the trained parameters are cast back to FP32, after the cast of the model.
+    def _cast_back(self, event: Event) -> bool:
+        """True if the trained parameters are cast back to FP32, after the cast of the model, in the same function.
 
-        By a loop (`for p in net.parameters(): p.data = p.data.float()`) in the same function, or in one that gets the
-        model, or by `cast_training_params` of diffusers.
+        By a loop (`for p in net.parameters(): p.data = p.data.float()`), or by `cast_training_params` of diffusers.
         """
         bound = self._bound(event.call)
         whole = self._cast_model(event) if event.kind == "cast" else None
@@ -508,36 +507,19 @@ class TrainingUse:
         casts = (call for call in event.scope.calls if call.name == "cast_training_params" and call.order > event.order)
         if any(model in _parts(call.argument(0, "model")) for call in casts):
             return True
-        if any(
-            each.order > event.order and PathCondition(each.guard - event.guard).flags() <= {"requires_grad"}
-            for each in self._upcasts(event.scope, model)
-        ):
-            return True
         return any(
-            dotted(self.facts.values.given(call, function, param.name)) in training.reach.names
-            for function in self.facts.scopes
-            if function.kind == "function" and function is not event.scope
-            for param in function.params
-            if any("requires_grad" in each.guard.flags() for each in self._upcasts(function, param.name))
-            for call in self.facts.callers(function)
+            each.order > event.order
+            and key.endswith(".data")
+            and isinstance(each.value, cst.Call)
+            and self._is_upcast(each.value, key.removesuffix(".data"))
+            and PathCondition(each.guard - event.guard).flags() <= {"requires_grad"}
+            and any(
+                loop.kind == "for" and (looped := self._looped(loop)) is not None and looped[0] == model
+                for loop in self.facts.values.reaching(key.removesuffix(".data"), each.scope, each.order)
+            )
+            for key, bindings in event.scope.bindings.items()
+            for each in bindings
         )
-
-    def _upcasts(self, scope: Scope, model: str) -> Iterator[Binding]:
-        """Yield what makes the parameters of a model FP32, one after the other (`p.data = p.data.float()`)."""
-        for key, bindings in scope.bindings.items():
-            if not key.endswith(".data"):
-                continue
-            name = key.removesuffix(".data")
-            for each in bindings:
-                if (
-                    isinstance(each.value, cst.Call)
-                    and self._is_upcast(each.value, name)
-                    and any(
-                        loop.kind == "for" and (looped := self._looped(loop)) is not None and looped[0] == model
-                        for loop in self.facts.values.reaching(name, scope, each.order)
-                    )
-                ):
-                    yield each
 
     def _is_upcast(self, node: cst.Call, name: str) -> bool:
         """True for `p.float()`, `p.data.to(torch.float32)` and the like."""

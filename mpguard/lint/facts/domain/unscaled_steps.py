@@ -25,9 +25,9 @@ _MAY_BE_SCALER = re.compile(
 #: Numbers with such a name are weights of parts of a loss (`simple_loss_scale * simple_loss + ...`), or only read,
 #: unless a whole loss is multiplied by one.
 _NUMBER = re.compile(r"(?i)(?:loss|grad)_?scale$")
-#: Scalers of data, or of the size of a batch or a cluster, not of gradients.
+#: Scalers of data, not of gradients.
 _DATA_SCALER = re.compile(
-    r"(?i)(?:auto|standard|min_?max|robust|max_?abs|data|feature|target|image|score|\b[xy])_?scaler|scaler_(?:mean|std|var)\b"
+    r"(?i)(?:standard|min_?max|robust|max_?abs|data|feature|target|image|score|\b[xy])_?scaler|scaler_(?:mean|std|var)\b"
 )
 #: Methods of a scaler of data.
 _SCALES_DATA = frozenset({"fit", "transform", "fit_transform", "inverse_transform"})

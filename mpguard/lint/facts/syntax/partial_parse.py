@@ -20,17 +20,18 @@ _WORDS = (
     "tf32", "fp32_precision", "transformer_engine", "Scaling(", "RecipeKwargs", "fully_shard", "matmul_precision",
     ".state_dict(", ".load_state_dict(",
 )  # fmt: skip
-#: And with one of these, if a pattern matches at its line's part up to the end of the word and the character after it.
+#: And with one of these, if a pattern matches from four characters before the word to the one after it.
 _IN_CONTEXT = {
     "optim": re.compile(r"optim\W?\Z"),
     "half": re.compile(r"\bhalf\W?\Z"),
     "amp": re.compile(r"\bamp\W?\Z"),
     "compile": re.compile(r"(?<!\bre\.)compile.?\Z"),
     "te.": re.compile(r"\bte\..?\Z"),
-    "dtype=": re.compile(r"(?:Linear|Embedding|Conv[123]d)\(.*dtype=.?\Z"),  # layers in any dtype
 }
 _CONTEXTS = tuple(_IN_CONTEXT.values())
-_SEARCH = AhoCorasick([*_WORDS, *_IN_CONTEXT], implementation=Implementation.DFA)
+#: Layers in any dtype: this, and on the same line the last word.
+_LAYER = re.compile(r"(?:Linear|Embedding|Conv[123]d)\(")
+_SEARCH = AhoCorasick([*_WORDS, *_IN_CONTEXT, "dtype="], implementation=Implementation.DFA)
 #: Methods without a relevant word that the facts need nevertheless: those that set an attribute, or may be context
 #: managers.
 _SETS_STATE = re.compile(r"(?:self|cls)\.[\w.]+[^\n=()]*(?<![<>!])=(?!=)|(yield\b|global\b|as[ \t]+self\.)")
@@ -129,12 +130,19 @@ class Relevance:
 
 
 def _contains_relevant_word(text: str) -> bool:
+    searched = 0  # no layer begins before it
     for word, start, end in _SEARCH.find_matches_as_indexes(text, overlapping=True):
-        if word < len(_WORDS):
+        context = word - len(_WORDS)
+        if context < 0:
             return True
-        line = text.rfind("\n", 0, start) + 1
-        if _CONTEXTS[word - len(_WORDS)].search(text[line : end + 1].rstrip("\n")):
-            return True
+        if context < len(_CONTEXTS):
+            if _CONTEXTS[context].search(text[max(start - 4, 0) : end + 1].rstrip("\n")):
+                return True
+        else:
+            line = max(text.rfind("\n", searched, start) + 1, searched)
+            if _LAYER.search(text, line, start):
+                return True
+            searched = max(line, start - len("Embedding("))
     return False
 
 

@@ -578,38 +578,6 @@ def train(path):
                 ),
             )
         ),
-        *(
-            example(
-                f"""\
-import torch
-from net import Net
-
-def load(path):
-    model = Net()
-    model.load_state_dict(torch.load(path))
-    return model.to(torch.bfloat16){mark}
-
-def upcast(model):
-    for name, p in model.named_parameters():
-        if {condition}:
-            p.data = p.data.to(torch.float32)
-
-def main(path, loader):
-    net = load(path)
-    for name, p in net.named_parameters():
-        p.requires_grad = "state" in name
-    upcast(net)
-    optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad])
-    for x in loader:
-        net(x).sum().backward()
-        optimizer.step()
-"""
-            )
-            for example, condition, mark in (
-                (Good, 'p.requires_grad and "state" in name', ""),
-                (Bad, '"norm" in name', "  # !"),
-            )
-        ),
         Bad(
             """\
 import torch

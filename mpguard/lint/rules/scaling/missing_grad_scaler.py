@@ -159,28 +159,6 @@ class Net(nn.Module):
 def net50(**kwargs):
     return Net(**kwargs)
 """
-#: One that asks an attribute of its options, and how a program gets them.
-_NET_OF_ARGS = """\
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self, args):
-        super().__init__()
-        self.args = args
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        with torch.cuda.amp.autocast(enabled=self.args.mixed):
-            return self.layer(x)
-
-def net50(args):
-    return Net(args)
-"""
-_PARSES = """\
-import argparse
-args = argparse.ArgumentParser().parse_args()
-"""
 
 
 class MissingGradScaler(Rule):
@@ -2983,55 +2961,6 @@ def train(gen, disc, loader):
                 "net.py": _NET_WITHOUT_FP16,
                 "helper.py": "def prepare(m):\n    m.fp16 = True\n    return m\n",
             },
-        ),
-        *(
-            example(
-                _TRAINS_NET.format(helper=helper, made="net50(args)", mark=mark),
-                files={"pyproject.toml": "", "net.py": _NET_OF_ARGS, "opts.py": options},
-            )
-            for example, helper, options, mark in (
-                (Good, f"{_PARSES}args.mixed = False\n", "", ""),
-                (Bad, f"{_PARSES}args.mixed = args.small\n", "", "  # !"),
-                (Bad, f"{_PARSES}args.mixed = False\n", 'ADDED = ["--mixed"]\n', "  # !"),
-            )
-        ),
-        Bad(
-            """\
-import torch
-
-class Trainer:
-    def __init__(self, model, size):
-        self.model = model
-        self.auto_scaler = AutoScaler(size)
-
-    def train(self, loader):
-        optimizer = torch.optim.Adam(self.model.parameters())
-        for x in loader:
-            with torch.autocast("cuda"):
-                loss = self.model(x[: self.auto_scaler.size]).sum()
-            loss.backward()  # !
-            optimizer.step()
-            self.auto_scaler.update(x)
-""",
-            fixed="""\
-import torch
-
-class Trainer:
-    def __init__(self, model, size):
-        self.model = model
-        self.auto_scaler = AutoScaler(size)
-
-    def train(self, loader):
-        optimizer = torch.optim.Adam(self.model.parameters())
-        scaler = torch.amp.GradScaler("cuda")
-        for x in loader:
-            with torch.autocast("cuda"):
-                loss = self.model(x[: self.auto_scaler.size]).sum()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            self.auto_scaler.update(x)
-""",
         ),
     )
 
