@@ -224,14 +224,15 @@ def _importers(top: str) -> dict[str, list[_Importer]] | None:
     found: dict[str, list[_Importer]] = {}
     for file in files:
         try:
-            summary = _summary_of_user(file)
+            user = _summary_of_user(file)
         except OSError:
             continue
-        if summary is None:
+        if user is None:
             continue
-        for target, names in _targets(summary[0], file, top, known):
+        summary, may_train = user
+        for target, names in _targets(summary, file, top, known):
             if target != file:
-                found.setdefault(target, []).append(_Importer(file, names, summary[1]))
+                found.setdefault(target, []).append(_Importer(file, names, may_train))
     return found
 
 

@@ -28,6 +28,25 @@ from mpguard.lint import (
 _NORM = re.compile(r"Norm(?!al)")
 #: Events that show a policy which chooses the dtype, so that the cast need only be removed.
 _POLICIES: tuple[EventKind, ...] = ("autocast", "accelerator", "initialize", "trainer")
+#: A program of an example: the loop freezes both models, and a helper thaws the one that may be cast.
+_THAWED_BY_HELPER = """\
+import torch
+from solver import make_optimizer
+
+def set_requires_grad(nets, flag):
+    for net in nets:
+        for p in net.parameters():
+            p.requires_grad = flag
+
+def main(vae, net, loader):
+    for model in (vae, net):
+        model.requires_grad_(False)
+    set_requires_grad([net], True)
+{cast}    optimizer = make_optimizer(net)
+    for x in loader:
+        net(vae(x)).sum().backward()
+        optimizer.step()
+"""
 
 
 class ManualHalfCast(Rule):
@@ -2853,45 +2872,7 @@ def train(model, loader, args):
         scaler.update()
 """
         ),
-        Bad(
-            """\
-import torch
-from solver import make_optimizer
-
-def set_requires_grad(nets, flag):
-    for net in nets:
-        for p in net.parameters():
-            p.requires_grad = flag
-
-def main(vae, net, loader):
-    for model in (vae, net):
-        model.requires_grad_(False)
-    set_requires_grad([net], True)
-    net.half()  # !
-    optimizer = make_optimizer(net)
-    for x in loader:
-        net(vae(x)).sum().backward()
-        optimizer.step()
-""",
-            fixed="""\
-import torch
-from solver import make_optimizer
-
-def set_requires_grad(nets, flag):
-    for net in nets:
-        for p in net.parameters():
-            p.requires_grad = flag
-
-def main(vae, net, loader):
-    for model in (vae, net):
-        model.requires_grad_(False)
-    set_requires_grad([net], True)
-    optimizer = make_optimizer(net)
-    for x in loader:
-        net(vae(x)).sum().backward()
-        optimizer.step()
-""",
-        ),
+        Bad(_THAWED_BY_HELPER.format(cast="    net.half()  # !\n"), fixed=_THAWED_BY_HELPER.format(cast="")),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
