@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,11 +52,12 @@ class ModuleSummary(NamedTuple):
     """What a tree must know of one module.
 
     imports: (module, names): `from module import names`; without names `import module`. bases: the last names of the
-    base classes of its classes.
+    base classes of its classes. trains: it may train, or decide in which dtype other code runs.
     """
 
     imports: tuple[tuple[str, frozenset[str]], ...]
     bases: frozenset[str]
+    trains: bool
 
 
 @cached_per_run
@@ -96,6 +97,7 @@ def summarize(data: bytes) -> ModuleSummary:
     return ModuleSummary(
         (*((module, frozenset(names)) for module, names in imports.items()), *((each, frozenset()) for each in whole)),
         frozenset(bases),
+        trains(data),
     )
 
 
@@ -186,14 +188,10 @@ def _imported_names(top: str) -> dict[str, set[str]] | None:
     classes. None if the tree has more than `MOST_FILES` files.
     """
     found: dict[str, set[str]] = {"": set(), _DERIVES: set()}
-    files = list(_files(top))
-    if len(files) > MOST_FILES:
+    summaries = _summaries(top)
+    if summaries is None:
         return None
-    for file in files:
-        try:
-            summary = summarize(tracked_fs.read_regular_file(file))
-        except OSError:
-            continue
+    for summary in summaries.values():
         found[_DERIVES] |= summary.bases
         for module, names in summary.imports:
             last = module.rpartition(".")[2]
@@ -217,44 +215,54 @@ def _importers(top: str) -> dict[str, list[_Importer]] | None:
 
     None if the tree has more than `MOST_FILES` files.
     """
-    files = list(_files(top))
-    if len(files) > MOST_FILES:
+    summaries = _summaries(top)
+    if summaries is None:
         return None
-    known = frozenset(files)
     found: dict[str, list[_Importer]] = {}
-    for file in files:
-        try:
-            user = _summary_of_user(file)
-        except OSError:
+    for file, summary in summaries.items():
+        if not summary.trains and not file.endswith(_PACKAGE):
             continue
-        if user is None:
-            continue
-        summary, may_train = user
-        for target, names in _targets(summary, file, top, known):
+        for target, names in _targets(summary, file, top, summaries):
             if target != file:
-                found.setdefault(target, []).append(_Importer(file, names, may_train))
+                found.setdefault(target, []).append(_Importer(file, names, summary.trains))
     return found
 
 
-#: Summaries that a process with several runs keeps: file -> its status, and its summary.
-_kept: dict[str, tuple[tracked_fs.Status, tuple[ModuleSummary, bool] | None]] = {}
+@cached_per_run
+def _summaries(top: str) -> dict[str, ModuleSummary] | None:
+    """Return file -> the summary of each file of a tree that can be read; None if it has more than `MOST_FILES`."""
+    files = list(_files(top))
+    if len(files) > MOST_FILES:
+        return None
+    return {file: summary for file in files if (summary := of_file(file)) is not None}
 
 
-def _summary_of_user(file: str) -> tuple[ModuleSummary, bool] | None:
-    """Return the summary of a file that may train, or of a package, and whether it may train; None for any other.
+#: Summaries that a process with several runs keeps, and that its workers share: file -> its status, and its summary.
+_kept: dict[str, tuple[tracked_fs.Status, ModuleSummary]] = {}
 
-    Raises `OSError`.
-    """
+
+def keep(summaries: Mapping[str, ModuleSummary | None]) -> None:
+    """Keep the summaries of files that a worker has made since `status_in_run` was first asked for their statuses."""
+    for file, summary in summaries.items():
+        status = tracked_fs.status_in_run(file)
+        if summary is not None and status is not None and tracked_fs.is_settled(status):
+            _kept[file] = tracked_fs.status_of(status), summary
+
+
+def of_file(file: str) -> ModuleSummary | None:
+    """Return the summary of a file; None if it cannot be read."""
     status = tracked_fs.status_in_run(file)
     if status is None:
-        raise FileNotFoundError(file)
+        return None
     now = tracked_fs.status_of(status)
-    if file in _kept and _kept[file][0] == now and not tracked_fs.is_overlaid(file):
+    is_overlaid = tracked_fs.is_overlaid(file)
+    if file in _kept and _kept[file][0] == now and not is_overlaid:
         return _kept[file][1]
-    data = tracked_fs.read_regular_file(file)
-    may_train = trains(data)
-    found = (summarize(data), may_train) if may_train or file.endswith(_PACKAGE) else None
-    if tracked_fs.is_settled(status) and not tracked_fs.is_overlaid(file):
+    try:
+        found = summarize(tracked_fs.read_regular_file(file))
+    except OSError:
+        return None
+    if tracked_fs.is_settled(status) and not is_overlaid:
         _kept[file] = now, found
     return found
 

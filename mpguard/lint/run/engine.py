@@ -14,6 +14,7 @@ from mpguard.lint.model.finding import Lines, placed
 from mpguard.lint.model.result import CONFIG, SYNTAX, FileCheck, FileReport
 from mpguard.lint.model.rule import Diagnostic
 from mpguard.lint.model.selection import Rules, Selection, Selectors, ignored_in, selection
+from mpguard.lint.project import summaries
 from mpguard.lint.project.launch_configs import LaunchConfig
 from mpguard.lint.project.project import Project
 from mpguard.lint.run import runner, timeout, workers
@@ -32,6 +33,8 @@ _READERS: dict[FileKind, Callable[[bytes, Context], FileCheck]] = {
     "launch": launch.check,
 }
 
+#: Up to so many modules, a worker is started more slowly than it summarizes them.
+_SUMMARIZED_ALONE = 100
 #: What Git has in place of a file that Git LFS has not fetched.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -73,6 +76,8 @@ class Engine:
             self._selected(nearest)
             if nearest.configs:
                 self.project.configs_for(str(folder / "any.py"))
+        if jobs > 1:
+            _keep_summaries(targets, jobs)
         return workers.run(targets, self.check, _on_crash, lambda target: target.size, jobs, on_progress=on_progress)
 
     def check(self, target: Target) -> FileReport:
@@ -159,6 +164,15 @@ class Engine:
             return FileReport(target)
         diagnostic = Diagnostic(code, (0, 0), problem, self.rules[code].help)
         return FileReport(target, (placed(diagnostic, self.rules[code], target.path, Lines(""), {}),))
+
+
+def _keep_summaries(targets: Iterable[Target], jobs: int) -> None:
+    """Summarize modules in `jobs` processes; each worker that starts after it would summarize all of them otherwise."""
+    paths = (os.path.abspath(target.path) for target in targets if target.kind == "python" and target.problem is None)  # noqa: PTH100
+    files = [path for path in paths if tracked_fs.status_in_run(path) is not None]
+    if _SUMMARIZED_ALONE < len(files) <= summaries.MOST_FILES:
+        found = workers.run(files, summaries.of_file, lambda _file, _how: None, lambda _file: 1, jobs)
+        summaries.keep(dict(zip(files, found, strict=True)))
 
 
 def _on_crash(target: Target, how: str) -> FileReport:

@@ -93,7 +93,20 @@ class ManualHalfCast(Rule):
     severity = "error"
     message = "`{expr}` casts to FP16 by hand in code that trains"
     help = "remove the cast; autocast, or the launcher's policy, chooses the dtype"
-    triggers = (any_of(b".half", b" half", b"(half", b".float16", b" float16", b"(float16", b"HalfTensor", b"DTYPE"),)
+    triggers = (
+        any_of(
+            b".half",
+            b"import half",
+            b", half",
+            b" half,",
+            b"(half",
+            b".float16",
+            b" float16",
+            b"(float16",
+            b"HalfTensor",
+            b"DTYPE",
+        ),
+    )
     triggers_nearby = (
         any_of(
             b"backward(",
@@ -110,7 +123,8 @@ class ManualHalfCast(Rule):
             b"fully_shard",
         ),
     )
-    pattern = re.compile(rb"half\b(?<!\whalf)|float16|HalfTensor|DTYPE\b")  # not `rotate_half`
+    #: Not `rotate_half`, and not the dtype that a tensor is compared with.
+    pattern = re.compile(rb"half\b(?<!\whalf)|float16(?<!\.dtype == torch\.float16)|HalfTensor|DTYPE\b")
     yields_to = ("MPG107", "MPG109", "MPG110", "MPG511", "MPG603", "MPG606")
     examples = (
         Bad(

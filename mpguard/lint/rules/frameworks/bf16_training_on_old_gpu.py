@@ -48,7 +48,8 @@ class Bf16TrainingOnOldGpu(Rule):
         any_of(b"bf16", b"bfloat16"),
         any_of(b"TrainingArguments", b"Trainer(", b"Accelerator(", b"Config(", b"autocast("),
     )
-    pattern = re.compile(rb"bf16|\.backward\(")
+    #: An argument or a key, a value, or the loop around an autocast.
+    pattern = re.compile(rb"""bf16["']?[ \t]*[=:]|["']bf16|\.backward\(""")
     examples = (
         Bad(
             """\

@@ -66,8 +66,8 @@ class SetupResultDropped(Rule):
     severity = "error"
     message = "the result of `{call}` is dropped, and the loop uses `{used}`, {effect}"
     help = "assign it: `{names} = {call}`"
-    triggers = (any_of(b".setup", b".prepare("),)
-    triggers_nearby = (any_of(b"abric", b"LightningLite", b"Accelerator"), any_of(b"backward("))
+    triggers = (any_of(b".setup", b".prepare("), any_of(b"backward("))
+    triggers_nearby = (any_of(b"abric", b"LightningLite", b"Accelerator"),)
     examples = (
         Bad(
             _LOOP.format("fabric.setup(model, optimizer)  # !"),

@@ -75,7 +75,7 @@ class FftInHalf(Rule):
     severity = "warning"
     message = "`{call}` gets {dtype}: {effect}"
     help = "transform `x.float()`, and cast the result back"
-    triggers = (any_of(b"fft"), any_of(*CASTS_LOW_PRECISION, b"forward", b"autocast"))
+    triggers = (any_of(b"fft(", b"fft2(", b"fftn("), any_of(*CASTS_LOW_PRECISION, b"forward", b"autocast"))
     triggers_nearby = (any_of(*MENTIONS_LOW_PRECISION),)
     examples = (
         Bad(_MIXER.format("x", "  # !", "float16")),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 from mpguard.lint import MENTIONS_FP16, Bad, Diagnostic, Dtype, Facts, Good, Note, Rule, ScalarUse, any_of, python_edits
@@ -41,11 +42,16 @@ class MaskOverflowsHalf(Rule):
         any_of(*MENTIONS_FP16, b"masked_fill", b"torch.where("),
         any_of(b"1e5", b"1e6", b"1e7", b"1e8", b"1e9", b"1e1", b"1e2", b"1e3", b"e+", b"e5", b"e6", b"e9",
                b"e38", b"00000",
-               b"99999", b"-9999", b"-7000", b"-8000", b"-9000", b"-655", b"-656", b"2**", b"2 ** ", b"10**", b"10 ** ",
+               b"99999", b"-9999", b"-7000", b"-8000", b"-9000", b"-655", b"-656", b"10**", b"10 ** ",
+               *(power + digit for power in (b"2**", b"2 ** ") for digit in (b"1", b"2", b"3", b"5", b"6")),
                b"finfo(torch.bfloat16"),
         any_of(b"masked_fill", b"where(", b"full", b"fill_(", b"clamp", b"pad(", b"] = ", b" + ", b" - ", b"* -",
                b"+= "),
     )  # fmt: skip
+    #: A number that FP16 cannot hold.
+    pattern = re.compile(
+        rb"[\d.][eE]\+?(?:[5-9]|\d\d)|(?<!\d)(?:[6-9]\d{4}|\d{6})|\*\* ?(?:\d\d|[5-9])|finfo\(torch\.bfloat16"
+    )
     triggers_nearby = (any_of(*MENTIONS_FP16),)
     yields_to = ("MPG609",)
     examples = (
@@ -95,6 +101,7 @@ def attention(q, k, v, mask):
         Bad(
             """\
 import math
+import re
 import torch
 import torch.nn as nn
 
@@ -139,6 +146,7 @@ def train(loader):
 """,
             fixed="""\
 import math
+import re
 import torch
 import torch.nn as nn
 
