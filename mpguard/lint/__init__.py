@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.syntax.dtype_triggers import CASTS_LOW_PRECISION as CASTS_LOW_PRECISION
     from mpguard.lint.facts.syntax.dtype_triggers import MENTIONS_FP16 as MENTIONS_FP16
     from mpguard.lint.facts.syntax.dtype_triggers import MENTIONS_LOW_PRECISION as MENTIONS_LOW_PRECISION
+    from mpguard.lint.facts.syntax.dtype_triggers import NAMES_HALF as NAMES_HALF
     from mpguard.lint.facts.syntax.nodes import constant as constant
     from mpguard.lint.facts.syntax.nodes import dotted as dotted
     from mpguard.lint.facts.syntax.nodes import text_of as text_of
@@ -161,7 +162,12 @@ _NAMES = {
     "mpguard.lint.facts.events.compile": ("launched_compiled",),
     "mpguard.lint.facts.events.event": ("aliases", "called"),
     "mpguard.lint.facts.file": ("Facts",),
-    "mpguard.lint.facts.syntax.dtype_triggers": ("CASTS_LOW_PRECISION", "MENTIONS_FP16", "MENTIONS_LOW_PRECISION"),
+    "mpguard.lint.facts.syntax.dtype_triggers": (
+        "CASTS_LOW_PRECISION",
+        "MENTIONS_FP16",
+        "MENTIONS_LOW_PRECISION",
+        "NAMES_HALF",
+    ),
     "mpguard.lint.facts.syntax.nodes": ("constant", "dotted", "text_of"),
     "mpguard.lint.facts.syntax.path_condition": (
         "All",

@@ -40,7 +40,8 @@ _IMPORTS, _DERIVES, _USES = "", "class ", "use "
 #: Both begin with a newline, which makes the search three times as fast as `^` does.
 _BASES = re.compile(rb"\n[ \t]*class[ \t]+\w+[ \t]*\(([^()]*)\)[ \t]*:")
 IMPORT = re.compile(
-    rb"\n[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]*(\([^)]*\)|[^#;(\r\n]*)|import[ \t]+([^#;\r\n]*))"
+    rb"\n[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]*(\((?:[^()#]|#[^\n]*)*\)|(?:[^#;(\r\n\\]|\\\n*)*)"
+    rb"|import[ \t]+([^#;\r\n]*))"
 )
 _COMMENT = re.compile(r"#.*|\\")
 
@@ -241,14 +242,6 @@ def _summaries(top: str) -> dict[str, ModuleSummary] | None:
 _kept: dict[str, tuple[tracked_fs.Status, ModuleSummary]] = {}
 
 
-def keep(summaries: Mapping[str, ModuleSummary | None]) -> None:
-    """Keep the summaries of files that a worker has made since `status_in_run` was first asked for their statuses."""
-    for file, summary in summaries.items():
-        status = tracked_fs.status_in_run(file)
-        if summary is not None and status is not None and tracked_fs.is_settled(status):
-            _kept[file] = tracked_fs.status_of(status), summary
-
-
 def of_file(file: str) -> ModuleSummary | None:
     """Return the summary of a file; None if it cannot be read."""
     status = tracked_fs.status_in_run(file)
@@ -265,6 +258,25 @@ def of_file(file: str) -> ModuleSummary | None:
     if tracked_fs.is_settled(status) and not is_overlaid:
         _kept[file] = now, found
     return found
+
+
+def to_keep(files: Iterable[str]) -> list[str]:
+    """Return those of some files whose summaries a later run can take over: their statuses prove their contents."""
+    return [
+        file
+        for file in files
+        if not tracked_fs.is_overlaid(file)
+        and (status := tracked_fs.status_in_run(file)) is not None
+        and tracked_fs.is_settled(status)
+    ]
+
+
+def keep(summaries: Mapping[str, ModuleSummary | None]) -> None:
+    """Keep summaries that other processes have made of files that `to_keep` returned before."""
+    for file, summary in summaries.items():
+        status = tracked_fs.status_in_run(file)
+        if summary is not None and status is not None:
+            _kept[file] = tracked_fs.status_of(status), summary
 
 
 def _targets(

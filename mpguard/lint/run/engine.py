@@ -168,8 +168,8 @@ class Engine:
 
 def _keep_summaries(targets: Iterable[Target], jobs: int) -> None:
     """Summarize modules in `jobs` processes; each worker that starts after it would summarize all of them otherwise."""
-    paths = (os.path.abspath(target.path) for target in targets if target.kind == "python" and target.problem is None)  # noqa: PTH100
-    files = [path for path in paths if tracked_fs.status_in_run(path) is not None]
+    code = (target.path for target in targets if target.kind == "python" and target.problem is None)
+    files = summaries.to_keep(map(os.path.abspath, code))
     if _SUMMARIZED_ALONE < len(files) <= summaries.MOST_FILES:
         found = workers.run(files, summaries.of_file, lambda _file, _how: None, lambda _file: 1, jobs)
         summaries.keep(dict(zip(files, found, strict=True)))

@@ -92,7 +92,8 @@ def test_workers_share_the_summaries_of_a_large_tree(tmp_path: Path, monkeypatch
     (tmp_path / "pyproject.toml").write_text("")
     (tmp_path / "settings.py").write_text("import torch\n\nDTYPE = torch.float16\n")
     (tmp_path / "train.py").write_text(
-        "import torch\nfrom settings import DTYPE\n\nmodel, loader = torch.nn.Linear(3, 3), []\noptimizer = torch.optim.AdamW(model.parameters())\n"
+        "import torch\nfrom settings import DTYPE\n\nmodel, loader = torch.nn.Linear(3, 3), []\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
         "for x in loader:\n    with torch.autocast('cuda', dtype=DTYPE):\n        loss = model(x).sum()\n"
         "    loss.backward()\n    optimizer.step()\n"
     )

@@ -11,6 +11,8 @@ def _creation_patterns(*dtypes: bytes) -> tuple[bytes, ...]:
     return tuple(way + b"torch." + dtype + ends.get(way, b"") for way in ways for dtype in dtypes)
 
 
+#: A file that contains none of these does not name `torch.half`: not the word in a sentence, nor `rotate_half`.
+NAMES_HALF = (b".half", b"import half", b", half", b" half,", b" half\n")
 #: A file that contains none of these casts nothing to FP16, or to a low-precision dtype.
 CASTS_FP16 = (
     *_creation_patterns(b"float16", b"half"), b".half()", b"HalfTensor", b"import torch as", b"import float16",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
+    NAMES_HALF,
     Bad,
     Call,
     Diagnostic,
@@ -45,7 +46,7 @@ class DtypeMapLacksChoice(Rule):
     severity = "error"
     message = "`{option}` may be {values}, for which this dict of dtypes has no key{effect}"
     help = "add the key, or remove the value from `choices`"
-    triggers = (any_of(b"float16", b".half", b": half", b":half"),)
+    triggers = (any_of(b"float16", *NAMES_HALF),)
     triggers_nearby = (any_of(b"choices"), any_of(b"add_argument"))
     # Each alternative begins with a literal: the search is four times as fast.
     pattern = re.compile(

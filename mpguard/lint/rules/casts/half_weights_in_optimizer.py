@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from mpguard.lint import (
+    NAMES_HALF,
     Bad,
     Constant,
     Diagnostic,
@@ -49,11 +50,11 @@ class HalfWeightsInOptimizer(Rule):
     message = "`{expr}` loads weights in FP16 that an optimizer trains"
     help = "load them in FP32 and let autocast, or the Trainer's `fp16=True`, compute in FP16"
     triggers = (
-        any_of(b"float16", b".half", b'"half', b"'half", b"import half", b", half", b" half,", b"fp16"),
+        any_of(*NAMES_HALF, b'"half', b"'half", b"float16", b"fp16"),
         any_of(b"from_pretrained(", b"from_config(", b"from_single_file("),
         any_of(b"dtype"),
     )
-    pattern = re.compile(rb"float16|half\b(?<!\whalf)|fp16")  # not `rotate_half`
+    pattern = re.compile(rb"float16|half(?<!\whalf)|fp16")  # not `rotate_half`
     triggers_nearby = (any_of(b"optim", b"Trainer("), any_of(b".step(", b".train("))
     yields_to = ("MPG507", "MPG862", "MPG863", "MPG864")
     examples = (

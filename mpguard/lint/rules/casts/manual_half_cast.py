@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from mpguard.lint import (
+    NAMES_HALF,
     Bad,
     Call,
     Diagnostic,
@@ -94,19 +95,9 @@ class ManualHalfCast(Rule):
     message = "`{expr}` casts to FP16 by hand in code that trains"
     help = "remove the cast; autocast, or the launcher's policy, chooses the dtype"
     triggers = (
-        any_of(
-            b".half",
-            b"import half",
-            b", half",
-            b" half,",
-            b"(half",
-            b".float16",
-            b" float16",
-            b"(float16",
-            b"HalfTensor",
-            b"DTYPE",
-        ),
-    )
+        any_of(*NAMES_HALF, b"(half", b".float16", b" float16", b"(float16", b'"float16', b"'float16", b"HalfTensor",
+               b"DTYPE"),
+    )  # fmt: skip
     triggers_nearby = (
         any_of(
             b"backward(",
@@ -123,8 +114,7 @@ class ManualHalfCast(Rule):
             b"fully_shard",
         ),
     )
-    #: Not `rotate_half`, and not the dtype that a tensor is compared with.
-    pattern = re.compile(rb"half\b(?<!\whalf)|float16(?<!\.dtype == torch\.float16)|HalfTensor|DTYPE\b")
+    pattern = re.compile(rb"half\b(?<!\whalf)|float16|HalfTensor|DTYPE\b")  # not `rotate_half`
     yields_to = ("MPG107", "MPG109", "MPG110", "MPG511", "MPG603", "MPG606")
     examples = (
         Bad(
@@ -2887,6 +2877,38 @@ def train(model, loader, args):
 """
         ),
         Bad(_THAWED_BY_HELPER.format(cast="    net.half()  # !\n"), fixed=_THAWED_BY_HELPER.format(cast="")),
+        Bad(
+            """\
+import argparse
+
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--dtype", default="float16")
+args = parser.parse_args()
+model = torch.nn.Linear(8, 8).cuda().to(getattr(torch, args.dtype))  # !
+optimizer = torch.optim.AdamW(model.parameters())
+for x, y in loader:
+    loss = (model(x) - y).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+""",
+            fixed="""\
+import argparse
+
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--dtype", default="float16")
+args = parser.parse_args()
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for x, y in loader:
+    loss = (model(x) - y).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+""",
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

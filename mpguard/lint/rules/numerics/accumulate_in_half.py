@@ -57,8 +57,8 @@ class AccumulateInHalf(Rule):
                b"error", b"score", b"zeros", b"tensor("),
         any_of(b"+= ", b" + "),
     )  # fmt: skip
-    #: A loop over steps: up to the end of its header.
-    pattern = re.compile(rb"for\b(?<!\wfor)(?:(?!:[ \t]*\n)[\s\S])*?(?:%s)" % _STEPS.pattern.encode())
+    #: A loop over steps: up to the end of its header, which the bound keeps from taking quadratic time.
+    pattern = re.compile(rb"for\b(?<!\wfor)(?:(?!:[ \t]*[\r\n])[\s\S]){0,400}?(?:%s)" % _STEPS.pattern.encode())
     examples = (
         Bad(
             """\

@@ -42,15 +42,16 @@ class MaskOverflowsHalf(Rule):
         any_of(*MENTIONS_FP16, b"masked_fill", b"torch.where("),
         any_of(b"1e5", b"1e6", b"1e7", b"1e8", b"1e9", b"1e1", b"1e2", b"1e3", b"e+", b"e5", b"e6", b"e9",
                b"e38", b"00000",
-               b"99999", b"-9999", b"-7000", b"-8000", b"-9000", b"-655", b"-656", b"10**", b"10 ** ",
-               *(power + digit for power in (b"2**", b"2 ** ") for digit in (b"1", b"2", b"3", b"5", b"6")),
+               b"99999", b"-9999", b"-7000", b"-8000", b"-9000", b"-655", b"-656", b"2**", b"2 ** ", b"10**", b"10 ** ",
+               b"_000", b"_536",
                b"finfo(torch.bfloat16"),
         any_of(b"masked_fill", b"where(", b"full", b"fill_(", b"clamp", b"pad(", b"] = ", b" + ", b" - ", b"* -",
                b"+= "),
     )  # fmt: skip
-    #: A number that FP16 cannot hold.
+    #: A number that FP16 cannot hold, or a power that may be one: `2 ** bits`.
     pattern = re.compile(
-        rb"[\d.][eE]\+?(?:[5-9]|\d\d)|(?<!\d)(?:[6-9]\d{4}|\d{6})|\*\* ?(?:\d\d|[5-9])|finfo\(torch\.bfloat16"
+        rb"[\d.][eE]\+?(?:[5-9]|\d\d)|(?<!\d)(?:[6-9]\d{4}|\d{6})|(?:[6-9]\d|\d{3}|\d_\d{3})_\d{3}"
+        rb"|\*\* ?\(?(?:\d\d|[5-9]|[\w.]*(?:bit|BIT))|finfo\(torch\.bfloat16"
     )
     triggers_nearby = (any_of(*MENTIONS_FP16),)
     yields_to = ("MPG609",)
@@ -101,7 +102,6 @@ def attention(q, k, v, mask):
         Bad(
             """\
 import math
-import re
 import torch
 import torch.nn as nn
 
@@ -146,7 +146,6 @@ def train(loader):
 """,
             fixed="""\
 import math
-import re
 import torch
 import torch.nn as nn
 
@@ -304,6 +303,26 @@ def own(scores, mask):
     scores = scores.masked_fill(mask, value)
     return scores * 100000 if mask is None else scores, torch.where(mask, scores, -65510)
 """
+        ),
+        Bad(
+            """\
+import torch
+
+def attend(scores, mask):
+    return scores.half().masked_fill(mask, -1_000_000_000.0)  # !
+
+def quantize(x, bits=32):
+    return x.half().masked_fill(x.isnan(), -(2 ** (bits - 1)))  # !
+""",
+            fixed="""\
+import torch
+
+def attend(scores, mask):
+    return scores.half().masked_fill(mask, torch.finfo(torch.float16).min)
+
+def quantize(x, bits=32):
+    return x.half().masked_fill(x.isnan(), torch.finfo(torch.float16).min)
+""",
         ),
     )
 
