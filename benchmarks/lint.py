@@ -9,7 +9,8 @@ mpguard, ruff and `python -c pass` run in turn, so that a busy machine slows all
 `load` is its load average. "Cold" is the ordinary command with an empty cache, the writing of the cache included; the
 files are in the system's memory after the first round, which is left out. "Cached" is the same command again. CPU
 seconds are those of all processes together. Memory is the sum over all processes of their proportional shares (PSS),
-sampled every 20 ms in a separate run. "MB parsed" is what libcst parsed, of the whole.
+sampled every 20 ms in a separate run. "MB parsed" is what libcst parsed, of the whole. "After a change" is a run with
+the cache, in a copy of the tree, after a comment was added to one file.
 
 TorchFix takes minutes: it checks every `--every`-th file, once, and its time is scaled by the bytes that those files
 have of all; `--every 1` lets it check all of them.
@@ -97,6 +98,44 @@ def compared(folder: Path, what: str, runs: int, jobs: int) -> dict[str, Any]:
         "times_ruff": round(figures["cold"]["seconds"] / figures["ruff"]["seconds"], 1),
         "cached_times_python": round(figures["cached"]["seconds"] / figures["python"]["seconds"], 1),
     }
+
+
+# -- a small change -------------------------------------------------------------------------------------
+
+#: Files of transformers that are changed: one that nothing else depends on, and one that many do.
+CHANGED = ("src/transformers/models/t5/modeling_t5.py", "src/transformers/trainer_pt_utils.py")
+#: The linter, which writes the number of files that it lints to the file that its first argument names.
+_COUNTED = """\
+import sys
+from pathlib import Path
+from mpguard.cli import main
+from mpguard.lint.run.engine import Engine
+
+run, counted = Engine.run, Path(sys.argv[1])
+
+def write_and_run(engine, targets, *given):
+    counted.write_text(str(len(targets)))
+    return run(engine, targets, *given)
+
+Engine.run = write_and_run
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def after_change(folder: Path, changed: str, jobs: int) -> dict[str, Any]:
+    """Return how many files are linted again after a change of one, and the time of that run."""
+    with tempfile.TemporaryDirectory() as home:
+        tree, cache, count = Path(home, "tree"), Path(home, "cache"), Path(home, "count")
+        shutil.copytree(next(folder.glob("*/pyproject.toml")).parent, tree)
+        time.sleep(3)  # findings are kept of files that have not changed for two seconds
+        command = [sys.executable, "-c", _COUNTED, count, "lint", "--exit-zero", "-j", str(jobs), "."]
+        once(command, tree, cache)
+        once(command, tree, cache)
+        with (tree / changed).open("a") as file:
+            file.write("# a comment\n")
+        time.sleep(3)
+        run = once(command, tree, cache)
+        return {"linted_again": int(count.read_text()), **median([run])}
 
 
 # -- memory -------------------------------------------------------------------------------------------
@@ -212,6 +251,7 @@ def measured(home: Path, runs: int, jobs: int, every: int) -> dict[str, Any]:
         "transformers": compared(transformers, ".", runs, jobs) | {"mib_all_processes": memory(transformers, jobs)},
         "trl": compared(trl, ".", runs, jobs),
         "one_file": {"file": str(small), **compared(transformers, str(small), runs, jobs)},
+        "after_change": {changed: after_change(transformers, changed, jobs) for changed in CHANGED},
         "torchfix": torchfix(transformers, home, every),
     }
     slow, fast = figures["torchfix"]["seconds_for_all"], figures["transformers"]["cold"]["seconds"]
