@@ -6,7 +6,7 @@ counts as a reference.
 """
 
 # Thousands of paths are handled here, and strings are several times faster than Path.
-# ruff: noqa: PTH118, PTH119, PTH120
+# ruff: noqa: PTH119, PTH120
 
 from __future__ import annotations
 
@@ -21,21 +21,13 @@ from typing import NamedTuple
 
 from mpguard.core import tracked_fs
 from mpguard.core.tracked_fs import cached_per_run
-from mpguard.lint.project import summaries, tree
+from mpguard.lint.project import summaries, tree, tree_state
 from mpguard.lint.source.files import MARKDOWN, NOTEBOOK, PYTHON
 from mpguard.lint.source.strip_comments import stripped
 from mpguard.lint.source.test_paths import is_test, is_unit_test
 
-#: The most files of a project that are searched; of a larger one, it is unknown what is used.
-MOST_FILES = 4000
 #: The size in bytes above which a file that is not Python is data or a log.
 LARGEST = 512 << 10
-#: Files that no program reads, by their suffixes: pictures, archives, weights, tables.
-_DATA = (
-    ".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf", ".mp4", ".wav", ".gz", ".zip", ".tar", ".pt", ".pth", ".bin",
-    ".npy", ".npz", ".pkl", ".csv", ".tsv", ".jsonl", ".ttf", ".woff", ".woff2", ".css", ".js", ".html", ".c", ".cc",
-    ".cpp", ".cu", ".cuh", ".h", ".hpp", ".so", ".safetensors", ".onnx", ".parquet", ".h5",
-)  # fmt: skip
 #: What Markdown has of commands and code: blocks, indented or fenced, and spans.
 _MARKDOWN_CODE = re.compile(rb"```.*?(?:```|\Z)|~~~.*?(?:~~~|\Z)|`[^`\n]+`|^(?: {4}|\t)[^\n]*", re.DOTALL | re.M)
 #: Code that may get a class by a name that comes from outside.
@@ -369,7 +361,7 @@ def _question(function: Question) -> Question:
 def _answered(top: Path, file: Path | str, question: Question, name: str = "") -> object:
     """Answer a question about a file, or about the whole project if none is given; the answer is recorded."""
     asked = (str(top), str(file), f"{question.__name__} {name}")
-    return tracked_fs.answered("referenced", answer, state, asked)
+    return tracked_fs.answered("referenced", answer, tree_state.of_project, asked)
 
 
 def _asked(top: Path, file: Path | str, question: Question, name: str = "") -> bool:
@@ -380,8 +372,8 @@ def _asked(top: Path, file: Path | str, question: Question, name: str = "") -> b
 def answer(top: str, file: str, question: str) -> bool | list[str]:
     """Answer a question, without recording what was read. question: its name, and the name that it is about."""
     with tracked_fs.untracked():
-        files = _files(top)
-        if len(files) > MOST_FILES:
+        files = tree_state.project_files(top)
+        if len(files) > tree_state.MOST_FILES:
             return True
         kind, _, name = question.partition(" ")
         return _QUESTIONS[kind](_Asked(top, file, name, files))
@@ -670,25 +662,6 @@ def is_installable(top: Path) -> bool:
         return True
     settings = top / "pyproject.toml"
     return tracked_fs.is_file(settings) and _BUILDS.search(tracked_fs.read(settings)) is not None
-
-
-@cached_per_run
-def state(top: str) -> str | None:
-    """Return a digest of the statuses of a project's files; None if a status does not prove the content."""
-    return summaries.state_of(_files(top))
-
-
-@cached_per_run
-def _files(top: str) -> list[str]:
-    """Return the files of a project that may refer to code, at most one more than `MOST_FILES`."""
-    found: list[str] = []
-    for folder, names in tree.walk(top, hidden=(".github",)):
-        for name in names:
-            if not name.lower().endswith(_DATA):
-                found.append(os.path.join(folder, name))
-                if len(found) > MOST_FILES:
-                    return found
-    return found
 
 
 def _content(file: str) -> bytes:

@@ -9,7 +9,6 @@ whole tree follows who uses a name of a file, so that facts can look at callers 
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -18,12 +17,10 @@ from typing import NamedTuple
 
 from mpguard.core import tracked_fs
 from mpguard.core.tracked_fs import cached_per_run
-from mpguard.lint.project import tree
+from mpguard.lint.project import tree, tree_state
 from mpguard.lint.source.test_paths import is_test
 from mpguard.lint.source.token_search import TokenSearch
 
-#: The most files of a tree that are summarized.
-MOST_FILES = 4000
 #: The most files that use a name, and how often packages may re-export it; beyond that it is unknown who uses it.
 MOST_USERS, MOST_PACKAGES = 8, 3
 _PACKAGE = "/__init__.py"
@@ -143,7 +140,7 @@ def users(top: Path, file: Path, name: str) -> list[str] | None:
 
 
 def _asked(top: Path, file: Path, question: str) -> Answer:
-    return tracked_fs.answered("imported", answer, state, (str(top), str(file), question))
+    return tracked_fs.answered("imported", answer, tree_state.of_modules, (str(top), str(file), question))
 
 
 def answer(top: str, file: str, question: str) -> Answer:
@@ -162,31 +159,11 @@ def answer(top: str, file: str, question: str) -> Answer:
 
 
 @cached_per_run
-def state(top: str) -> str | None:
-    """Return a digest of the statuses of a tree's files; None if a status does not prove the content."""
-    return state_of(_files(top))
-
-
-def state_of(files: Iterable[str]) -> str | None:
-    """Return the same for some files."""
-    parts: list[str] = []
-    for path in files:
-        status = tracked_fs.status_in_run(path)
-        if status is None:  # a broken link
-            parts.append(path)
-            continue
-        if not tracked_fs.is_settled(status):
-            return None
-        parts.append(f"{path}\0{tracked_fs.status_of(status)}")
-    return tracked_fs.digest("\0".join(parts).encode("utf-8", "surrogateescape"))
-
-
-@cached_per_run
 def _imported_names(top: str) -> dict[str, set[str]] | None:
     """Return last name of a module -> the names that the tree imports from it.
 
     Under "" are the names that are imported as a module, or may be one; under `_DERIVES` the last names of base
-    classes. None if the tree has more than `MOST_FILES` files.
+    classes. None if the tree has too many files.
     """
     found: dict[str, set[str]] = {"": set(), _DERIVES: set()}
     summaries = _summaries(top)
@@ -214,7 +191,7 @@ class _Importer(NamedTuple):
 def _importers(top: str) -> dict[str, list[_Importer]] | None:
     """Return file -> the files of a tree that import it, or names of it, and may train or re-export them.
 
-    None if the tree has more than `MOST_FILES` files.
+    None if the tree has too many files.
     """
     summaries = _summaries(top)
     if summaries is None:
@@ -231,9 +208,9 @@ def _importers(top: str) -> dict[str, list[_Importer]] | None:
 
 @cached_per_run
 def _summaries(top: str) -> dict[str, ModuleSummary] | None:
-    """Return file -> the summary of each file of a tree that can be read; None if it has more than `MOST_FILES`."""
-    files = list(_files(top))
-    if len(files) > MOST_FILES:
+    """Return file -> the summary of each file of a tree that can be read; None if it has too many."""
+    files = list(tree_state.modules(top))
+    if len(files) > tree_state.MOST_FILES:
         return None
     return {file: summary for file in files if (summary := of_file(file)) is not None}
 
@@ -329,9 +306,3 @@ def _users(
             return None
     found.discard(file)
     return sorted(found) if len(found) <= MOST_USERS else None
-
-
-def _files(top: str) -> Iterator[str]:
-    """Yield the Python files of a tree, at most one more than `MOST_FILES`."""
-    found = (os.path.join(folder, file) for folder, files in tree.walk(top) for file in files if file.endswith(".py"))
-    yield from itertools.islice(found, MOST_FILES + 1)

@@ -14,7 +14,7 @@ from mpguard.lint.model.finding import Lines, placed
 from mpguard.lint.model.result import CONFIG, SYNTAX, FileCheck, FileReport
 from mpguard.lint.model.rule import Diagnostic
 from mpguard.lint.model.selection import Rules, Selection, Selectors, ignored_in, selection
-from mpguard.lint.project import summaries
+from mpguard.lint.project import summaries, tree_state
 from mpguard.lint.project.launch_configs import LaunchConfig
 from mpguard.lint.project.project import Project
 from mpguard.lint.run import runner, timeout, workers
@@ -170,7 +170,7 @@ def _keep_summaries(targets: Iterable[Target], jobs: int) -> None:
     """Summarize modules in `jobs` processes; each worker that starts after it would summarize all of them otherwise."""
     code = (target.path for target in targets if target.kind == "python" and target.problem is None)
     files = summaries.to_keep(map(os.path.abspath, code))
-    if _SUMMARIZED_ALONE < len(files) <= summaries.MOST_FILES:
+    if _SUMMARIZED_ALONE < len(files) <= tree_state.MOST_FILES:
         found = workers.run(files, summaries.of_file, lambda _file, _how: None, lambda _file: 1, jobs)
         summaries.keep(dict(zip(files, found, strict=True)))
 

@@ -7,6 +7,7 @@ import stat
 
 from mpguard.core import tracked_fs
 from mpguard.core.tracked_fs import Key, Seen
+from mpguard.lint.project import tree_state
 
 #: Times of change, size, inode, and the digest of the content.
 Content = tuple[int, int, int, int, str]
@@ -75,14 +76,14 @@ class Dependencies:
 
     def _answered(self, what: str, where: str, seen: Seen) -> bool:
         """True if a question about the tree has the same answer: no file has changed, or a new search finds it."""
+        top, file, question = where.split("\0")
+        answer, before = seen
+        now = tree_state.of_project(top) if what == "referenced" else tree_state.of_modules(top)
+        if now is not None and now == before:
+            return True
         from mpguard.lint.project import references, summaries
 
         asked = references if what == "referenced" else summaries
-        top, file, question = where.split("\0")
-        answer, before = seen
-        now = asked.state(top)
-        if now is not None and now == before:
-            return True
         if asked.answer(top, file, question) != answer:
             return False
         seen[1] = now  # the next run need not search
