@@ -15,8 +15,10 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-_POINT = re.compile(r"^[ \t]*([^\s#=\[][^=\n]*?)[ \t]*=[ \t]*(\S.*?)\s*$", re.MULTILINE)
-_NAME = re.compile(r"^Name:[ \t]*(\S+)", re.MULTILINE | re.IGNORECASE)
+from mpguard.core.lazy_pattern import lazy_pattern
+
+_POINT = lazy_pattern(r"^[ \t]*([^\s#=\[][^=\n]*?)[ \t]*=[ \t]*(\S.*?)\s*$", re.MULTILINE)
+_NAME = lazy_pattern(r"^Name:[ \t]*(\S+)", re.MULTILINE | re.IGNORECASE)
 
 
 class EntryPoint(NamedTuple):

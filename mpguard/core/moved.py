@@ -6,10 +6,11 @@ gets a general sentence. A class whose attributes were renamed derives from `For
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from mpguard.core.lazy_pattern import lazy_pattern
 
 #: Former module (and everything below it) -> where its public names are imported from now.
 MODULES = {
@@ -47,7 +48,7 @@ _ELSEWHERE = (
     "(plugins) and `mpguard.lint` (rules)"
 )
 
-_MISSING_NAME = re.compile(r"cannot import name '(\w+)' from '(mpguard[\w.]*)'")
+_MISSING_NAME = lazy_pattern(r"cannot import name '(\w+)' from '(mpguard[\w.]*)'")
 
 
 class FormerNames:

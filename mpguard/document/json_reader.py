@@ -12,13 +12,14 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.document.nodes import MAX_DEPTH, MAX_VALUES, DocumentTree, Node, Pair, Problem, Unreadable
 
-_COMMENT = re.compile(r"(?:#|//)[^\r\n]*|/\*.*?\*/", re.DOTALL)
-_SPACE = re.compile(r"[ \t\r\n]*")
-_STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"')
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
-_WORD = re.compile(r"-?[A-Za-z_]\w*")
+_COMMENT = lazy_pattern(r"(?:#|//)[^\r\n]*|/\*.*?\*/", re.DOTALL)
+_SPACE = lazy_pattern(r"[ \t\r\n]*")
+_STRING = lazy_pattern(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"')
+_NUMBER = lazy_pattern(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_WORD = lazy_pattern(r"-?[A-Za-z_]\w*")
 _WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
 _DECODER = json.JSONDecoder()
 

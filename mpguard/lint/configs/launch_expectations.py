@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.syntax.path_condition import PathCondition
 from mpguard.lint.facts.values.dtypes import PossibleDtypes, only_dtype
 from mpguard.lint.facts.values.lattice import Constant
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 #: Mode of a config -> dtype that autocast computes in. Around its matrix products, an FP8 run computes in BF16.
 _COMPUTES = {"fp16": Dtype.FP16, "bf16": Dtype.BF16, "fp8": Dtype.BF16}
 #: Names of options that select the precision, or the library that applies it.
-_OPTION = re.compile(
+_OPTION = lazy_pattern(
     r"(?i:16|half|autocast|prec|scaler|dtype|mixed|quant|cuda|device|gpu|accelerat|deepspeed)"
     r"|(?i:(?:^|_)amp(?:_|$))|amp[A-Z_]|A(?:mp|MP)"
 )
 #: Names of functions and classes for one precision that other code selects: `AMPOptimizer`, `training_step_amp`.
-_ONE_PRECISION = re.compile(r"(?i:16|half|autocast|precision)|(?i:(?:^|_)amp(?:_|$))|amp[A-Z_]|A(?:mp|MP)")
+_ONE_PRECISION = lazy_pattern(r"(?i:16|half|autocast|precision)|(?i:(?:^|_)amp(?:_|$))|amp[A-Z_]|A(?:mp|MP)")
 #: The keys that set the precision, in the order of their priority in accelerate.
 _KEYS = ("deepspeed_config.mixed_precision", "mixed_precision", "fp16", "bf16.enabled", "fp16.enabled")
 

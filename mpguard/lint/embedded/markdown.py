@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.core.text_edits import Edit, EditRefused, Span
 from mpguard.lint.model.rule import Diagnostic
 
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
     from markdown_it import MarkdownIt
 
 #: A line that may open a block of Python: without one, the Markdown parser is neither imported nor run.
-_PYTHON_FENCE = re.compile(r"(?:`{3}|~{3})[ \t]*\{?\.?py", re.I)
+_PYTHON_FENCE = lazy_pattern(r"(?:`{3}|~{3})[ \t]*\{?\.?py", re.I)
 #: The info string of a block of Python: `python`, `py title="a.py"`, `{.python .numberLines}`.
-_PYTHON = re.compile(r"[ \t]*\{?\.?(?:python3?|py)(?![\w+-])", re.I)
-_LINE_END = re.compile(r"\r\n?|\n")
+_PYTHON = lazy_pattern(r"[ \t]*\{?\.?(?:python3?|py)(?![\w+-])", re.I)
+_LINE_END = lazy_pattern(r"\r\n?|\n")
 
 
 @dataclasses.dataclass(frozen=True)

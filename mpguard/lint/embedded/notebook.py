@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.core.text_edits import Edit, EditRefused, apply_edits
 from mpguard.document.json_reader import JsonScanner, JsonValue
 from mpguard.document.nodes import Unreadable
@@ -25,8 +26,8 @@ from mpguard.lint.source.text import STRING
 #: Cell magics whose cell is Python of this notebook; cells with any other are in another language, or another
 #: process.
 _PYTHON_MAGICS = frozenset({"capture", "prun", "time", "timeit"})
-_CELL_MAGIC = re.compile(r"(?:[ \t\r]*(?:#[^\n]*)?\n)*[ \t]*%%(\w+)")
-_TOKEN = re.compile(rf"({STRING}|#[^\n]*|\\\r?\n)|([(\[{{])|([)\]}}])|\n", re.DOTALL)
+_CELL_MAGIC = lazy_pattern(r"(?:[ \t\r]*(?:#[^\n]*)?\n)*[ \t]*%%(\w+)")
+_TOKEN = lazy_pattern(rf"({STRING}|#[^\n]*|\\\r?\n)|([(\[{{])|([)\]}}])|\n", re.DOTALL)
 _LINE = r"(?:[^\\\n]|\\(?!\r?\n)|\\\r?\n)*"
 #: Commands that IPython takes without a `%`, where no Python can follow: `pip install ...`, `cd folder`.
 _COMMAND = (
@@ -34,10 +35,10 @@ _COMMAND = (
     r"|(?:cd|ls|mkdir|rmdir|cat|cp|mv|rm)[ \t]+(?:-[\w-]+[ \t]+)*(?!(?:and|else|for|if|in|is|not|or)\b)[\w~$\"'./]"
 )
 #: The statements that IPython interprets itself: `%pip`, `!ls`, `?x`, `x?`, and commands without a `%`.
-_MAGIC = re.compile(rf"[ \t]*(?:([%!?]{_LINE})|([\w.]+\?\??[ \t]*)(?=\r?$)|((?:{_COMMAND}){_LINE}))", re.M)
-_ASSIGNED = re.compile(rf"[ \t]*[\w.,* \[\]]+=[ \t]*([%!]{_LINE})")
+_MAGIC = lazy_pattern(rf"[ \t]*(?:([%!?]{_LINE})|([\w.]+\?\??[ \t]*)(?=\r?$)|((?:{_COMMAND}){_LINE}))", re.M)
+_ASSIGNED = lazy_pattern(rf"[ \t]*[\w.,* \[\]]+=[ \t]*([%!]{_LINE})")
 #: A cell that begins with an indented line of code.
-_INDENTED = re.compile(r"(?:[ \t\r]*(?:#[^\n]*)?\n)*[ \t]+[^\s#]")
+_INDENTED = lazy_pattern(r"(?:[ \t\r]*(?:#[^\n]*)?\n)*[ \t]+[^\s#]")
 
 
 class BrokenNotebook(Exception):

@@ -17,6 +17,7 @@ from functools import cached_property
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.core.moved import FormerNames
 from mpguard.lint.facts.dataflow.callgraph import CallGraph
 from mpguard.lint.facts.dataflow.flow import Flow
@@ -69,11 +70,11 @@ LARGEST_IMPORTED = 100_000
 #: Events of training that a framework runs.
 _TRAINS: tuple[EventKind, ...] = ("prepare", "initialize", "trainer")
 #: Receivers that have a `step` method and are not optimizers: schedulers, profilers, environments, progress bars.
-_NO_OPTIMIZER = re.compile(r"sched|profil|\bprof\b|\benv|warmup|timer|\bp?bar\b|\bema\b")
+_NO_OPTIMIZER = lazy_pattern(r"sched|profil|\bprof\b|\benv|warmup|timer|\bp?bar\b|\bema\b")
 
 #: Methods of optimizers of a project: `optimizer.step_and_update_lr(scaler)`.
-_STEPS = re.compile(r"(?:^|_)step(?:_|$)")
-_OPTIMIZER = re.compile(r"(?i)optim")
+_STEPS = lazy_pattern(r"(?:^|_)step(?:_|$)")
+_OPTIMIZER = lazy_pattern(r"(?i)optim")
 
 #: Former attributes of `Facts` -> their names now: rules of other packages may use them.
 _FORMER = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.model.rule import Bad, BaseRule, Example, Good
 
 #: Suffix, or name, of an example's file -> the language of its block.
@@ -17,7 +18,7 @@ _LANGUAGES = {
     "md": "markdown",
     "toml": "toml",
 }
-_MARK = re.compile(r"[ \t]*# !$", re.M)
+_MARK = lazy_pattern(r"[ \t]*# !$", re.M)
 
 
 def unmarked(code: str) -> str:

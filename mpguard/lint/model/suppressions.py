@@ -17,6 +17,7 @@ import re
 import tokenize
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.core.text_edits import Edit, Span
 from mpguard.lint.model.finding import Lines
 from mpguard.lint.model.result import SYNTAX
@@ -27,10 +28,10 @@ UNKNOWN, UNUSED = "MPG001", "MPG002"
 
 #: What other linters write for `ignore`; any other word after `# mpguard:` is prose.
 _FOREIGN = "allow|disable|noqa|nolint|off|skip|suppress"
-_JUDGED = re.compile(rb"mpguard\s*:\s*(?:i|" + _FOREIGN.encode() + rb")|noqa[^\n\r]*MPG", re.I)
+_JUDGED = lazy_pattern(rb"mpguard\s*:\s*(?:i|" + _FOREIGN.encode() + rb")|noqa[^\n\r]*MPG", re.I)
 _CODE = r"[A-Za-z]+[0-9]+"
-_NOQA = re.compile(rf"#\s*noqa\b(?:\s*:\s*(?P<codes>{_CODE}(?:[\s,]+{_CODE})*))?", re.I)
-_OWN = re.compile(rf"#\s*mpguard\s*:\s*(?P<verb>i[\w-]*|(?:{_FOREIGN})\b)\s*(?P<list>\[(?P<codes>[^\]#]*)\])?", re.I)
+_NOQA = lazy_pattern(rf"#\s*noqa\b(?:\s*:\s*(?P<codes>{_CODE}(?:[\s,]+{_CODE})*))?", re.I)
+_OWN = lazy_pattern(rf"#\s*mpguard\s*:\s*(?P<verb>i[\w-]*|(?:{_FOREIGN})\b)\s*(?P<list>\[(?P<codes>[^\]#]*)\])?", re.I)
 _VERBS = ("ignore", "ignore-file")
 
 

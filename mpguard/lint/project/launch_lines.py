@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from mpguard.core import tracked_fs
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.core.text_edits import Span
 from mpguard.core.tracked_fs import cached_per_run
 from mpguard.lint.project import tree
@@ -55,7 +56,7 @@ SWITCHES = {
 }  # fmt: skip
 
 _PYTHON = r"(?:[\w./-]*/)?python[\d.]*[ \t]+-m[ \t]+"
-_COMMAND = re.compile(
+_COMMAND = lazy_pattern(
     r"(?<![\w./-])(?:"
     r"(?P<accelerate>accelerate[ \t]+launch|accelerate-launch"
     rf"|{_PYTHON}accelerate\.commands\.(?:launch|accelerate_cli[ \t]+launch))"
@@ -64,21 +65,21 @@ _COMMAND = re.compile(
     rf"|(?P<deepspeed>deepspeed|{_PYTHON}deepspeed(?:\.launcher\.runner)?))"
     r"(?=[ \t]|\\\r?\n)"
 )
-_SPACE = re.compile(r"(?:[ \t]|\\\r?\n)*")
+_SPACE = lazy_pattern(r"(?:[ \t]|\\\r?\n)*")
 #: A word of a shell command, in pieces: quoted, escaped, a variable or substitution, plain.
-_PIECE = re.compile(
+_PIECE = lazy_pattern(
     r"'(?P<single>[^'\n]*)'|\"(?P<double>(?:[^\"\\\n]|\\.)*)\"|\\(?P<escaped>[^\r\n])"
     r"|(?P<unknown>\$\{\{[^}\n]*\}\}|\$\{[^}\n]*\}|\$\([^)\n]*\)|\$\w+|\$[@*#?]|<[\w -]+>|\{[^}\s]*\}|\*|\[[A-Z_]+\])"
     r"|(?P<plain>[^\s'\"\\$;|&<>()`{*\[#]+|(?<=\S)[#\[{])"
 )
 #: An assignment to a variable, and one of a literal that no condition guards.
-_SETS = re.compile(r"^[ \t]*(?:export[ \t]+)?(\w+)=", re.M)
-_LITERAL = re.compile(
+_SETS = lazy_pattern(r"^[ \t]*(?:export[ \t]+)?(\w+)=", re.M)
+_LITERAL = lazy_pattern(
     r"^(?:export[ \t]+)?(?P<name>\w+)=(?:\"(?P<double>[^\"$`\\\n]*)\"|'(?P<single>[^'\n]*)'|(?P<plain>[\w./~:@%+,-]+))"
     r"[ \t]*(?:;|#.*)?$",
     re.M,
 )
-_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+_VARIABLE = lazy_pattern(r"\$(?:\{(\w+)\}|(\w+))")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mpguard.core import tracked_fs
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.project import references, summaries, tree
 from mpguard.lint.source.files import NOTEBOOK, is_ignored
 from mpguard.lint.source.source import Source
@@ -26,16 +27,16 @@ from mpguard.lint.source.text import Unparsable
 #: The size in bytes above which a file is not parsed.
 LARGEST = 512 << 10
 #: Code that may bind names which are not in it.
-_BINDS = re.compile(
+_BINDS = lazy_pattern(
     r"(?<![\w.])(?:exec|execfile|globals|locals)\(|\bvars\(\)|\bbuiltins\b|\b__builtins__\b|\bsys\.modules\b"
 )
 #: Code that may set attributes whose names are not in it, or compute them.
-_SETS = re.compile(r"\b__getattr(?:ibute)?__\b|\b__dict__\b|\bvars\(|\bsetattr\(\s*[\w.]+\s*,\s*[^\s\"']|\bexec\(")
-_MAIN = re.compile(r"^if[ \t]*\(?__name__[ \t]*==", re.M)
+_SETS = lazy_pattern(r"\b__getattr(?:ibute)?__\b|\b__dict__\b|\bvars\(|\bsetattr\(\s*[\w.]+\s*,\s*[^\s\"']|\bexec\(")
+_MAIN = lazy_pattern(r"^if[ \t]*\(?__name__[ \t]*==", re.M)
 #: Modules that a build writes.
-_BUILT = re.compile(r"version|_pb2|^_|_ext\b|_cuda|_C$|generated|(?:^|_)build")
+_BUILT = lazy_pattern(r"version|_pb2|^_|_ext\b|_cuda|_C$|generated|(?:^|_)build")
 #: Code of a package that searches its modules in other folders, or makes them.
-_FINDS_MODULES = re.compile(r"__path__|\bextend_path\b|\bsys\.(?:modules|meta_path)\b|\bexec\(|\b__getattr__\b")
+_FINDS_MODULES = lazy_pattern(r"__path__|\bextend_path\b|\bsys\.(?:modules|meta_path)\b|\bexec\(|\b__getattr__\b")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 

@@ -6,13 +6,14 @@ import re
 from pathlib import Path
 
 from mpguard.core import tracked_fs
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.project import siblings
 from mpguard.lint.source.files import NOTEBOOK, SHELL
 
 #: What Colab writes into the metadata of a notebook.
-_COLAB = re.compile(rb'"gpuType"\s*:\s*"(\w+)"')
+_COLAB = lazy_pattern(rb'"gpuType"\s*:\s*"(\w+)"')
 #: GPUs in comments and options of scripts (`#SBATCH --gres=gpu:v100:2`, `# Tesla T4`), with what they are called here.
-_GPU = re.compile(
+_GPU = lazy_pattern(
     rb"(?i)(?<![\w-])(?:tesla[ -]?|nvidia[ -]?|gpu:)?(t4|v100|p100|a100|a10g?|a40|a6000|l4|l40s?|h100|h200|b200"
     rb"|(?:rtx|geforce)[ -_]?\d{4})(?:[ -_]?(?:sxm|pcie|\d+ ?gb?))?(?![\w.])"
 )

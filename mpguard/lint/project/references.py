@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpguard.core import tracked_fs
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.core.tracked_fs import cached_per_run
 from mpguard.lint.project import summaries, tree, tree_state
 from mpguard.lint.source.files import MARKDOWN, NOTEBOOK, PYTHON
@@ -29,11 +30,11 @@ from mpguard.lint.source.test_paths import is_test, is_unit_test
 #: The size in bytes above which a file that is not Python is data or a log.
 LARGEST = 512 << 10
 #: What Markdown has of commands and code: blocks, indented or fenced, and spans.
-_MARKDOWN_CODE = re.compile(rb"```.*?(?:```|\Z)|~~~.*?(?:~~~|\Z)|`[^`\n]+`|^(?: {4}|\t)[^\n]*", re.DOTALL | re.M)
+_MARKDOWN_CODE = lazy_pattern(rb"```.*?(?:```|\Z)|~~~.*?(?:~~~|\Z)|`[^`\n]+`|^(?: {4}|\t)[^\n]*", re.DOTALL | re.M)
 #: Code that may get a class by a name that comes from outside.
-_BY_NAME = re.compile(rb"\bimport_module\b|\b__import__\b|\b__subclasses__\b|\bpydoc\.locate\b|\bglobals\(\)")
+_BY_NAME = lazy_pattern(rb"\bimport_module\b|\b__import__\b|\b__subclasses__\b|\bpydoc\.locate\b|\bglobals\(\)")
 #: The same, and more ways to get a function or a class that no code names.
-_DYNAMIC = re.compile(
+_DYNAMIC = lazy_pattern(
     _BY_NAME.pattern + rb"|\b__(?:init_)?subclass(?:es)?__|\b__dict__\b|\b__bases__\b|\bmetaclass[ \t]*="
     rb"|\blocate\(|\b(?:globals|locals|vars)\(|\b(?:methodcaller|attrgetter)\("
     rb"|\bgetattr\([^,]{0,200},\s*(?![\s\"'])|\bgetattr\([^,]{0,200},\s*[\"'][^\"']*[\"']\s*[^\s,)]"
@@ -45,74 +46,74 @@ ENTRIES = frozenset({"main", "_mp_fn"})
 #: Modules that tools import by their names.
 BY_TOOLS = frozenset({"__init__", "__main__", "conftest", "hubconf", "setup", "sitecustomize", "usercustomize"})
 #: Where a top-level statement begins: with its decorators, and without lines that close a bracket.
-_STATEMENT = re.compile(rb"\n(?=[^\s)\]}#])(?<!\\\n)")
-_HEADER = re.compile(
+_STATEMENT = lazy_pattern(rb"\n(?=[^\s)\]}#])(?<!\\\n)")
+_HEADER = lazy_pattern(
     rb"(?:async[ \t]+)?(?:def|class)[ \t]+\w+[ \t]*(?:\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))?[^:\n]*:"
 )
-_DEFINED = re.compile(rb"(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)")
+_DEFINED = lazy_pattern(rb"(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)")
 #: Code, commands or requirements of what reads a DeepSpeed config, or may read one.
-_READS_DEEPSPEED = re.compile(
+_READS_DEEPSPEED = lazy_pattern(
     rb"deepspeed\.init|\binitialize\(|DeepSpeed(?:Plugin|Strategy|Engine)|HfArgumentParser|TrainingArguments"
     rb"|Trainer\(|(?i:accelerat|lightning)"
 )
-_DISTRIBUTED = re.compile(rb"^distributed_type[ \t]*:[ \t]*[\"']?(\w+)", re.M)
+_DISTRIBUTED = lazy_pattern(rb"^distributed_type[ \t]*:[ \t]*[\"']?(\w+)", re.M)
 #: Code or commands that read a DeepSpeed config with `json`.
-_READS_AS_JSON = re.compile(
+_READS_AS_JSON = lazy_pattern(
     rb"HfArgumentParser|TrainingArguments|Trainer\(|[Aa]ccelerator\(|accelerate launch|[Ll]ightning"
     rb"|json\.loads?\([^\n]*(?i:deepspeed|ds_?conf|zero)"
 )
 #: A command that gives a config to DeepSpeed's own reader.
-_GIVES_DEEPSPEED = re.compile(rb"--deepspeed_config(?![\w-])")
+_GIVES_DEEPSPEED = lazy_pattern(rb"--deepspeed_config(?![\w-])")
 #: `deepy.py` is the launcher of GPT-NeoX, and `NeoXArgs` reads its configs, of which DeepSpeed gets a part.
-_NAMES_DEEPSPEED = re.compile(
+_NAMES_DEEPSPEED = lazy_pattern(
     rb"(?i)deepspeed|HfArgumentParser|TrainingArguments|accelerat|lightning|neox_?arg|deepy\.py"
 )
 #: `update()` of anything but a progress bar or an average.
-_UPDATE = re.compile(
+_UPDATE = lazy_pattern(
     rb"(?i)(?<![\w.])(?![\w.]*(?:bar|progress|tqdm|ema)\w*\s*\.\s*update\b)(?P<object>[\w.]*[\w\])])"
     rb"\s*\.\s*update\(\s*(?:\)|new_scale)"
 )
-_IS_SCALER = re.compile(rb"(?i)^class[ \t]+\w+\([^)]*scaler", re.M)
-_STEPS_SCALER = re.compile(rb"(?i)scaler\w*\.step\(")
-_SCALER, _OWN_SCALER = re.compile(rb"(?i)scaler"), re.compile(rb"(?:Grad|Loss)Scaler\(")
+_IS_SCALER = lazy_pattern(rb"(?i)^class[ \t]+\w+\([^)]*scaler", re.M)
+_STEPS_SCALER = lazy_pattern(rb"(?i)scaler\w*\.step\(")
+_SCALER, _OWN_SCALER = lazy_pattern(rb"(?i)scaler"), lazy_pattern(rb"(?:Grad|Loss)Scaler\(")
 #: What may compile a model: code, options of launchers and of Trainers, and texts that name them.
-_COMPILE = re.compile(rb"(?<!\bre)(?<!\bregex)\.compile\b|\bimport compile\b|(?i:torch_?compile|dynamo|inductor)")
+_COMPILE = lazy_pattern(rb"(?<!\bre)(?<!\bregex)\.compile\b|\bimport compile\b|(?i:torch_?compile|dynamo|inductor)")
 #: Settings by which setuptools builds what has an `__init__.py` in each folder; pyproject.toml's `find` takes more.
-_FINDS_PACKAGES = re.compile(rb"(?<!\w)find_packages\(|^packages[ \t]*=[ \t]*find:", re.M)
+_FINDS_PACKAGES = lazy_pattern(rb"(?<!\w)find_packages\(|^packages[ \t]*=[ \t]*find:", re.M)
 _BUILD_FILES = ("setup.py", "setup.cfg", "pyproject.toml")
 #: The tables of a pyproject.toml with which a package is built.
-_BUILDS = re.compile(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
+_BUILDS = lazy_pattern(rb"^\[(?:project|build-system|tool\.poetry)\]", re.M)
 #: A line of a YAML or TOML that asks for low precision: indentation, key, value.
-_PRECISION_KEY = re.compile(
+_PRECISION_KEY = lazy_pattern(
     rb"^([ \t]*)[\"']?((?:use_|enable_)?(?:mixed_precision|fp16|bf16|fp8|amp|allow_tf32|tf32|float32_matmul_precision"
     rb"|(?:amp|autocast|compute|train|training|mixed|torch|model)_(?:dtype|precision)))[\"']?[ \t]*[:=][ \t]*"
     rb"[\"']?(?:true|fp16|bf16|fp8|float16|bfloat16|half|16|16-mixed|bf16-mixed|high|medium)\b",
     re.M | re.I,
 )
 #: Code that hands on a config, or a part of it, without naming its keys.
-_EXPANDS = re.compile(
+_EXPANDS = lazy_pattern(
     rb"\binstantiate\b|\bLightningCLI\b|HfArgumentParser|TrlParser|\bfrom_dict\(|\bsetattr\(|\bfrom_config\("
     rb"|\*\*\s*[\w.]*(?:arg|opt|conf|cfg|param|flag|setting|hp)\w*\s*[,)}]"
 )
 #: What only configs of other programs have: accelerate, axolotl, LLaMA-Factory, Lightning's command line, Hydra.
-_OF_OTHERS = re.compile(
+_OF_OTHERS = lazy_pattern(
     rb"^[ \t]*(?:compute_environment|distributed_type|base_model|finetuning_type|class_path|_target_|zero_optimization)"
     rb"[ \t]*:",
     re.M,
 )
 #: Code that hands on the options of a program as a whole, other than to a log; what reads them there is unknown.
-_LOGGED = re.compile(
+_LOGGED = lazy_pattern(
     rb"(?:json\.dumps?|yaml\.\w*dump|print|pprint|wandb\.init|init_trackers|info|log_params|add_text|write)"
     rb"\((?:[^()\n]|\([^()\n]*\))*?(?:vars\(\w+\)|\w+\.__dict__)"
 )
-_HANDED_ON = re.compile(
+_HANDED_ON = lazy_pattern(
     rb"\bvars\(|\.__dict__|_get_kwargs|\basdict\(|from_argparse_args|add_argparse_args|save_hyperparameters"
     rb"|\*\*\s*\w*(?:arg|opt|conf|cfg|param|flag)\w*\s*[,)}]|\bgetattr\(\s*[\w.]+\s*,\s*[^\"'\s]"
     rb"|\b(?:OmegaConf|EasyDict|Munch|megatron|fairseq)\b|\blocals\(\)"
 )
 #: What a config or a command of accelerate has: it reads `mixed_precision` itself.
-_ACCELERATE = re.compile(rb"\b(?:compute_environment|distributed_type|accelerate)\b")
-_ADDED_OPTION = re.compile(rb"(?:\bchoices|\bdefault|\bhelp)\s*=\s*(?:\[[^\]]*\]|\([^)]*\)|[\"'][^\"'\n]*[\"'])")
+_ACCELERATE = lazy_pattern(rb"\b(?:compute_environment|distributed_type|accelerate)\b")
+_ADDED_OPTION = lazy_pattern(rb"(?:\bchoices|\bdefault|\bhelp)\s*=\s*(?:\[[^\]]*\]|\([^)]*\)|[\"'][^\"'\n]*[\"'])")
 #: Values of an option that ask for no low precision.
 _FULL = rb"(?:no|none|fp32|float32|float|32|full|false|0|highest)\b"
 _LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "COPYING")

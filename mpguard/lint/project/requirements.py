@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpguard.core import tracked_fs
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.core.tracked_fs import cached_per_run
 
 if TYPE_CHECKING:
@@ -18,78 +19,78 @@ if TYPE_CHECKING:
 #: environments.
 _FILES = ("pyproject.toml", "setup.py", "setup.cfg", "settings.ini", "requirements.in")
 _OF_DOCKER = ("ockerfile", ".base", ".dev", ".devel", ".gpu", ".cuda", ".train")  # Dockerfile, train.dockerfile ...
-_NAMED = re.compile(r"(?i)requir|^reqs?\b|^req\w*ments")
-_ENVIRONMENT = re.compile(r"(?i)conda|(?:^|[_-])env(?:ironment)?s?(?:[_.-]|$)")
+_NAMED = lazy_pattern(r"(?i)requir|^reqs?\b|^req\w*ments")
+_ENVIRONMENT = lazy_pattern(r"(?i)conda|(?:^|[_-])env(?:ironment)?s?(?:[_.-]|$)")
 _LISTS = ("requirement", "requirements")  # without a suffix
 _FOLDERS = ("requirements", "docker")
 _ENVIRONMENTS = ("conda", "env", "envs", "environments")
 #: An environment of conda with any name, and the most files of a folder that may be one.
-_DEPENDENCIES = re.compile(r"^dependencies:[ \t]*(?:#.*)?\n[ \t]*- ", re.M)
+_DEPENDENCIES = lazy_pattern(r"^dependencies:[ \t]*(?:#.*)?\n[ \t]*- ", re.M)
 _MOST_ENVIRONMENTS = 20
 #: Scripts whose commands install packages: `pip install deepspeed==0.6.3`. So do README.rst, Markdown of the folder,
 #: and Markdown about it in the folders below.
-_SETS_UP = re.compile(r"(?i)install|setup|requir|(?:^|[_-])env")
+_SETS_UP = lazy_pattern(r"(?i)install|setup|requir|(?:^|[_-])env")
 _DOCUMENTS = ("docs", "doc", "documents")
-_NO_INSTRUCTIONS = re.compile(r"(?i)change|history|news|releas")
-_ABOUT_INSTALLING = re.compile(r"(?i)install|environment|setup|get.?started|requir")
-_INSTALLS = re.compile(r"\b(?:(?:pip3?|conda|mamba) install|(?:conda|mamba) create)\b((?:[^\n`\\]|\\\n)*)")
+_NO_INSTRUCTIONS = lazy_pattern(r"(?i)change|history|news|releas")
+_ABOUT_INSTALLING = lazy_pattern(r"(?i)install|environment|setup|get.?started|requir")
+_INSTALLS = lazy_pattern(r"\b(?:(?:pip3?|conda|mamba) install|(?:conda|mamba) create)\b((?:[^\n`\\]|\\\n)*)")
 #: A line of a text that is a requirement: `- pytorch == 1.8.1`, `1.10 <= torch < 2.0`, `* PyTorch 1.8.1`; and a literal
 #: in a line about installing.
 _SPECIFIED = r"([A-Za-z][\w.-]*[ \t]*(?:[=~!]=|[<>]=?)[ \t]*\d[\w.*+, <>=]*)"
-_REQUIREMENT = re.compile(rf"^[ \t>*+-]*`?{_SPECIFIED}`?[ \t]*$", re.M | re.ASCII)
-_LITERAL = re.compile(rf"`{_SPECIFIED}`", re.ASCII)
-_INSTALLED_BY = re.compile(r"(?i)\binstall|\brequire|\bdepend")
-_BETWEEN = re.compile(
+_REQUIREMENT = lazy_pattern(rf"^[ \t>*+-]*`?{_SPECIFIED}`?[ \t]*$", re.M | re.ASCII)
+_LITERAL = lazy_pattern(rf"`{_SPECIFIED}`", re.ASCII)
+_INSTALLED_BY = lazy_pattern(r"(?i)\binstall|\brequire|\bdepend")
+_BETWEEN = lazy_pattern(
     r"^[ \t>*+-]*`?(\d[\d.]*)[ \t]*<=?[ \t]*([A-Za-z][\w.-]*)[ \t]*(<=?[ \t]*\d[\d.]*)`?[ \t]*$", re.M | re.ASCII
 )
-_TORCH_VERSION = re.compile(
+_TORCH_VERSION = lazy_pattern(
     r"(?i)^[ \t>*+-]*`?(?:py)?torch[ \t]+v?(\d+\.\d[\d.]*)`?[ \t]*(?:<br[ \t]*/?>)?$"
     r"|\b(?:py)?torch[ \t]+v?(\d+\.\d[\d.]*)\+cu\d+",
     re.M | re.ASCII,
 )
 #: A link of Markdown, `[PyTorch](https://pytorch.org) 1.10`, and an item with several requirements,
 #: `- Python == 3.10, PyTorch == 2.0.1`.
-_LINK = re.compile(r"\[([A-Za-z][A-Za-z -]{0,40})\]\([^()\n]{0,300}\)", re.ASCII)
+_LINK = lazy_pattern(r"\[([A-Za-z][A-Za-z -]{0,40})\]\([^()\n]{0,300}\)", re.ASCII)
 _ITEM = r"[A-Za-z][\w.-]*[ \t]*(?:[=~!]=|[<>]=?)[ \t]*\d[\w.*+]*"
-_LISTED = re.compile(
+_LISTED = lazy_pattern(
     rf"^[ \t]*[*+-][ \t]*`?{_ITEM}`?(?:,[ \t]+(?:`?{_ITEM}`?|[^\s\d<>=~,`][^\d<>=~,\n]*))+$", re.M | re.ASCII
 )
 #: A variable of a Dockerfile and its value: `ENV PYTORCH_VERSION=1.12.1`.
-_DOCKER_VARIABLE = re.compile(r"^(?:ARG|ENV)[ \t]+(\w+)(?:=|[ \t]+)[\"']?([\w.+:/-]+)[\"']?[ \t]*$", re.M)
+_DOCKER_VARIABLE = lazy_pattern(r"^(?:ARG|ENV)[ \t]+(\w+)(?:=|[ \t]+)[\"']?([\w.+:/-]+)[\"']?[ \t]*$", re.M)
 #: What `pip list` and `conda list` print, and a row of it.
-_PRINTED = re.compile(r"\A\s*(?:Package[ \t]+Version\b|# packages in environment\b)")
-_ROW = re.compile(r"^([A-Za-z][\w.-]*)[ \t]+(\d[\w.+-]*)(?:[ \t].*)?$", re.M | re.ASCII)
+_PRINTED = lazy_pattern(r"\A\s*(?:Package[ \t]+Version\b|# packages in environment\b)")
+_ROW = lazy_pattern(r"^([A-Za-z][\w.-]*)[ \t]+(\d[\w.+-]*)(?:[ \t].*)?$", re.M | re.ASCII)
 _LARGEST = 1 << 18
 #: The number of folders that are searched: a file's own, and those above it.
 _MOST_FOLDERS = 12
-_CUDA = re.compile(r"(?:\bcu(1[1-3])(\d)\b|\bnvidia/cuda:(\d\d)\.(\d+))")
+_CUDA = lazy_pattern(r"(?:\bcu(1[1-3])(\d)\b|\bnvidia/cuda:(\d\d)\.(\d+))")
 #: What an environment gives: a version of Python, and the CUDA version of torch's builds, by conda's packages and by
 #: the index of its wheels. Each with the version of a package from which on it cannot be installed there any more
 #: (pytorch.org/get-started/previous-versions; `Requires-Python` of the wheels).
-_PYTHON = re.compile(r"\bpython=+(\d)\.(\d{1,2})(?!\d)", re.ASCII)
-_LOWEST_PYTHON = re.compile(r"\brequires?[-_]python[ \t]*=[ \t]*[\"']>=[ \t]*(\d)\.(\d{1,2})", re.ASCII)
+_PYTHON = lazy_pattern(r"\bpython=+(\d)\.(\d{1,2})(?!\d)", re.ASCII)
+_LOWEST_PYTHON = lazy_pattern(r"\brequires?[-_]python[ \t]*=[ \t]*[\"']>=[ \t]*(\d)\.(\d{1,2})", re.ASCII)
 _WITHOUT_PYTHON = {
     "torch": {(3, 6): (1, 11), (3, 7): (2, 0)},
     "accelerate": {(3, 6): (0, 21), (3, 7): (0, 21)},
     "lightning": {(3, 6): (2, 0), (3, 7): (2, 0)},
     "pytorch-lightning": {(3, 6): (2, 0), (3, 7): (2, 0)},
 }
-_BUILT_WITH = re.compile(r"\b(?:pytorch-cuda|cudatoolkit)\s*=+\s*(\d{1,2})\.(\d{1,2})|/whl/cu(\d\d)(\d)\b", re.ASCII)
-_BY_CONDA = re.compile(r"(?<![\w/.-])pytorch(?![\w-])")
+_BUILT_WITH = lazy_pattern(r"\b(?:pytorch-cuda|cudatoolkit)\s*=+\s*(\d{1,2})\.(\d{1,2})|/whl/cu(\d\d)(\d)\b", re.ASCII)
+_BY_CONDA = lazy_pattern(r"(?<![\w/.-])pytorch(?![\w-])")
 _WITHOUT_CUDA = {
     (9, 2): (1, 8), (10, 0): (1, 5), (10, 1): (1, 9), (10, 2): (1, 13), (11, 0): (1, 8), (11, 1): (1, 11),
     (11, 3): (1, 13), (11, 5): (1, 12), (11, 6): (1, 14), (11, 7): (2, 1), (11, 8): (2, 8), (12, 1): (2, 6),
     (12, 4): (2, 7),
 }  # fmt: skip
 #: Stages of a Dockerfile, and PyTorch's own images: `FROM pytorch/pytorch:2.0.1-cuda11.7-cudnn8-devel AS base`.
-_STAGE = re.compile(r"^FROM[ \t]+(?:--\S+[ \t]+)?(\S+)(?:[ \t]+AS[ \t]+(\S+))?[ \t]*$", re.M | re.I)
-_TORCH_IMAGE = re.compile(r"^(?:docker\.io/)?pytorch/pytorch:(\d+\.\d[\d.]*)-", re.ASCII)
-_COMMENTS = re.compile(r"^[ \t]*#.*\n?", re.M)
-_INSTALL = re.compile(r"\b(?:pip3?|conda|mamba)[ \t]+install\b([^\n;&|]*)")
-_CHANNEL = re.compile(r"(?:^|\s)(?:-c|--channel)[ \t=]+\S+")
+_STAGE = lazy_pattern(r"^FROM[ \t]+(?:--\S+[ \t]+)?(\S+)(?:[ \t]+AS[ \t]+(\S+))?[ \t]*$", re.M | re.I)
+_TORCH_IMAGE = lazy_pattern(r"^(?:docker\.io/)?pytorch/pytorch:(\d+\.\d[\d.]*)-", re.ASCII)
+_COMMENTS = lazy_pattern(r"^[ \t]*#.*\n?", re.M)
+_INSTALL = lazy_pattern(r"\b(?:pip3?|conda|mamba)[ \t]+install\b([^\n;&|]*)")
+_CHANNEL = lazy_pattern(r"(?:^|\s)(?:-c|--channel)[ \t=]+\S+")
 #: NVIDIA's images by year and month, and a version that was released later than the images before this one.
-_IMAGE = re.compile(r"\bnvcr\.io/nvidia/pytorch:(\d\d)\.(\d\d)-", re.ASCII)
-_RUNS_IMAGE = re.compile(r"(?i)\bdocker[ \t]+(?:run|pull)\b|\b(?:srun|enroot|singularity|apptainer)\b")
+_IMAGE = lazy_pattern(r"\bnvcr\.io/nvidia/pytorch:(\d\d)\.(\d\d)-", re.ASCII)
+_RUNS_IMAGE = lazy_pattern(r"(?i)\bdocker[ \t]+(?:run|pull)\b|\b(?:srun|enroot|singularity|apptainer)\b")
 _NOT_IN_IMAGES = {
     "torch": (((20, 6), (1, 6)), ((24, 5), (2, 4))),
     "transformer_engine": (((25, 1), (2, 0)), ((25, 9), (2, 9))),
@@ -101,8 +102,8 @@ _NEEDS = {
     "pytorch-lightning": ((2, 0), {"torch": (1, 11)}),
 }
 #: One bound of a rule's `versions`.
-RANGE = re.compile(r"(>=|<)(\d+(?:\.\d+)*)")
-_CLAUSE = re.compile(r"([<>=!~^]=?=?)\s*v?(\d{1,9}(?:\.\d{1,9})*)", re.ASCII)
+RANGE = lazy_pattern(r"(>=|<)(\d+(?:\.\d+)*)")
+_CLAUSE = lazy_pattern(r"([<>=!~^]=?=?)\s*v?(\d{1,9}(?:\.\d{1,9})*)", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.source.text import STRING, Text, Unparsable
 
 #: CPython itself refuses deeper brackets; libcst's parser overflows its stack near 1,265.
@@ -19,7 +20,7 @@ MOST_TERMS = 1000
 MOST_LEVELS = 100
 
 #: The tokens that `check` counts: brackets, separators that end a chain, operators, links.
-_COUNTED = re.compile(
+_COUNTED = lazy_pattern(
     rf"(?:{STRING}|#[^\n]*|\\\n)|([(\[{{])|([)\]}}])|([,;]|\n)|(\.(?=\s*[^\W\d]))|"
     r"(\*\*|//|[-+*/%@|&^~<>=!]+|\b(?:and|or|not|if|lambda|await)\b)",
     re.DOTALL,
@@ -27,10 +28,10 @@ _COUNTED = re.compile(
 #: All opening brackets as one, all closing ones as one, and all other bytes.
 _BRACKETS = bytes.maketrans(b"[{]}", b"(())")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"()[]{}"))
-_DEEP_INDENT = re.compile(r"\n[ \t]{100}")
-_CHAIN = re.compile(r"(?:\.\w+(?:\([^()\n]*\))?){40}")
-_OPERATORS = re.compile(r"[-+*/%@|&^~<>.\[(]|\b(?:and|or|not|if|lambda)\b")
-_OPERATOR_LINES = re.compile(r"^[ \t]*(?:\.|[-+*/|&]|and\b|or\b)|(?:[-+*/|&\\.]|and|or)[ \t]*$", re.MULTILINE)
+_DEEP_INDENT = lazy_pattern(r"\n[ \t]{100}")
+_CHAIN = lazy_pattern(r"(?:\.\w+(?:\([^()\n]*\))?){40}")
+_OPERATORS = lazy_pattern(r"[-+*/%@|&^~<>.\[(]|\b(?:and|or|not|if|lambda)\b")
+_OPERATOR_LINES = lazy_pattern(r"^[ \t]*(?:\.|[-+*/|&]|and\b|or\b)|(?:[-+*/|&\\.]|and|or)[ \t]*$", re.MULTILINE)
 
 
 def check(source: Text) -> None:

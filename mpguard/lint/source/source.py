@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.source import incremental, parser_limits
 from mpguard.lint.source.incremental import Tree
 from mpguard.lint.source.libcst_internals import parse_module
@@ -25,13 +26,13 @@ from mpguard.lint.source.text import STRING, Text, Unparsable
 #: Brackets with nothing in them that counts are skipped like a string. Many of these, and what is between them, are one
 #: match; not all of them, because the engine keeps a state for each.
 _SKIPPED = rf"{STRING}|#[^\n]*|\\\n|[(\[{{][^()\[\]{{}}\"'#\\]*[)\]}}]"
-_SPLIT = re.compile(
+_SPLIT = lazy_pattern(
     rf"(?:{_SKIPPED})(?:[^()\[\]{{}}\"'#\\\n]+|\n(?=[\s#])|{_SKIPPED}){{,99}}|([()\[\]{{}}])|(\n)(?=[^\s#])", re.DOTALL
 )
-_METHOD = re.compile(r"(?:async[ \t]+)?def[ \t]+(\w+)")
-_CONTINUES = re.compile(r"(?:else|elif|except|finally)\b|[)\]}]")
-_DEFINES = re.compile(r"(?:@|(?:async[ \t]+)?def\b|class\b)")
-_NAMED = re.compile(r"^(?:async[ \t]+)?(def|class)[ \t]+(\w+)", re.MULTILINE)
+_METHOD = lazy_pattern(r"(?:async[ \t]+)?def[ \t]+(\w+)")
+_CONTINUES = lazy_pattern(r"(?:else|elif|except|finally)\b|[)\]}]")
+_DEFINES = lazy_pattern(r"(?:@|(?:async[ \t]+)?def\b|class\b)")
+_NAMED = lazy_pattern(r"^(?:async[ \t]+)?(def|class)[ \t]+(\w+)", re.MULTILINE)
 
 
 class MethodText(NamedTuple):

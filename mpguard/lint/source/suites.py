@@ -6,6 +6,7 @@ import dataclasses
 import re
 from typing import NamedTuple
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.source.text import STRING
 
 #: Shorter suites and statements are not cut: each piece that is parsed separately takes some 0.05 ms more.
@@ -13,9 +14,9 @@ LEAST = 400
 
 _GAP = r"(?:[ \t]*(?:#[^\n]*)?\n)*([ \t]*)"
 #: Brackets, and ends of lines with what follows them up to the next line that is neither blank nor a comment.
-_LINE_ENDS = re.compile(rf"(?:{STRING}|#[^\n]*|\\\n)|([()\[\]{{}}])|\n{_GAP}", re.DOTALL)
-_FIRST = re.compile(_GAP)
-_OPENS = re.compile(r"(?:async[ \t]+)?(?:def|class|if|elif|else|for|while|with|try|except|finally|case)\b")
+_LINE_ENDS = lazy_pattern(rf"(?:{STRING}|#[^\n]*|\\\n)|([()\[\]{{}}])|\n{_GAP}", re.DOTALL)
+_FIRST = lazy_pattern(_GAP)
+_OPENS = lazy_pattern(r"(?:async[ \t]+)?(?:def|class|if|elif|else|for|while|with|try|except|finally|case)\b")
 _HOLE = "_mpguard_hole_"
 
 

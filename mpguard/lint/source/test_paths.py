@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import re
 
+from mpguard.core.lazy_pattern import lazy_pattern
+
 #: Folders of tests, and of scripts that measure speed: the file's own, and two above. `benchmarks` is missing, which
 #: often has the training of models that are compared.
 _FOLDERS = frozenset({"test", "tests", "perf", "performance", "profiling"})
 #: Words in the names of scripts that measure the speed of a training step.
 _MEASURES = frozenset({"bench", "benchmark", "measure", "profile"})
 #: What makes a file with a name like `checkpoint_test.py`, which pytest collects, a test: a model's test may train it.
-_TESTS = re.compile(rb"^[ \t]*(?:import|from)[ \t]+(?:pytest|unittest|absl\.testing|torch\.testing)\b", re.M)
+_TESTS = lazy_pattern(rb"^[ \t]*(?:import|from)[ \t]+(?:pytest|unittest|absl\.testing|torch\.testing)\b", re.M)
 
-_TEST = re.compile(rb"^[ \t]*(?:async[ \t]+)?def[ \t]+test|\bTestCase\b", re.M)
+_TEST = lazy_pattern(rb"^[ \t]*(?:async[ \t]+)?def[ \t]+test|\bTestCase\b", re.M)
 
 
 def is_test(path: str, code: bytes = b"") -> bool:

@@ -10,6 +10,8 @@ import codecs
 import re
 from functools import cached_property
 
+from mpguard.core.lazy_pattern import lazy_pattern
+
 #: A byte of dense code takes 800 bytes of tree and facts. The largest known file written by hand has 1.1 MB (in
 #: PyTorch's tests).
 MOST_BYTES = 1_500_000
@@ -20,8 +22,8 @@ STRING = (
     r'|"(?:[^\\"\n]|\\.)*"|\'(?:[^\\\'\n]|\\.)*\''
 )
 
-_COOKIE = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
-_BLANK = re.compile(rb"^[ \t\f]*(?:#|$)")
+_COOKIE = lazy_pattern(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
+_BLANK = lazy_pattern(rb"^[ \t\f]*(?:#|$)")
 
 
 class Unparsable(Exception):

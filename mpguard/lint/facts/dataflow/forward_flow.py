@@ -12,12 +12,12 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible, equality
 from mpguard.lint.facts.syntax.records import BY_ORDER, Call, Record, Scope, Use
@@ -56,15 +56,15 @@ FRAMEWORK_STEPS = frozenset({"training_step", "compute_loss"})
 #: Prefixes of the full names of functions that only read a value.
 _READERS = ("numpy.", "logging.", "os.", "json.", *project_words.LOGGERS)
 #: Names of losses that take an output and a target; not of methods that compute the output themselves.
-_LOSS = re.compile(
+_LOSS = lazy_pattern(
     r"(?i)^(?!(?:compute|get|calc|calculate|training|forward|model)_)\w*(?:loss|loss_?fn|loss_?func(?:tion)?"
     r"|criterion|cross_entropy|cross_entropy_with_logits|kl_div)$"
 )
 #: Names of models, where nothing else shows that an object is one.
-_MODEL = re.compile(r"(?i)(?:^|_)(?:model|net|network)$")
-_MEASURES = re.compile(r"(?i)loss|criterion|metric|kl_div|cross_entropy")
-_COMPUTES = re.compile(r"^(?:encode|decode|forward|extract|get_\w+_features)(?:_|$)")
-_TARGETS = re.compile(
+_MODEL = lazy_pattern(r"(?i)(?:^|_)(?:model|net|network)$")
+_MEASURES = lazy_pattern(r"(?i)loss|criterion|metric|kl_div|cross_entropy")
+_COMPUTES = lazy_pattern(r"^(?:encode|decode|forward|extract|get_\w+_features)(?:_|$)")
+_TARGETS = lazy_pattern(
     r"^(?:tgt|gt|target|label)s?(?:_(?:masks?|box|boxes|bbox|labels?|classes))?$"
     r"|^(?!pred|output|logit|student)\w+_(?:targets?|labels?|true|gt)$"
 )

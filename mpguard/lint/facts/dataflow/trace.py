@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.events.event import Event, is_scaler, last_name
 from mpguard.lint.facts.syntax.nodes import dotted, is_super
 from mpguard.lint.facts.syntax.path_condition import (
@@ -47,30 +48,30 @@ _Operation = Literal[
 #: The events that are steps of a trace.
 _OPERATIONS: tuple[_Operation, ...] = get_args(_Operation)
 #: Flags that select the last micro-batch of gradient accumulation: `(i + 1) % n == 0`, `is_accumulating`, `update_now`.
-_ACCUMULATION = re.compile(
+_ACCUMULATION = lazy_pattern(
     r"(?i)%|accum|last_(?:opt_)?step|update_freq|sync_grad|should_(?:step|update)|do_(?:step|update)"
 )
 #: Flags that may choose between scaled and plain gradients: precision, backend, device, framework.
-_PRECISION = re.compile(
+_PRECISION = lazy_pattern(
     r"(?i)16|amp(?!l)|scal|half|precision|dtype|apex|deepspeed|\bds_|fsdp|accelerat(?!ion_steps|e_grad)|mixed|native"
     r"|cuda|device|tpu|xla|npu|cpu|gpu|hpu|fabric|backend|engine|#|call"
 )
 #: A name, or a dotted one, in the text of a flag.
-_NAME = re.compile(r"(?<![\w.])[A-Za-z_][\w.]*")
+_NAME = lazy_pattern(r"(?<![\w.])[A-Za-z_][\w.]*")
 #: Flags for an overflow or an invalid batch: the branch is exceptional.
-CHECKS = re.compile(r"(?i)finite|inf(?![a-z])|nan(?![a-z])|overflow|invalid")
+CHECKS = lazy_pattern(r"(?i)finite|inf(?![a-z])|nan(?![a-z])|overflow|invalid")
 #: Functions that take a scaler without stepping with it: `save_checkpoint(model, scaler)`.
-_DOES_NOT_STEP = re.compile(
+_DOES_NOT_STEP = lazy_pattern(
     r"(?i)save|load|checkpoint|ckpt|restore|resume|print|log|info|state|isinstance|hasattr|getattr|bool|^len$"
 )
 #: Functions of other modules that may measure gradients: `grad_norm`, `log_gradients`; none that clips in place.
-_READS_GRADIENTS = re.compile(r"(?i)^(?!.*(?:clip|zero)).*grad.*[a-z]$")
+_READS_GRADIENTS = lazy_pattern(r"(?i)^(?!.*(?:clip|zero)).*grad.*[a-z]$")
 #: Methods that may use the scaler of their object; one that only sets the learning rate, as `update_lr`, does not.
-_MAY_USE_OWN_SCALER = re.compile(
+_MAY_USE_OWN_SCALER = lazy_pattern(
     r"(?i)scal|clip|optim|backward|^(?!.*(?:(?:^|_)lrs?(?:_|$)|learning_?rate|sched)).*(?:step|update)"
 )
 #: Functions that take a value and do not compute with it, and those that return it.
-_ONLY_READS = re.compile(
+_ONLY_READS = lazy_pattern(
     r"(?i)print|log|info|debug|warn|write|format|postfix|description|scalar|metric|^(?:append|update|str|repr|isinstance)$"
 )
 _CONVERTS = frozenset({"float", "int", "round", "item", "min", "max", "abs", "log2"})
@@ -81,7 +82,7 @@ _SCALER_PACKAGES = ("torch.", "fairscale.")
 #: Operators that multiply or divide a tensor in place.
 _IN_PLACE = (cst.MultiplyAssign, cst.DivideAssign)
 #: Code that uses the scaler of an object: `manager.scaler.update()`.
-_USES_SCALER = re.compile(rb"(?i)\w\.\w*scaler\b")
+_USES_SCALER = lazy_pattern(rb"(?i)\w\.\w*scaler\b")
 #: Steps of one trace, and depth of calls.
 _MAX_STEPS = 3_000
 _MAX_DEPTH = 6

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.domain.regions import Region
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible, negated
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 #: Flags under which a dtype follows the launcher's policy.
-_POLICY = re.compile(r"mixed_precision|(?:bf|fp)16_enabled")
+_POLICY = lazy_pattern(r"mixed_precision|(?:bf|fp)16_enabled")
 #: The values of `mixed_precision`.
 MODES = frozenset({"no", "fp16", "bf16", "fp8"})
 #: The distributed types under which Accelerate enters no autocast: the engine has the dtypes.
@@ -39,10 +39,10 @@ _LAUNCHES = ("accelerate launch", "accelerate config", "accelerate.commands", "m
 #: The same in a program whose own option has the name of the last.
 _LAUNCHES_BESIDE_OPTION = (*_LAUNCHES[:-1], "accelerate_mixed_precision", "notebook_launcher", "compute_environment")
 #: An option of a program's own that has the name of that of accelerate's launcher.
-_OWN_OPTION = re.compile(r"add_argument\([^()]*[\"']--mixed[_-]precision[\"']")
+_OWN_OPTION = lazy_pattern(r"add_argument\([^()]*[\"']--mixed[_-]precision[\"']")
 #: Options of launch lines that are about an engine or sharding, or about those and accumulation.
-_ENGINE = re.compile(r"deepspeed|fsdp|megatron|parallelism_config|\btpu\b")
-_NOT_PLAIN = re.compile(rf"gradient_accumulation_steps|{_ENGINE.pattern}")
+_ENGINE = lazy_pattern(r"deepspeed|fsdp|megatron|parallelism_config|\btpu\b")
+_NOT_PLAIN = lazy_pattern(rf"gradient_accumulation_steps|{_ENGINE.pattern}")
 
 
 def follows_policy(guard: PathCondition) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import PathCondition
 from mpguard.policy.dtype import HALF_DTYPES
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 #: The dtype of the weights themselves, in which autocast casts none of them.
-_OF_WEIGHTS = re.compile(r"(?:\.weight|\bparameters\(\)\))\.dtype$")
+_OF_WEIGHTS = lazy_pattern(r"(?:\.weight|\bparameters\(\)\))\.dtype$")
 
 
 def keeps_no_casts(region: Region, facts: Facts) -> bool:

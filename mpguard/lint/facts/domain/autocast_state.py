@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from typing import TYPE_CHECKING, Literal
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.domain import accelerate_precision, lightning
 from mpguard.lint.facts.syntax.nodes import constant
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, All, PathCondition, compatible, negated
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MAX_DEPTH = 6
 _MAX_CALLERS = 12
 #: Words of code that may run a function under autocast.
-_MENTIONS_AUTOCAST = re.compile(
+_MENTIONS_AUTOCAST = lazy_pattern(
     r"(?i:autocast|\bamp\b|accelerat|deepspeed|lightning|fabric|mixed.?precision)|import [^\n]*Trainer|\(\w*Trainer\)"
 )
 

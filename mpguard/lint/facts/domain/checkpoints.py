@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.events.event import Event, is_optimizer, is_scaler, last_name
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible, equality
@@ -25,20 +26,20 @@ if TYPE_CHECKING:
 
 Role = Literal["model", "optimizer", "scaler", "other", ""]
 #: The last part of a path that the code writes.
-_FILE_NAME = re.compile(r"[\"'/]([\w-]+\.(?:pth?|ckpt|tar|bin|pkl))[\"']")
+_FILE_NAME = lazy_pattern(r"[\"'/]([\w-]+\.(?:pth?|ckpt|tar|bin|pkl))[\"']")
 #: Functions that return the wrapped model.
 _UNWRAPS = project_words.MODEL_UNWRAPPERS | {"unwrap_model"}
-_SCHEDULER = re.compile(r"sched|warmup")
-_MODEL = re.compile(
+_SCHEDULER = lazy_pattern(r"sched|warmup")
+_MODEL = lazy_pattern(
     r"model|net(?:work)?(?:_?[gd\d])?$|module|encoder|decoder|generator|discriminator|backbone|ema|critic|actor|policy|head"
 )
 #: Functions that read a checkpoint; not data, and not a factory (`load_optimizer(args.optimizer)`, `load_scheduler`).
-_LOADS = re.compile(r"(?i)^(?!.*(?:data|batch|sched|optim(?:izer)?s?$)).*(?:load|resume|restore)")
+_LOADS = lazy_pattern(r"(?i)^(?!.*(?:data|batch|sched|optim(?:izer)?s?$)).*(?:load|resume|restore)")
 #: Ends of the names of classes that hold a GradScaler.
 _WRAPPERS = ("GradScaler", "LossScaler", "NativeScaler", "ScalerWithGradNormCount", "AmpScaler", "AMPScaler")
-_WARM_START = re.compile(r"(?i)warm[-_ ]?start")
+_WARM_START = lazy_pattern(r"(?i)warm[-_ ]?start")
 #: Functions that write or read a checkpoint, or create its contents.
-_SAVES_OR_RESTORES = re.compile(r"(?i)save|checkpoint|ckpt|snapshot|store|dump|resume|state")
+_SAVES_OR_RESTORES = lazy_pattern(r"(?i)save|checkpoint|ckpt|snapshot|store|dump|resume|state")
 
 
 class Checkpoints:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.events.event import called
 from mpguard.lint.facts.syntax import imports
 from mpguard.lint.source.strip_comments import stripped
@@ -58,7 +59,7 @@ _ATTRIBUTES: dict[str, dict[tuple[str, str], _Version]] = {
 }
 
 #: Modules that put a port to other hardware in the place of a library, and a version that those ports do not follow.
-_PORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+(?:musa_patch|torch_musa|torch_npu|mindspeed)\b", re.M)
+_PORT = lazy_pattern(r"^[ \t]*(?:import|from)[ \t]+(?:musa_patch|torch_musa|torch_npu|mindspeed)\b", re.M)
 _NOT_PORTED: _Version = (2, 0)
 
 

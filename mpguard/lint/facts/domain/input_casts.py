@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.domain import accelerate_precision
 from mpguard.lint.facts.events import Event, EventKind
 from mpguard.lint.facts.syntax.nodes import dotted
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 #: Words of options that choose the precision of a program.
-_PRECISION = re.compile(r"(?i)half|fp_?(?:16|32)|float_?(?:16|32)|bf16|precision|dtype|(?<![a-z])amp(?![a-z])")
+_PRECISION = lazy_pattern(r"(?i)half|fp_?(?:16|32)|float_?(?:16|32)|bf16|precision|dtype|(?<![a-z])amp(?![a-z])")
 #: Names of values that models need in FP32: targets, coordinates, times.
-_NEEDS_FLOAT32 = re.compile(
+_NEEDS_FLOAT32 = lazy_pattern(
     r"(?i)target|label|box|gt(?:$|_)|loss|coord|pos(?:$|[e_i])|point|xyz|loc(?:$|[s_a])|depth|angle|time|sigma"
 )
 #: The frequencies of rotary embeddings, which checkpoints in FP16 were trained with: MPG108 is about them.
-FREQUENCIES = re.compile(r"(?:^|[._])inv(?:erse)?_freqs?$")
+FREQUENCIES = lazy_pattern(r"(?:^|[._])inv(?:erse)?_freqs?$")
 #: Functions whose values are at most 1; those that join tensors; methods that change only their shape or place.
 _WAVES = frozenset({"sin", "cos"})
 _JOINS = frozenset({"cat", "concat", "stack"})

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import re
 from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.events import Event, EventKind, is_optimizer
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.records import Call, Use
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 _STEPS: tuple[EventKind, ...] = ("step", "scaler_step")
 #: What the code of an optimizer with FP32 masters contains: `param_groups_fp32`, `master_params`, `p.clone().float()`;
 #: `p_data_fp32` of Rectified Adam lives for one step.
-_KEEPS_MASTERS = re.compile(r"(?i)master|(?<!data)_fp32\b|\bfp32_|clone\(\)\.float\(|\.float\(\)\.clone")
+_KEEPS_MASTERS = lazy_pattern(r"(?i)master|(?<!data)_fp32\b|\bfp32_|clone\(\)\.float\(|\.float\(\)\.clone")
 #: Names of arguments that may switch masters off.
-_CHOOSES = re.compile(r"(?i)fp32|float32|master|precision|dtype")
-_OPTIM = re.compile("(?i)optim").search
-_GRAD = re.compile(r"\.grad\b")
+_CHOOSES = lazy_pattern(r"(?i)fp32|float32|master|precision|dtype")
+_OPTIM = lazy_pattern("(?i)optim").search
+_GRAD = lazy_pattern(r"\.grad\b")
 
 
 def may_keep_masters(facts: Facts) -> bool:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import ast
 import itertools
-import re
 from collections.abc import Iterator
 
 from mpguard.core import tracked_fs
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.syntax import executed
 from mpguard.lint.facts.syntax.executed import DefinitionNode, FunctionNode
 from mpguard.lint.project import modules
@@ -24,7 +24,7 @@ _GROUPS = frozenset({"add_argument_group", "add_mutually_exclusive_group"})
 #: Methods of a parser that define no option.
 _DEFINES_NONE = frozenset({"print_help", "print_usage", "format_help", "error", "exit", "get_default"}) | _PARSES
 #: Code that may give a namespace attributes whose names are not in it.
-_ADDS = re.compile(
+_ADDS = lazy_pattern(
     r"\bsetattr\(\s*\w+\s*,\s*[^\s\"']|\bvars\(\w+\)\s*(?:\[|\.(?:update|setdefault))|\bnamespace\s*="
     r"|\.__dict__\s*(?:\[|=|\.(?:update|setdefault))|\bNamespace\b|\b__getattr__\b|\bexec\("
 )

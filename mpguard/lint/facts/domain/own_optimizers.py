@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.events.event import is_scaler
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, implies
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 #: Base classes of libraries whose own `step` applies nothing.
 _WITHOUT_STEP = frozenset({"torch.optim.Optimizer", "torch.optim.optimizer.Optimizer", "object"})
-_GRADIENT = re.compile(r"\.grad\b|[\"']grad[\"']")
-_IS_INSTANCE = re.compile(r"isinstance\(([\w.]+), ?([\w.]+)\)")
+_GRADIENT = lazy_pattern(r"\.grad\b|[\"']grad[\"']")
+_IS_INSTANCE = lazy_pattern(r"isinstance\(([\w.]+), ?([\w.]+)\)")
 
 
 def steps_through_scaler(step: Event, scaler: cst.CSTNode | None, facts: Facts) -> bool:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import libcst as cst
 
 from mpguard.core import tracked_fs
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.domain import namespaces
 from mpguard.lint.facts.syntax import executed
 from mpguard.lint.facts.syntax.executed import DefinitionNode, FunctionNode
@@ -46,7 +47,9 @@ _ALWAYS_BOUND = frozenset(dir(builtins)) | frozenset({
     "cmp", "execfile", "reload",
 })  # fmt: skip
 #: Magics that bind names.
-_BINDING_MAGIC = re.compile(r"%(?:run|store|pylab|load|macro|rerun|env)\b|%%(?:cython|capture|sql|bigquery|R|local)\b")
+_BINDING_MAGIC = lazy_pattern(
+    r"%(?:run|store|pylab|load|macro|rerun|env)\b|%%(?:cython|capture|sql|bigquery|R|local)\b"
+)
 #: Decorators that leave the signature as it is, and run the function.
 _SAME_SIGNATURE = frozenset({
     "staticmethod", "classmethod", "no_grad", "enable_grad", "inference_mode", "abstractmethod", "override", "record",
@@ -54,16 +57,16 @@ _SAME_SIGNATURE = frozenset({
 #: Bases of a class with no attributes that a program reads.
 _PLAIN_BASES = frozenset({"object", "ABC", "abc.ABC"})
 #: Bases of a class whose call does not run its `__init__` alone.
-_OTHER_CONSTRUCTORS = re.compile(r"Enum|Flag|[Tt]uple|TypedDict|Meta|\(")
+_OTHER_CONSTRUCTORS = lazy_pattern(r"Enum|Flag|[Tt]uple|TypedDict|Meta|\(")
 _DATACLASSES = frozenset({"dataclass", "dataclasses.dataclass"})
 #: Functions of torch that are given to FSDP with `functools.partial`, and their first parameters, which are required.
 _WRAP_POLICIES = frozenset({"size_based_auto_wrap_policy", "transformer_auto_wrap_policy"})
 _OF_WRAP_POLICIES = ("module", "recurse", "nonwrapped_numel")
-_LOADS = re.compile(r"(?i)load|config|cfg")
+_LOADS = lazy_pattern(r"(?i)load|config|cfg")
 _ENDS = frozenset({"sys.exit", "os._exit", "exit", "quit"})
 _EXITS = (ast.Return, ast.Raise, ast.Break, ast.Continue)
 #: Names of functions in which a program may train.
-_MAY_TRAIN = re.compile(
+_MAY_TRAIN = lazy_pattern(
     r"(?:^|_)(?:train|fit|run|step|backward|main|launch|spawn|learn|finetune|tune|optimi[sz]e|loop|epoch|start|eval"
     r"|evaluate|test|predict|generate|infer|process|work|worker|execute|solve|do)(?:_|$|[A-Z])"
     r"|training$|[a-z](?:Train|Step|Run|Fit|Epoch)"

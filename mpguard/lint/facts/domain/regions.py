@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Fixed, Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Call, Record, Scope, With
@@ -37,7 +38,7 @@ _DEFAULTS = {"cuda": Dtype.FP16, "cpu": Dtype.BF16}
 #: Regions of callers that are followed.
 _MAX_REGIONS = 32
 #: Names of unknown contexts and decorators that may disable autocast.
-_MAY_DISABLE = re.compile(r"(?i)autocast|amp(?!le)|precision|float|fp32|custom_fwd|custom_bwd")
+_MAY_DISABLE = lazy_pattern(r"(?i)autocast|amp(?!le)|precision|float|fp32|custom_fwd|custom_bwd")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

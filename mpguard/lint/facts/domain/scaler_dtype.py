@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible
 from mpguard.lint.facts.values.lattice import Object
 from mpguard.lint.source.strip_comments import stripped
@@ -16,17 +17,17 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.events.event import Event
     from mpguard.lint.facts.file import Facts
 
-_BF16 = re.compile(r"(?i)bf16|bfloat16")
+_BF16 = lazy_pattern(r"(?i)bf16|bfloat16")
 #: Code that may run the methods of a class under autocast, or scale with its scaler.
-_SCALES = re.compile(rb"(?i)autocast|\.\w*scaler\b")
+_SCALES = lazy_pattern(rb"(?i)autocast|\.\w*scaler\b")
 #: Words of code that computes in FP16 or FP8, or that runs in a framework which may. What does not count: imports, and
 #: autocasts that are off or in BF16.
-_LOWERS = re.compile(
+_LOWERS = lazy_pattern(
     r"(?i)autocast|half\b|HalfTensor|fp8|float8|(?<!b)(?:fp|float)16|MixedPrecision(?:Policy)?\(|custom_fwd|deepspeed"
     r"|\bapex\b|accelerat|lightning|fabric|megatron|colossal|HfArgumentParser"
 )
-_IMPORTS = re.compile(r"^[ \t]*(?:from[ \t]+(?:torch|contextlib)\S*[ \t]+)?import[ \t][^\n]*", re.M)
-_NEEDS_NO_SCALE = re.compile(r"autocast\([^()]*(?:\benabled=False|\btorch\.bfloat16)\b[^()]*\)")
+_IMPORTS = lazy_pattern(r"^[ \t]*(?:from[ \t]+(?:torch|contextlib)\S*[ \t]+)?import[ \t][^\n]*", re.M)
+_NEEDS_NO_SCALE = lazy_pattern(r"autocast\([^()]*(?:\benabled=False|\btorch\.bfloat16)\b[^()]*\)")
 #: The files of a program that are searched; of a larger one it is unknown.
 _MAX_FILES = 40
 

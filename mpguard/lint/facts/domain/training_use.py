@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.dataflow.forward_flow import FRAMEWORK_STEPS, UPCASTS, Reach, Sink
 from mpguard.lint.facts.domain import lightning
 from mpguard.lint.facts.domain.accelerate_precision import follows_policy
@@ -56,40 +57,40 @@ _OTHER_OPTIMIZER = ("peft_config", "optimizers", "optimizer_cls_and_kwargs")
 #: Methods of `HfArgumentParser`; flags of launchers and scripts that shard, add adapters or choose another optimizer.
 _PARSES = frozenset({"parse_args_into_dataclasses", "parse_args_and_config"})
 _OTHER_LAUNCH = frozenset({"config_file", "use_fsdp", "use_deepspeed"})
-_OTHER_FLAGS = re.compile(r"(?i)^--(?:deepspeed|fsdp|optim|load_in|use_)|lora|peft|quant|bits|\.(?:json|ya?ml)$")
+_OTHER_FLAGS = lazy_pattern(r"(?i)^--(?:deepspeed|fsdp|optim|load_in|use_)|lora|peft|quant|bits|\.(?:json|ya?ml)$")
 _SHARDING_ARGUMENTS = frozenset({"deepspeed", "fsdp", "fsdp_config"})
 #: What gives the tensors of a checkpoint.
 _LOADS = frozenset({"state_dict", "load", "load_file", "safe_open"})
 #: Names of checkpoints: they may come from anywhere.
-_CHECKPOINT = re.compile(r"(?i)state_?dict|ckpt|checkpoint|(?:^|_)sd$")
+_CHECKPOINT = lazy_pattern(r"(?i)state_?dict|ckpt|checkpoint|(?:^|_)sd$")
 #: Functions whose results are zeros and ones; names of losses and masks.
 _ZEROS_AND_ONES = frozenset({"one_hot", "eq", "ne", "gt", "lt", "ge", "le", "bool", "isnan", "isinf", "bernoulli"})
-_CRITERION = re.compile(r"(?i)(?:^|[._])(?:loss|loss_?fn|loss_?func(?:tion)?|criterion)$")
-_MASK = re.compile(r"(?i)mask")
+_CRITERION = lazy_pattern(r"(?i)(?:^|[._])(?:loss|loss_?fn|loss_?func(?:tion)?|criterion)$")
+_MASK = lazy_pattern(r"(?i)mask")
 #: Profiler markers: a script that contains one only measures.
-_PROFILES = re.compile(r"\b(?:emit_nvtx|pyprof|emit_itt)\b")
+_PROFILES = lazy_pattern(r"\b(?:emit_nvtx|pyprof|emit_itt)\b")
 #: Calls that stop in a debugger.
 _DEBUGS = ("set_trace", "breakpoint")
 #: Methods of Trainers that evaluate; words in the names of those that train.
 _EVALUATES = frozenset({"evaluate", "predict", "validate", "test", "evaluation_loop", "prediction_loop"})
-_MAY_TRAIN = re.compile(r"train|fit|search|tune|learn|^run|^start|^step")
+_MAY_TRAIN = lazy_pattern(r"train|fit|search|tune|learn|^run|^start|^step")
 #: What a helper may return that gives the dtype of any name.
 _ANY_DTYPE = frozenset({Dtype.FP32, Dtype.BF16, Dtype.FP16})
 #: Names of clocks; words for speed; functions that make noise; names of functions and classes that give data.
-_CLOCK = re.compile(r"(?:^|_)(?:time|time_ns|perf_counter|perf_counter_ns|monotonic|elapsed_time)$")
-_SPEED = re.compile(
+_CLOCK = lazy_pattern(r"(?:^|_)(?:time|time_ns|perf_counter|perf_counter_ns|monotonic|elapsed_time)$")
+_SPEED = lazy_pattern(
     r"(?i)\b(?:gflops|tflops|flops|throughput|benchmark|latency|max_memory_allocated)\b|_per_sec|per second|/ ?sec\b"
     r"|\btime per (?:iter|step)|\b(?:iter|iteration|step)s?\.?[ _]time\b"
 )
 #: What keeps a result of a training: its weights, its quality.
-_KEEPS = re.compile(r"(?i)save|dump|state_dict|push|eval|valid|test|accura|predict|generate|metric|infer|score")
+_KEEPS = lazy_pattern(r"(?i)save|dump|state_dict|push|eval|valid|test|accura|predict|generate|metric|infer|score")
 _NOISE = frozenset({"rand", "randn", "randint"})
-_DATA = re.compile(r"(?i)loader|dataset|batch(?:es)?$|^(?:next|iter|open|loadtxt|read_\w+|imread|memmap|sample)$")
+_DATA = lazy_pattern(r"(?i)loader|dataset|batch(?:es)?$|^(?:next|iter|open|loadtxt|read_\w+|imread|memmap|sample)$")
 #: Names of functions that save something; steps of a program that only measures memory.
-_SAVES = re.compile(r"^(?:torch_)?save(?!_for_backward)|(?<!load_)state_dict$")
+_SAVES = lazy_pattern(r"^(?:torch_)?save(?!_for_backward)|(?<!load_)state_dict$")
 _FEW = 10
 #: A list of numbers, of which a loss is no more than a number.
-_NUMBERS = re.compile(r"\[[\[\]\d.,\s-]*\]")
+_NUMBERS = lazy_pattern(r"\[[\[\]\d.,\s-]*\]")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.events import Event
 from mpguard.lint.facts.syntax.nodes import constant, dotted, is_super, text_of
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
 
 #: Names that may stand for a loss scaler or contain one. They do not prove that there is one, but its absence is no
 #: longer certain.
-_MAY_BE_SCALER = re.compile(
+_MAY_BE_SCALER = lazy_pattern(
     r"(?<![Uu]p)(?<!own)(?<![Rr]e)[Ss]caler|SCALER|(?i:scale_loss|loss_scale|grad_scale|lossscale|amp_handle)"
 )
 #: Numbers with such a name are weights of parts of a loss (`simple_loss_scale * simple_loss + ...`), or only read,
 #: unless a whole loss is multiplied by one.
-_NUMBER = re.compile(r"(?i)(?:loss|grad)_?scale$")
+_NUMBER = lazy_pattern(r"(?i)(?:loss|grad)_?scale$")
 #: Scalers of data, not of gradients.
-_DATA_SCALER = re.compile(
+_DATA_SCALER = lazy_pattern(
     r"(?i)(?:standard|min_?max|robust|max_?abs|data|feature|target|image|score|\b[xy])_?scaler|scaler_(?:mean|std|var)\b"
 )
 #: Methods of a scaler of data.
@@ -41,7 +42,7 @@ _SCALES_NOTHING = frozenset({
     "ShardedGradScaler", "val", "avg",  # the last two are of a meter that reads the scale
 })  # fmt: skip
 #: A product with a scale: `(loss * scale).backward()`, which MPG212 looks at.
-_SCALED_BY_HAND = re.compile(r"(?i)\*\s*[\w.]*scale|scale\w*(?:\(\))?\s*\*")
+_SCALED_BY_HAND = lazy_pattern(r"(?i)\*\s*[\w.]*scale|scale\w*(?:\(\))?\s*\*")
 #: Kinds of classes whose base class runs the training loop.
 _RUNS = frozenset({"framework", "trainer"})
 #: Expressions that test whether there is a scaler.
@@ -57,7 +58,7 @@ _TESTS = (
 #: What gives a scaler back to the caller, whose own uses count.
 _RETURNS = (cst.Return, cst.Element)
 #: Functions that a scaler is passed to and that do not train.
-_READS_SCALER = re.compile(
+_READS_SCALER = lazy_pattern(
     r"(?i)save|load|checkpoint|ckpt|restore|resume|print|log|info|raise|warn|scalar|isinstance|hasattr|bool"
 )
 

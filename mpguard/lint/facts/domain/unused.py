@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.project import references
 from mpguard.lint.source.strip_comments import stripped
 
@@ -27,23 +28,23 @@ _COMMON_BASES = frozenset({
     "torch.autograd.Function",
 })  # fmt: skip
 #: Code that may get a function of its own file by a name that comes from outside.
-_BY_NAME = re.compile(r"(?<![\w.])(?:(?:globals|locals|vars)\(\)|eval\()|sys\.modules")
-_REGISTERS = re.compile(r"@[\w.]*\bregister\w*\([^()\n]*\)\s")
+_BY_NAME = lazy_pattern(r"(?<![\w.])(?:(?:globals|locals|vars)\(\)|eval\()|sys\.modules")
+_REGISTERS = lazy_pattern(r"@[\w.]*\bregister\w*\([^()\n]*\)\s")
 #: A method in the text of a class.
-_METHOD = re.compile(
+_METHOD = lazy_pattern(
     r"^(?P<decorated>[ \t]+@[^\n]*\n)?(?P<indent>[ \t]+)(?:async[ \t]+)?def[ \t]+(?P<name>\w+)[ \t]*\(", re.M
 )
 #: Code that gets an attribute by a name that is not in the code.
-_GETS_ATTRIBUTE = re.compile(r"\bgetattr\([^,\n]*,\s*(?![\s\"'])|\b(?:methodcaller|attrgetter)\(")
-_MAIN = re.compile(r"if[ \t]*\(?__name__[ \t]*==")
-_RANDOM = re.compile(r"\btorch\.(?:rand|randn|randint|ones)\(")
+_GETS_ATTRIBUTE = lazy_pattern(r"\bgetattr\([^,\n]*,\s*(?![\s\"'])|\b(?:methodcaller|attrgetter)\(")
+_MAIN = lazy_pattern(r"if[ \t]*\(?__name__[ \t]*==")
+_RANDOM = lazy_pattern(r"\btorch\.(?:rand|randn|randint|ones)\(")
 #: Names of functions and objects that give data, or arguments.
-_LOADS = re.compile(r"(?i)loader|dataset|\bparse_args\b|\bopen\(|\bargparse\b")
-_NO_PARAMETERS = re.compile(r"\A(?:async[ \t]+)?def[ \t]+\w+[ \t]*\([ \t]*\)")
-_BASES = re.compile(r"\Aclass[ \t]+\w+[ \t]*\(\s*([^()]*?)\s*\)")
+_LOADS = lazy_pattern(r"(?i)loader|dataset|\bparse_args\b|\bopen\(|\bargparse\b")
+_NO_PARAMETERS = lazy_pattern(r"\A(?:async[ \t]+)?def[ \t]+\w+[ \t]*\([ \t]*\)")
+_BASES = lazy_pattern(r"\Aclass[ \t]+\w+[ \t]*\(\s*([^()]*?)\s*\)")
 #: A name, and not an attribute or a part of a dotted module: these do not refer to the file's own definitions.
-_NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")
-_HARMLESS = re.compile(r"torch\.(?:set_|device$|manual_seed$|cuda\.is_available$)")
+_NAME = lazy_pattern(r"(?<![\w.])[^\W\d]\w*")
+_HARMLESS = lazy_pattern(r"torch\.(?:set_|device$|manual_seed$|cuda\.is_available$)")
 
 
 def is_unused_module(facts: Facts) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Return
@@ -38,9 +39,9 @@ _RETURNS_ARGUMENT = frozenset({
     "DistributedDataParallel", "DDP", "extract_model_from_parallel", "iter", "sorted",
 })  # fmt: skip
 #: Names of models, as opposed to other objects that are prepared: optimizers, loaders, schedulers.
-_MODEL = re.compile(r"(?i)(?:^|[._])(?:\w*model|\w*net|transformer|policy|generator|encoder|decoder|dit)$")
+_MODEL = lazy_pattern(r"(?i)(?:^|[._])(?:\w*model|\w*net|transformer|policy|generator|encoder|decoder|dit)$")
 #: Names of flags under which one of several frameworks may run the training loop; not `torch.backends`.
-_FRAMEWORK_FLAG = re.compile(
+_FRAMEWORK_FLAG = lazy_pattern(
     r"(?i)accelerat|distributed_type|deepspeed|use_ds"
     r"|\b(?<!torch\.)(?:(?:train|dist|parallel|use)\w*_)?(?:backend|strategy)"
 )

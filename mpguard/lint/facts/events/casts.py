@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.events.event import Event, aliases, called, finds, last_name
 from mpguard.lint.facts.syntax.nodes import constant
 from mpguard.lint.facts.syntax.path_condition import ALWAYS
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Methods that cast, and their dtypes.
 #: A module that a Trainer may train, but other code as well.
-_LIGHTNING = re.compile(r"(?:^|\.)LightningModule$")
+_LIGHTNING = lazy_pattern(r"(?:^|\.)LightningModule$")
 _CASTS = {"half": Dtype.FP16, "bfloat16": Dtype.BF16}
 #: Methods that are called on their class: `torch.Tensor.half(x)`.
 _UNBOUND = frozenset(f"torch.{owner}.{name}" for owner in ("Tensor", "nn.Module") for name in _CASTS)

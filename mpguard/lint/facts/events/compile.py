@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.domain.mentions import iterated
 from mpguard.lint.facts.events.event import Event, aliases, called, finds
 from mpguard.lint.facts.syntax.nodes import constant, dotted
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 #: Functions that may compile, by words in their names: `maybe_compile(model)`.
-_COMPILES = re.compile("|".join(("compile", *project_words.COMPILING_FUNCTIONS)))
+_COMPILES = lazy_pattern("|".join(("compile", *project_words.COMPILING_FUNCTIONS)))
 #: Of these, functions that take a compiled model apart, or ask for one.
-_UNWRAPS = re.compile(r"(?i)^_*(?:un|is_|has_|was_|strip_|remove_)")
+_UNWRAPS = lazy_pattern(r"(?i)^_*(?:un|is_|has_|was_|strip_|remove_)")
 #: The step of an optimizer: its compilation leaves the model as it is.
-_OPTIMIZER_STEP = re.compile(r"(?i)(?:^|[._])opt(?:im|imizer)?s?\.step$")
+_OPTIMIZER_STEP = lazy_pattern(r"(?i)(?:^|[._])opt(?:im|imizer)?s?\.step$")
 #: Names of arguments about an optimizer: `compile_optimizer=args.compile`.
-_OF_OPTIMIZER = re.compile(r"(?i)optim|(?:^|_)opt(?:_|$)")
+_OF_OPTIMIZER = lazy_pattern(r"(?i)optim|(?:^|_)opt(?:_|$)")
 #: Functions that a flag is passed to and that do not compile.
-_ONLY_READS = re.compile(r"(?i)print|log|info|warn|str$|bool$|^int$|^get(?:env)?$|add_argument|write")
+_ONLY_READS = lazy_pattern(r"(?i)print|log|info|warn|str$|bool$|^int$|^get(?:env)?$|add_argument|write")
 _COMPILE_OPTIONS = frozenset(
     {"dynamo_backend", "dynamo_plugin", "torch_compile", "torch_compile_backend", "torch_compile_mode"}
 )

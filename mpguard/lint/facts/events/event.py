@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import PathCondition
 from mpguard.lint.facts.syntax.records import Call, Record, Scope
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.domain.regions import Region
     from mpguard.lint.facts.file import Facts
 
-_OPTIMIZER = re.compile(r"optim(?!.*sched)|^opt(?:_|$)|_opt$")
+_OPTIMIZER = lazy_pattern(r"optim(?!.*sched)|^opt(?:_|$)|_opt$")
 
 
 #: The kinds of events. A test compares them with the registered `FINDERS`.
@@ -112,7 +112,7 @@ class Event:
 
 
 #: In the name of a parameter that takes a class.
-_CLASS = re.compile(r"cls|class|kind|type|factory|constructor")
+_CLASS = lazy_pattern(r"cls|class|kind|type|factory|constructor")
 
 Finder = Callable[["Facts"], Iterator[Event]]
 FINDERS: dict[EventKind, Finder] = {}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import itertools
-import re
 from collections.abc import Iterator, Sequence
+
+from mpguard.core.lazy_pattern import lazy_pattern
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 DefinitionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 #: Context managers that may suppress an error.
-_SUPPRESSES = re.compile(r"(?i)suppress|raises|ignor|catch|handle|except|assert")
+_SUPPRESSES = lazy_pattern(r"(?i)suppress|raises|ignor|catch|handle|except|assert")
 _WITHS = (ast.With, ast.AsyncWith)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _BRANCHES = (ast.If, *_LOOPS, ast.Match)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.core import tracked_fs
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.core.tracked_fs import cached_per_run
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import Flag, Not, PathCondition
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.syntax.records import Binding, Record, Use
 
 #: A condition on the version of torch, or on the presence of an attribute.
-_VERSION_CHECK = re.compile(
+_VERSION_CHECK = lazy_pattern(
     r"(?i)version|hasattr|torch_?\w*\d|is_torch_\w*than|torch_(?:ge|gt|min)(?:_|\b)|has_\w*(?:amp|autocast|scaler)"
 )
 #: A branch for torch 1.x and newer is not a fallback: it is the one that runs today.
-_TORCH_1 = re.compile(r">=?\D*1\.\d")
+_TORCH_1 = lazy_pattern(r">=?\D*1\.\d")
 
 
 def imports(facts: Facts) -> Iterator[Binding]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.syntax.conditions import Conditions, subject
 from mpguard.lint.facts.syntax.nodes import assigned, children, constant, dotted, ends_process
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, Flag, PathCondition, membership, negated
@@ -474,7 +475,7 @@ class Indexer:
         self.loops = before
 
 
-_HEADER = re.compile(r"^(async[ \t]+def|def|class)[ \t]+(\w+)[ \t]*(?:\(([^()]*)\))?", re.MULTILINE)
+_HEADER = lazy_pattern(r"^(async[ \t]+def|def|class)[ \t]+(\w+)[ \t]*(?:\(([^()]*)\))?", re.MULTILINE)
 _COMPREHENSIONS = frozenset({cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp})
 _EXITS = frozenset({cst.Raise, cst.Continue, cst.Break})
 _LEAVES = frozenset({cst.SimpleString, cst.Integer, cst.Float, cst.Imaginary, cst.Ellipsis})

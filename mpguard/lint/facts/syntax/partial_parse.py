@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ahocorasick_rs import AhoCorasick, Implementation
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.source.source import Chunk
 from mpguard.lint.source.strip_comments import stripped
 
@@ -22,25 +23,25 @@ _WORDS = (
 )  # fmt: skip
 #: And with one of these, if a pattern matches from four characters before the word to the one after it.
 _IN_CONTEXT = {
-    "optim": re.compile(r"optim\W?\Z"),
-    "half": re.compile(r"\bhalf\W?\Z"),
-    "amp": re.compile(r"\bamp\W?\Z"),
-    "compile": re.compile(r"(?<!\bre\.)compile.?\Z"),
-    "te.": re.compile(r"\bte\..?\Z"),
+    "optim": lazy_pattern(r"optim\W?\Z"),
+    "half": lazy_pattern(r"\bhalf\W?\Z"),
+    "amp": lazy_pattern(r"\bamp\W?\Z"),
+    "compile": lazy_pattern(r"(?<!\bre\.)compile.?\Z"),
+    "te.": lazy_pattern(r"\bte\..?\Z"),
 }
 _CONTEXTS = tuple(_IN_CONTEXT.values())
 #: Layers in any dtype: this, and on the same line the last word.
-_LAYER = re.compile(r"(?:Linear|Embedding|Conv[123]d)\(")
+_LAYER = lazy_pattern(r"(?:Linear|Embedding|Conv[123]d)\(")
 _SEARCH = AhoCorasick([*_WORDS, *_IN_CONTEXT, "dtype="], implementation=Implementation.DFA)
 #: Methods without a relevant word that the facts need nevertheless: those that set an attribute, or may be context
 #: managers.
-_SETS_STATE = re.compile(r"(?:self|cls)\.[\w.]+[^\n=()]*(?<![<>!])=(?!=)|(yield\b|global\b|as[ \t]+self\.)")
-_INSIDE_EXPRESSION = re.compile(r"[=(#]")
+_SETS_STATE = lazy_pattern(r"(?:self|cls)\.[\w.]+[^\n=()]*(?<![<>!])=(?!=)|(yield\b|global\b|as[ \t]+self\.)")
+_INSIDE_EXPRESSION = lazy_pattern(r"[=(#]")
 #: Methods that are called without being named.
 _IMPLICIT_CALLS = frozenset({"__init__", "__call__", "forward"})
-_ATTRIBUTE = re.compile(r"\.[ \t]*(\w+)")
-_NAME = re.compile(r"[^\W\d]\w*")
-_RENAMED = re.compile(r"\bas[ \t]+(\w+)")
+_ATTRIBUTE = lazy_pattern(r"\.[ \t]*(\w+)")
+_NAME = lazy_pattern(r"[^\W\d]\w*")
+_RENAMED = lazy_pattern(r"\bas[ \t]+(\w+)")
 
 
 def chunks_by_name(chunks: tuple[Chunk, ...]) -> dict[str, list[Chunk]]:

@@ -7,8 +7,7 @@ here; words of single projects are in `project_words.py`.
 
 from __future__ import annotations
 
-import re
-
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.values import project_words
 from mpguard.lint.facts.values.dtypes import AnyDtype, OtherDtype
 from mpguard.policy.dtype import Dtype
@@ -62,7 +61,7 @@ FP8_RECIPES = {
 }  # fmt: skip
 #: What accelerate accepts among its `kwargs_handlers` for FP8.
 FP8_HANDLERS = frozenset({"AORecipeKwargs", "TERecipeKwargs", "FP8RecipeKwargs"})
-CAPITAL = re.compile(r"[A-Z]")
+CAPITAL = lazy_pattern(r"[A-Z]")
 
 #: Optimizers by their last name, wherever they are imported from.
 OPTIMIZERS = project_words.OPTIMIZERS | {
@@ -73,8 +72,8 @@ OPTIMIZERS = project_words.OPTIMIZERS | {
     "DeepSpeedCPUAdam",
 }  # fmt: skip
 #: Functions of a user's project that create an optimizer, by their name.
-MAKES_OPTIMIZER = re.compile(r"(?:create|build|get|make|configure|init)\w*_optim(?:izer)?s?$")
-MAKES_MODEL = re.compile(
+MAKES_OPTIMIZER = lazy_pattern(r"(?:create|build|get|make|configure|init)\w*_optim(?:izer)?s?$")
+MAKES_MODEL = lazy_pattern(
     r"(?:create|build|get|make|load|init|initialize)\w*_(?:model|network|net|transformer|unet|gpt|llm)$"
 )
 #: Wrappers whose result is still a model, by their last name.
@@ -86,20 +85,20 @@ FRAMEWORK_RECEIVERS = frozenset({"optimizer", "engine", "accelerator", "fabric"}
 #: Kinds of objects whose methods run a backward pass.
 RUNS_BACKWARD = frozenset({"accelerator", "engine", "fabric"})
 #: Names of adapters (of peft and similar libraries), which train their own weights.
-ADAPTER_NAMES = re.compile(r"(?i)lora|peft|adapter")
+ADAPTER_NAMES = lazy_pattern(r"(?i)lora|peft|adapter")
 #: peft's function that adds adapters to a model and returns the model.
 ADDS_ADAPTERS = "get_peft_model"
 #: Checkpoints that were pretrained in BF16, and whose activations overflow in FP16: T5 v1.1 and what is derived from
 #: it, the larger ones of T5 (transformers issues 9295, 10830, 11461, 23918), and Gemma 3 (36822, 39972). Names in the
 #: Hub.
-OVERFLOWS_FP16 = re.compile(
+OVERFLOWS_FP16 = lazy_pattern(
     r"(?:google/|google-t5/)?(?:t5-(?:large|3b|11b|v1_1-\w+)|u?mt5-\w+|byt5-\w+|flan-t5-\w+|(?:flan-)?ul2)"
     r"|bigscience/(?:T0(?:_3B|pp|p)?|mt0-[\w-]+)|google/gemma-3-[\w-]+"
 )
 #: The settings of TRL's trainers, which derive from transformers' `TrainingArguments`.
 TRL_CONFIGS = frozenset({"SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig"})
 #: Optimizers of a Trainer of transformers (`optim=`) that update the weights directly.
-TRAINER_PLAIN_OPTIMIZERS = re.compile(
+TRAINER_PLAIN_OPTIMIZERS = lazy_pattern(
     r"(?:paged_)?(?:adamw|lion|sgd|rmsprop|adagrad)(?:_torch|_hf|_fused|_bnb|_8bit|_32bit)*$"
 )
 WRAPPERS = PARALLEL | project_words.MODEL_WRAPPERS | {"DataParallel", "convert_sync_batchnorm", "weight_norm"}
@@ -108,11 +107,11 @@ MODEL_ROOTS = ("torch.nn.", "torchvision.models.", "transformer_engine.pytorch."
 MODEL_FACTORIES = project_words.MODEL_FACTORIES | {"torch.hub.load"}
 LOADERS = frozenset({"from_pretrained", "from_config", "from_single_file", "load_from_checkpoint", "_from_config"})
 #: Model classes of transformers that are built from a config.
-TASK_MODELS = re.compile(
+TASK_MODELS = lazy_pattern(
     r"(?:For(?:CausalLM|ConditionalGeneration|MaskedLM|PreTraining|QuestionAnswering|\w+Classification)|HeadsModel|HeadModel)$"
 )
 #: Classes with `from_pretrained` that have no weights.
-WEIGHTLESS = re.compile(r"Tokenizer|Processor|Extractor|Scheduler|Config|Collator|Dataset")
+WEIGHTLESS = lazy_pattern(r"Tokenizer|Processor|Extractor|Scheduler|Config|Collator|Dataset")
 #: Libraries whose API the facts define by name; they are never resolved in the linted tree, even if it has a folder of
 #: the same name.
 LIBRARIES = frozenset({
@@ -121,7 +120,7 @@ LIBRARIES = frozenset({
     "functools", "copy",
 })  # fmt: skip
 #: Functions that write a file: `torch.save`, `save_checkpoint`.
-SAVES = re.compile(r"(?:^|_)save(?:_|d?$)|^save[A-Z]")
+SAVES = lazy_pattern(r"(?:^|_)save(?:_|d?$)|^save[A-Z]")
 TENSOR_MAKERS = frozenset({
     "tensor", "randn", "rand", "zeros", "ones", "full", "empty", "arange", "linspace", "randint", "from_numpy",
     "as_tensor", "stack",
@@ -151,7 +150,7 @@ _INFERS = frozenset({
 #: Those of them that also run steps, to test or to measure.
 _MEASURES = frozenset({"test", "benchmark", "bench", "profile", "profiler"})
 _TRAINS = frozenset({"train", "training", "trainer", "fit", "finetune", "pretrain", "optimize", "learn"})
-_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_WORDS = lazy_pattern(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
 #: FSDP's wrappers and policies.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import Flag, Not, PathCondition, holds
 from mpguard.lint.facts.syntax.records import Call, Record, Scope
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
 
 #: Names of options that select the compute dtype of a run.
-_DTYPE = re.compile(
+_DTYPE = lazy_pattern(
     r"(?i)(?:(?:amp|autocast|compute|mixed|mp|train|training|torch|model)_?)?(?:dtype|precision|mixed_precision)$"
 )
 #: A flag about precision: a branch under it may be the one for the other dtype.
-_PRECISION_FLAG = re.compile(r"(?i)dtype|fp16|float16|half|precision|bf16|bfloat16")
+_PRECISION_FLAG = lazy_pattern(r"(?i)dtype|fp16|float16|half|precision|bf16|bfloat16")
 _ADD_OPTION = ("add_argument", "option", "add_option")
 
 

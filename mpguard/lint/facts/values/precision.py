@@ -9,11 +9,11 @@ cannot be derived has dtype None, and no rule reports it.
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import TYPE_CHECKING, Literal
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.domain import autocast_ops as ops
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, negated
@@ -41,8 +41,8 @@ _MAX_PER_REQUEST = 600
 _MAX_PER_FILE = 100_000
 _MAX_DEPTH = 60
 _MAX_ALTERNATIVES = 12
-_DEVICE = re.compile(r"(?i)device|cuda|gpu|rank|cpu")
-_TENSOR = re.compile(r"(?i)tensor|param|weight|module")
+_DEVICE = lazy_pattern(r"(?i)device|cuda|gpu|rank|cpu")
+_TENSOR = lazy_pattern(r"(?i)tensor|param|weight|module")
 _CONSTANTS = frozenset({"math.pi", "math.e", "numpy.pi", "math.tau"})
 _BUILTIN_NUMBERS = frozenset({"len", "int", "float", "round", "range", "bool", "ord", "hash", "id"})
 

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import Bad, Binding, Diagnostic, Facts, Good, Rule, any_of, imports
 
-_AMP = re.compile(r"apex\.(?:amp|fp16_utils)(?:\.|$)|apex\.(?:contrib\.)?optimizers\.(?:\w+\.)?FP16_Optimizer$")
+_AMP = lazy_pattern(r"apex\.(?:amp|fp16_utils)(?:\.|$)|apex\.(?:contrib\.)?optimizers\.(?:\w+\.)?FP16_Optimizer$")
 
 
 class ApexAmp(Rule):

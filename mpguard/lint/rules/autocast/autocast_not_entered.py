@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     HALF_DTYPES,
     Bad,
@@ -22,7 +23,7 @@ from mpguard.lint import (
 )
 
 #: Contexts in which a call is a probe for an error or a warning.
-_PROBES = re.compile(r"(?i)raises|warns|warnings|subtest|suppress")
+_PROBES = lazy_pattern(r"(?i)raises|warns|warnings|subtest|suppress")
 #: Kinds of contexts that are entered; a function with `autocast` in its name may choose one, or be one by `yield`.
 _CONTEXTS = frozenset({"autocast", "accelerator_autocast", "fp8_autocast", "nullcontext", "context"})
 
@@ -58,7 +59,7 @@ class AutocastNotEntered(Rule):
     help = "enter it: `with torch.autocast(...):`, or decorate a function with it"
     triggers = (any_of(b"autocast(", b"autocast as"),)
     # A line with an autocast (or an alias of one) that is no `with`, `def` or decorator, or that has an `and`.
-    pattern = re.compile(
+    pattern = lazy_pattern(
         rb"^(?![ \t]*(?:async[ \t]+)?(?:with|def)\b[^:\n]*(?::[ \t]*)?$)[^\n@]*autocast[ (]"
         rb"|autocast\([^\n]*\)[ \t]+and\b",
         re.M,

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Call,
@@ -28,7 +28,7 @@ _PATHS = frozenset({
     "torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "torch.nn.parallel.data_parallel.DataParallel",
 })  # fmt: skip
 #: Accelerators for which a script is changed, so that little of it is for CUDA, and their packages.
-_OTHER_DEVICES = re.compile(
+_OTHER_DEVICES = lazy_pattern(
     r"[\"'](?:hpu|npu|mlu)(?::\d+)?[\"']|\b(?:habana_frameworks|torch_npu|torch_mlu|torch_xla)\b"
 )
 

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Call,
@@ -34,7 +34,7 @@ _AFTER = frozenset({
 #: Calls that compute nothing in another dtype.
 _SUMS = frozenset({"sum", "mean", "keys", "values", "items", "get", "item", "len", "zip", "range"})
 #: Names of helpers in other modules that are searched for a backward pass. Limited by name: each costs a file to read.
-_HELPER = re.compile(r"(?i)backward|scaler$")
+_HELPER = lazy_pattern(r"(?i)backward|scaler$")
 #: A function with more callers than these is not checked: the work grows with each caller.
 _CALLERS = 8
 

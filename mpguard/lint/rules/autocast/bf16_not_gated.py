@@ -1,16 +1,16 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import Bad, Diagnostic, Dtype, Event, Facts, Good, Rule, any_of
 
 #: Code that checks the hardware, or names that refer to such a check.
-_GATES = re.compile(
+_GATES = lazy_pattern(
     r"(?i)bf16_?(?:is_)?(?:supported|available|ok|ready)|(?:is|has|supports?|can)_\w*(?:bf16|bfloat16)|capability|"
     r"get_device_properties|is_torch_bf16|sm_\d\d|ampere|compute_cap"
 )
-_CHOICE = re.compile(r"(?i)bf16|bfloat16|dtype|precision")
+_CHOICE = lazy_pattern(r"(?i)bf16|bfloat16|dtype|precision")
 
 
 class Bf16NotGated(Rule):

@@ -1,16 +1,16 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import Bad, Call, Constant, Diagnostic, Event, Facts, Good, Note, Rule, any_of, dotted
 
 #: Words of code that may use a GPU: such code is not for the CPU alone.
-_GPU = re.compile(r"(?i)cuda|gpu|xpu|npu|mps|hpu|device_map|accelerat|deepspeed|fabric|trainer|rank|parallel")
+_GPU = lazy_pattern(r"(?i)cuda|gpu|xpu|npu|mps|hpu|device_map|accelerat|deepspeed|fabric|trainer|rank|parallel")
 #: Lines with an autocast, a scaler or an import are ignored: they name a device too.
-_AMP = re.compile(r"autocast|GradScaler|import")
+_AMP = lazy_pattern(r"autocast|GradScaler|import")
 
 
 class CpuAutocastFloat16(Rule):

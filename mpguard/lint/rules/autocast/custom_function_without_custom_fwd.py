@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Call,
@@ -29,7 +29,7 @@ from mpguard.lint import (
 _FUNCTIONS = frozenset({"torch.autograd.Function", "torch.autograd.function.Function"})
 #: Calls that set the dtypes explicitly.
 _SETS_DTYPE = frozenset({"to", "float", "half", "bfloat16", "type", "type_as", "autocast", "is_autocast_enabled"})
-_AMP = re.compile(r"amp|custom_|autocast|cast|dynamo|once_differentiable")
+_AMP = lazy_pattern(r"amp|custom_|autocast|cast|dynamo|once_differentiable")
 
 
 class CustomFunctionWithoutCustomFwd(Rule):

@@ -3,9 +3,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import Bad, Call, Diagnostic, Dtype, Facts, Good, Object, Rule, any_of
 
-_WITH_WEIGHTS = re.compile(r"^(?:Conv\w*\dd|Linear|LayerNorm|BatchNorm\dd|LSTM|GRU)$")
+_WITH_WEIGHTS = lazy_pattern(r"^(?:Conv\w*\dd|Linear|LayerNorm|BatchNorm\dd|LSTM|GRU)$")
 #: Methods with which a layer may give its input the dtype of its weights.
 _CASTS = frozenset({"to", "type", "type_as", "half", "bfloat16", "float"})
 

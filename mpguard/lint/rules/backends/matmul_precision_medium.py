@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import Bad, Diagnostic, Facts, Good, Rule, any_of, backends, unused
 
 #: Code that lowers its precision explicitly does not rely on FP32.
-_EXPLICIT = re.compile(r"(?i)autocast|bf16|bfloat16|fp16|float16|mixed")
+_EXPLICIT = lazy_pattern(r"(?i)autocast|bf16|bfloat16|fp16|float16|mixed")
 
 
 class MatmulPrecisionMedium(Rule):

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import Bad, Diagnostic, Facts, Good, Rule, any_of, backends
 
 #: Code that sets the precision of matrix products elsewhere, or makes FP32 products rare.
-_SETS_PRECISION = re.compile(
+_SETS_PRECISION = lazy_pattern(
     r"(?i)autocast|float16|\bhalf\b|\.half\(|fp16|bf16|\bamp\b|tf32|fp32_precision|matmul_precision|accelerat|deepspeed"
     r"|trainer|lightning|fabric|precision"
 )

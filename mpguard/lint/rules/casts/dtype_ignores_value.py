@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     HALF_DTYPES,
     Bad,
@@ -21,7 +21,7 @@ from mpguard.lint import (
 )
 
 #: Names of options that select the precision of a run.
-_OPTION = re.compile(r"(?:\w+_)?(?:mixed_precision|precision|dtype)")
+_OPTION = lazy_pattern(r"(?:\w+_)?(?:mixed_precision|precision|dtype)")
 _VALUES = ("fp16", "bf16", "float16", "bfloat16", "half")
 _COMPARED = [f"== {quote}{value}{quote}".encode() for value in _VALUES for quote in "\"'"]
 

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     NAMES_HALF,
     Bad,
@@ -49,7 +49,7 @@ class DtypeMapLacksChoice(Rule):
     triggers = (any_of(b"float16", *NAMES_HALF),)
     triggers_nearby = (any_of(b"choices"), any_of(b"add_argument"))
     # Each alternative begins with a literal: the search is four times as fast.
-    pattern = re.compile(
+    pattern = lazy_pattern(
         rb"\"\s*:\s*(?:\w+\.)?%(low)s|'\s*:\s*(?:\w+\.)?%(low)s|dict\([^)]*=\s*\w+\.%(low)s"
         % {b"low": rb"(?:b?float16|half)\b"}
     )

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     CASTS_LOW_PRECISION,
     HALF_DTYPES,
@@ -26,18 +27,18 @@ from mpguard.lint import (
 )
 
 #: Names of classes that keep an average of a model.
-_CLASS = re.compile(r"EMA|Ema|MovingAverage")
-_EMA = re.compile(r"(?i)(?:^|_)(?:m?ema|averaged?|shadow)(?:_|$)|(?:model|params?|weights?|net|unet)ema$")
+_CLASS = lazy_pattern(r"EMA|Ema|MovingAverage")
+_EMA = lazy_pattern(r"(?i)(?:^|_)(?:m?ema|averaged?|shadow)(?:_|$)|(?:model|params?|weights?|net|unet)ema$")
 #: Classes that keep an average of the model that is passed to them.
 _CLASSES = frozenset(
     {"AveragedModel", "ExponentialMovingAverage", "EMAModel", "ModelEma", "ModelEmaV2", "ModelEMA", "EMA"}
 )
 #: Code that trains parts of a model again after it was frozen.
-_THAWS = re.compile(r"requires_grad_\(\s*(?:True\s*)?\)|requires_grad\s*=\s*True")
+_THAWS = lazy_pattern(r"requires_grad_\(\s*(?:True\s*)?\)|requires_grad\s*=\s*True")
 _UPDATES = frozenset({"lerp_", "mul_", "lerp", "update", "update_parameters", "step_ema", "ema_update", "update_ema"})
 #: Functions that move an average towards the model, and those that only read one.
-_AVERAGES = re.compile(r"(?i)ema(?![a-z])|averag|accumulate")
-_ONLY_READS = re.compile(r"(?i)save|load|eval|valid|test|sample|log|print|export|grad|freeze|copy|parallel")
+_AVERAGES = lazy_pattern(r"(?i)ema(?![a-z])|averag|accumulate")
+_ONLY_READS = lazy_pattern(r"(?i)save|load|eval|valid|test|sample|log|print|export|grad|freeze|copy|parallel")
 
 
 class EmaInHalf(Rule):

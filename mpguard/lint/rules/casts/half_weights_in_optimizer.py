@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     NAMES_HALF,
     Bad,
@@ -54,7 +54,7 @@ class HalfWeightsInOptimizer(Rule):
         any_of(b"from_pretrained(", b"from_config(", b"from_single_file("),
         any_of(b"dtype"),
     )
-    pattern = re.compile(rb"float16|half(?<!\whalf)|fp16")  # not `rotate_half`
+    pattern = lazy_pattern(rb"float16|half(?<!\whalf)|fp16")  # not `rotate_half`
     triggers_nearby = (any_of(b"optim", b"Trainer("), any_of(b".step(", b".train("))
     yields_to = ("MPG507", "MPG862", "MPG863", "MPG864")
     examples = (

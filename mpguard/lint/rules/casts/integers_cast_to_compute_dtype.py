@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     CASTS_LOW_PRECISION,
     HALF_DTYPES,
@@ -25,9 +25,9 @@ from mpguard.lint import (
 #: Names that hold only ids by the conventions of Hugging Face.
 _IDS = frozenset({"input_ids", "decoder_input_ids", "token_ids", "label_ids", "token_type_ids", "output_ids"})
 #: Words of speech models, whose `input_ids` may be frames of a spectrogram.
-_FRAMES = re.compile(r"(?i)whisper|spectrogram|log_?mel")
-_BATCH = re.compile(r"(?i)(?:^|_|\.)(?:batch|inputs?|model_inputs|examples?|samples?|encod(?:ing|ed)s?|features)$")
-_FLOATING = re.compile(r"is_floating|float|dtype|isinstance|pixel|not in|!=")
+_FRAMES = lazy_pattern(r"(?i)whisper|spectrogram|log_?mel")
+_BATCH = lazy_pattern(r"(?i)(?:^|_|\.)(?:batch|inputs?|model_inputs|examples?|samples?|encod(?:ing|ed)s?|features)$")
+_FLOATING = lazy_pattern(r"is_floating|float|dtype|isinstance|pixel|not in|!=")
 
 
 class IntegersCastToComputeDtype(Rule):

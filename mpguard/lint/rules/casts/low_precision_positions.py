@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     CASTS_LOW_PRECISION,
     HALF_DTYPES,
@@ -31,7 +31,7 @@ from mpguard.lint import (
 
 _INTEGERS = {OtherDtype.INT64, OtherDtype.INT32}
 #: Names for numbers that are seldom above 256: of examples in a batch, heads, layers, levels, the sides of windows.
-_SMALL = re.compile(
+_SMALL = lazy_pattern(
     r"(?i)(?:^|[._])(?:batch_?size|bsz|bs|num_?examples|ws|(?:num_?|n_?)(?:attention_)?(?:heads?|layers?|levels?|experts?)"
     r"|(?:kernel|window)_?size)$"
 )
@@ -39,7 +39,7 @@ _SMALL = re.compile(
 _MANY = 10_000
 _EVERY_DTYPE = {Dtype.FP32, *HALF_DTYPES}
 #: Names of positions, which the frequencies of rotary embeddings may share a dtype with.
-_POSITIONS = re.compile(r"(?i)^t$|pos|seq|idx|ids|steps?$|freq")
+_POSITIONS = lazy_pattern(r"(?i)^t$|pos|seq|idx|ids|steps?$|freq")
 #: Functions of each element, and those that only change the shape.
 _ELEMENTWISE = frozenset({
     "div", "true_divide", "floor_divide", "floor", "trunc", "mul", "repeat", "expand", "view", "reshape", "unsqueeze",
@@ -51,8 +51,8 @@ _AMPLIFIES = frozenset({"log", "exp"})
 #: Methods that undo a cast: then it only rounds.
 _UPCASTS = frozenset({"float", "double", "to"})
 #: Names of the integers that diffusion models take.
-_TIMESTEPS = re.compile(r"t|time_?steps?")
-_TESTS = re.compile(r"(?:^|[/\\])(?:tests?|testing)[/\\]|(?:^|[/\\])(?:test_[^/\\]*|conftest)\.py$|_test\.py$")
+_TIMESTEPS = lazy_pattern(r"t|time_?steps?")
+_TESTS = lazy_pattern(r"(?:^|[/\\])(?:tests?|testing)[/\\]|(?:^|[/\\])(?:test_[^/\\]*|conftest)\.py$|_test\.py$")
 
 
 class LowPrecisionPositions(Rule):

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     NAMES_HALF,
     Bad,
@@ -26,7 +26,7 @@ from mpguard.lint import (
 )
 
 #: Classes of norms, and not a transform's `Normalize`.
-_NORM = re.compile(r"Norm(?!al)")
+_NORM = lazy_pattern(r"Norm(?!al)")
 #: Events that show a policy which chooses the dtype, so that the cast need only be removed.
 _POLICIES: tuple[EventKind, ...] = ("autocast", "accelerator", "initialize", "trainer")
 #: A program of an example: the loop freezes both models, and a helper thaws the one that may be cast.
@@ -114,7 +114,7 @@ class ManualHalfCast(Rule):
             b"fully_shard",
         ),
     )
-    pattern = re.compile(rb"half\b(?<!\whalf)|float16|HalfTensor|DTYPE\b")  # not `rotate_half`
+    pattern = lazy_pattern(rb"half\b(?<!\whalf)|float16|HalfTensor|DTYPE\b")  # not `rotate_half`
     yields_to = ("MPG107", "MPG109", "MPG110", "MPG511", "MPG603", "MPG606")
     examples = (
         Bad(

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import HALF_DTYPES, Bad, Diagnostic, Event, Facts, Good, Rule, any_of
 
 #: The methods that a framework calls with each batch.
 _STEPS = frozenset({"compute_loss", "training_step"})
 #: The trained model, by the names that it has in a method of a framework's class.
-_MODEL = re.compile(r"(?:self\.)?(?:_?model|net|network)(?:\.module)?")
+_MODEL = lazy_pattern(r"(?:self\.)?(?:_?model|net|network)(?:\.module)?")
 #: Flags of commands with which the weights in the optimizer are not those of the model.
 _SHARDS = ("--deepspeed", "--fsdp", "use_fsdp")
 

@@ -1,16 +1,16 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, any_of, config_edits
 
 if TYPE_CHECKING:
     from mpguard.lint import Document
 
 _SECTIONS = ("bf16", "bfloat16", "fp16", "torch_autocast")
-_FILLED_IN = re.compile(r"[\"']auto[\"']")
+_FILLED_IN = lazy_pattern(r"[\"']auto[\"']")
 _BOOLEANS = {"true": True, "false": False}
 
 

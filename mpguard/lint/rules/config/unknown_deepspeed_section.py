@@ -1,18 +1,18 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import Bad, ConfigRule, Diagnostic, Fix, Good, config_edits, deepspeed_keys
 
 if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
 
 #: Matches keys about precision.
-_PRECISION = re.compile(r"fp8|fp16|bf16|fp32|float|precision|dtype|data_type|autocast|loss_?scal")
+_PRECISION = lazy_pattern(r"fp8|fp16|bf16|fp32|float|precision|dtype|data_type|autocast|loss_?scal")
 #: Matches sections that have an effect in another place.
-_MISPLACED = re.compile(r"offload|zero")
+_MISPLACED = lazy_pattern(r"offload|zero")
 #: Keys of Apex, whose levels DeepSpeed does not have: nothing is lost where they are ignored.
 _APEX = frozenset({"opt_level", "fp16_opt_level"})
 #: The version since which an unknown key of `bf16` and `fp16` stops the run, at the latest.

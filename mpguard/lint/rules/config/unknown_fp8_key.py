@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     ConfigRule,
@@ -29,7 +29,7 @@ _DEFAULTS = {
     "amax_compute_algo": ("most_recent",),
 }
 #: Names of keys about precision or offloading.
-_PRECISION = re.compile(r"precision|dtype|float|amp(?:_|$)|(?:fp|bf|int)\d|half|offload")
+_PRECISION = lazy_pattern(r"precision|dtype|float|amp(?:_|$)|(?:fp|bf|int)\d|half|offload")
 
 
 class UnknownFp8Key(ConfigRule):

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Diagnostic,
@@ -20,8 +20,8 @@ from mpguard.lint import (
 )
 
 #: What an Accelerator is used for that has no precision, and what applies its precision.
-_RANKS = re.compile(r"\.(?:device|process_index|num_processes|is_(?:local_)?main_process|wait_for_everyone)\b")
-_APPLIES = re.compile(r"\.(?:prepare|prepare_model|autocast|backward)\(|Trainer\(|\btrain\w*\(")
+_RANKS = lazy_pattern(r"\.(?:device|process_index|num_processes|is_(?:local_)?main_process|wait_for_everyone)\b")
+_APPLIES = lazy_pattern(r"\.(?:prepare|prepare_model|autocast|backward)\(|Trainer\(|\btrain\w*\(")
 
 
 class CodeAgainstConfig(Rule):

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     ConfigError,
@@ -22,7 +23,7 @@ from mpguard.lint import (
 
 _OPTIONS = ("--config", "--config_file", "--config-file")
 #: Names of launch configs that do not exist yet: mpguard's own (`mpguard init` writes it) and accelerate's.
-_LAUNCH_CONFIG = re.compile(r"(?:^|/)(?:mp|[\w-]*accelerate[\w-]*)\.ya?ml$")
+_LAUNCH_CONFIG = lazy_pattern(r"(?:^|/)(?:mp|[\w-]*accelerate[\w-]*)\.ya?ml$")
 
 
 class ConfigAfterScript(LaunchRule):

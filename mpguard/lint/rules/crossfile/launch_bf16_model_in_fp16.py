@@ -1,15 +1,15 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import Bad, Diagnostic, Good, Launch, LaunchRule, Note, Word, any_of, library_names
 
 #: Options that name the model which is trained.
-_MODEL = re.compile(r"--(?:base_|pretrained_)?model(?:[_-]?(?:name|name_or_path|id|path|checkpoint))?")
+_MODEL = lazy_pattern(r"--(?:base_|pretrained_)?model(?:[_-]?(?:name|name_or_path|id|path|checkpoint))?")
 _TRUE = frozenset({"true", "yes", "1", "t", "y"})
 #: Words in the names of scripts that train nothing.
-_NO_TRAINING = re.compile(r"(?i)infer|predict|eval|generat|test|demo|serve")
+_NO_TRAINING = lazy_pattern(r"(?i)infer|predict|eval|generat|test|demo|serve")
 
 
 class LaunchBf16ModelInFp16(LaunchRule):

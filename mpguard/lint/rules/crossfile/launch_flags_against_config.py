@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     ConfigError,
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
 
 #: Parsers that make `TrainingArguments` of the command line.
-_PARSERS = re.compile(rb"\b(?:HfArgumentParser|TrlParser|parse_args_into_dataclasses)\b")
-_ARGUMENTS = re.compile(rb"\b(?:Seq2Seq)?TrainingArguments\b")
+_PARSERS = lazy_pattern(rb"\b(?:HfArgumentParser|TrlParser|parse_args_into_dataclasses)\b")
+_ARGUMENTS = lazy_pattern(rb"\b(?:Seq2Seq)?TrainingArguments\b")
 #: What may give a script's `TrainingArguments` other defaults: a setting of its own, or a class of another module.
-_OTHER_DEFAULTS = re.compile(
+_OTHER_DEFAULTS = lazy_pattern(
     rb"\b(?:bf16|fp16)(?:_full_eval)?[\"']?\s*(?::|=(?!=))|\btrl\b|\bset_defaults\b"
     rb"|\bfrom\s+(?!transformers\b)[\w.]+\s+import\s+(?:\([^)]*?|[^(\n]*?)(?:\w*Arg(?:ument)?s\b|\*)"
 )
 #: Switches of the Trainer that are mostly passed without a value: a variable after one may hold any options.
-_SWITCH = re.compile(r"--(?:do_|overwrite_)")
+_SWITCH = lazy_pattern(r"--(?:do_|overwrite_)")
 #: Options that name a file of further options.
-_ARGUMENT_FILE = re.compile(r"--[\w-]*(?:config|args)(?:[_-]?(?:file|path))?(?:=|$)")
+_ARGUMENT_FILE = lazy_pattern(r"--[\w-]*(?:config|args)(?:[_-]?(?:file|path))?(?:=|$)")
 _TRUE, _FALSE = frozenset({"true", "yes", "1", "t", "y"}), frozenset({"false", "no", "0", "f", "n"})
 _MODES = ("fp16", "bf16")
 

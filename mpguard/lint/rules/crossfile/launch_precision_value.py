@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import Bad, Diagnostic, Edit, Fix, Good, Launch, LaunchRule, Note, Word, any_of
 
 #: An option for the precision that ends in `=`: its value is the empty string.
-_EMPTY = re.compile(r"--[\w-]*(?:mixed[_-]precision|precision|dtype|fp16|bf16|fp8|amp)[\w-]*=$")
-_VALUE = re.compile(
+_EMPTY = lazy_pattern(r"--[\w-]*(?:mixed[_-]precision|precision|dtype|fp16|bf16|fp8|amp)[\w-]*=$")
+_VALUE = lazy_pattern(
     r"(?i)[\w.]*(?:fp16|bf16|fp32|fp8|float16|bfloat16|float32|half|mixed|true|false)|no|amp|O[0-3]|16|32"
 )
 _CHOICES = ("no", "fp16", "bf16", "fp8")

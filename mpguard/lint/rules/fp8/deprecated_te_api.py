@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     FP8_OPTION_UNUSED,
     Bad,
@@ -31,7 +31,7 @@ _HOMES = ("transformer_engine.pytorch", "transformer_engine.pytorch.quantization
 _NEW = {"fp8_autocast": "autocast", "fp8_model_init": "quantized_model_init"}
 _KEYWORDS = {"fp8_recipe": "recipe", "fp8_group": "amax_reduction_group"}
 #: Names that the deprecated module re-exports from the new one (read in 2.20). Its other old names are gone from both.
-_REEXPORTED = re.compile(
+_REEXPORTED = lazy_pattern(
     r"fp8_autocast$|fp8_model_init$|FP8GlobalStateManager$|\w*RecipeState$|split_and_copy$|check_\w+_support$"
     r"|get_(?:default_fp8_recipe|fp8_torch_dtype|fp8_te_dtype|fp4_te_dtype|fp8_max)$|_(?:update_amax_history"
     r"|default_get_amax_and_update_history|default_sf_compute|compute_amax_and_update_history|compute_scaling_factor"

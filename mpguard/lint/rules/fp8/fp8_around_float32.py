@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import Bad, Diagnostic, Facts, Good, HasSpan, Rule, With, any_of, dotted, fp8_facts
 
 #: Words of code that may select another dtype than FP32, or leave that to a framework, a config or a checkpoint.
-_SELECTS = re.compile(
+_SELECTS = lazy_pattern(
     r"(?i)bf_?16|bfloat|fp_?16|float_?16|\bhalf\b|(?<!fp8_)(?<!\bte\.)autocast|(?<!matmul_)precision|\bamp\b"
     r"|accelerat|trainer|deepspeed|fsdp|fully_?shard|megatron|lightning|from_pretrained|_dtype\b|tensor_type|model_init"
     r"|dtype=(?!np\.|numpy\.|torch\.(?:u?int|long|bool|float32))|\.to\([^)]*dtype|torch\.load\([^)]*\)\.to"

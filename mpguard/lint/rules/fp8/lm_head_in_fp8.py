@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Call,
@@ -24,7 +24,7 @@ from mpguard.lint import (
     python_edits,
 )
 
-_LANGUAGE_MODEL = re.compile(r"(?:ForCausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM)$")
+_LANGUAGE_MODEL = lazy_pattern(r"(?:ForCausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM)$")
 #: Names of the output head in user-defined models.
 _HEADS = ("lm_head", "embed_out")
 #: accelerate's public filter. It gets a single layer and searches that for the first and last Linear.

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import Bad, Binding, Diagnostic, Event, Facts, Good, Rule, any_of, dotted, fp8_facts, text_of
 
 #: Names that show that the code applies a scale or limits the range.
-_SCALES = re.compile(r"(?i)scale|amax|absmax|quant|clamp|clip|448|57344|finfo|fp8_max")
+_SCALES = lazy_pattern(r"(?i)scale|amax|absmax|quant|clamp|clip|448|57344|finfo|fp8_max")
 _PARTS = frozenset({"parameters", "named_parameters"})
 
 

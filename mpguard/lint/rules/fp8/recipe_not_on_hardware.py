@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Call,
@@ -23,7 +24,7 @@ from mpguard.lint import (
 #: Keywords by which a script requests a GPU of a cloud.
 _GPU_KEYWORDS = frozenset({"gpu", "gpus", "gpu_type", "accelerator_type", "instance_gpu"})
 _ARCHITECTURE = "TORCH_CUDA_ARCH_LIST"
-_COUNT = re.compile(r"(?::\d+|!|\+ptx)$", re.IGNORECASE)
+_COUNT = lazy_pattern(r"(?::\d+|!|\+ptx)$", re.IGNORECASE)
 
 
 class RecipeNotOnHardware(Rule):

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Call,
@@ -20,7 +20,7 @@ from mpguard.lint import (
 )
 
 #: Names of objects that are prepared and are neither a model nor an optimizer.
-_OTHERS = re.compile(r"(?i)(?:loader|_dl|data|sched\w*|dataset)$")
+_OTHERS = lazy_pattern(r"(?i)(?:loader|_dl|data|sched\w*|dataset)$")
 _FP8 = """\
 distributed_type: 'NO'
 mixed_precision: fp8

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     NEEDS,
     Bad,
@@ -49,7 +49,7 @@ class Bf16TrainingOnOldGpu(Rule):
         any_of(b"TrainingArguments", b"Trainer(", b"Accelerator(", b"Config(", b"autocast("),
     )
     #: An argument or a key, a value, or the loop around an autocast.
-    pattern = re.compile(rb"""bf16["']?[ \t]*[=:]|["']bf16|\.backward\(""")
+    pattern = lazy_pattern(rb"""bf16["']?[ \t]*[=:]|["']bf16|\.backward\(""")
     examples = (
         Bad(
             """\

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Call,
@@ -24,7 +25,7 @@ from mpguard.lint import (
 
 _UNSCALES = ("clip_grad_norm_", "clip_grad_value_", "unscale_gradients")
 #: Flags that have the same value in each micro-batch.
-_OPTION = re.compile(r"(?i)clip|norm|grad_max")
+_OPTION = lazy_pattern(r"(?i)clip|norm|grad_max")
 #: What follows the name of an option in a config, a launch line or a text that sets it.
 _ASKS = (": fp16", ': "fp16', "=fp16", '="fp16', " fp16", ' = "fp16', '": "fp16')
 _LOOP = """\

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Call,
@@ -27,7 +27,7 @@ from mpguard.lint import (
 
 _PARAMETERS = ("parameters", "named_parameters")
 #: Names of methods of models that give parameters: `get_trainable_params`.
-_GIVES_PARAMETERS = re.compile("param")
+_GIVES_PARAMETERS = lazy_pattern("param")
 #: The arguments that the Accelerator's functions take as well.
 _ARGUMENTS = {
     "clip_grad_norm_": {"parameters", "max_norm", "norm_type"},

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Call,
@@ -21,7 +21,7 @@ from mpguard.lint import (
     option_names,
 )
 
-_BF16 = re.compile(r"(?i)bf16|bfloat16|dtype|precision")
+_BF16 = lazy_pattern(r"(?i)bf16|bfloat16|dtype|precision")
 
 _OPTIONS = """\
 import argparse

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     HALF_DTYPES,
     Bad,
@@ -29,7 +29,7 @@ from mpguard.lint import (
 _HOOKS = {"fp16_compress_hook": Dtype.FP16, "bf16_compress_hook": Dtype.BF16}
 
 #: Options of a script that then trains nothing.
-_EVALUATES = re.compile(r"--(?:evaluate|(?:eval|test|predict|inference|infer)[-_]only)$")
+_EVALUATES = lazy_pattern(r"--(?:evaluate|(?:eval|test|predict|inference|infer)[-_]only)$")
 
 
 #: The program of three examples: how its copy of transformers' Trainer reduces, and the mark of a finding.

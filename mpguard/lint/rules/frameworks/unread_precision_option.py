@@ -1,17 +1,17 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Rule, any_of, constant, destination
 
 #: Names of options that select the precision of a run.
-_PRECISION = re.compile(
+_PRECISION = lazy_pattern(
     r"(?:use_|enable_)?(?:mixed_precision|(?:torch_|model_|compute_|train(?:ing)?_|amp_|autocast_|mixed_)?(?:dtype|precision)"
     r"|fp16|bf16|fp8|half_precision|amp|tf32|allow_tf32|float16|bfloat16|float32_matmul_precision)(?:_training)?"
 )
 #: Defaults that ask for low precision.
-_LOW = re.compile(r"(?i)(?:torch\.)?(?:fp16|bf16|fp8|float16|bfloat16|half|16|16-mixed|bf16-mixed|tf32|amp)")
+_LOW = lazy_pattern(r"(?i)(?:torch\.)?(?:fp16|bf16|fp8|float16|bfloat16|half|16|16-mixed|bf16-mixed|tf32|amp)")
 _TRAINING = {
     "pyproject.toml": "",
     "loop.py": "import torch\n\ndef train(args, model, loader):\n"

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     MENTIONS_LOW_PRECISION,
     NUMBER,
@@ -24,8 +24,8 @@ from mpguard.lint import (
 )
 
 #: Iterables of a loop over steps. A loop over layers or experts adds only a few terms.
-_STEPS = re.compile(r"loader|Loader|batches|dataset|steps|epoch|_iter")
-_KINDS = re.compile(
+_STEPS = lazy_pattern(r"loader|Loader|batches|dataset|steps|epoch|_iter")
+_KINDS = lazy_pattern(
     r"(?i)(?:^|_)(?:loss|losses|total|sum|acc|accuracy|correct|running|metric|count|avg|mean|error|score)s?(?:_|$)"
 )
 
@@ -58,7 +58,7 @@ class AccumulateInHalf(Rule):
         any_of(b"+= ", b" + "),
     )  # fmt: skip
     #: A loop over steps: up to the end of its header, which the bound keeps from taking quadratic time.
-    pattern = re.compile(rb"for\b(?<!\wfor)(?:(?!:[ \t]*[\r\n])[\s\S]){0,400}?(?:%s)" % _STEPS.pattern.encode())
+    pattern = lazy_pattern(rb"for\b(?<!\wfor)(?:(?!:[ \t]*[\r\n])[\s\S]){0,400}?(?:%s)" % _STEPS.pattern.encode())
     examples = (
         Bad(
             """\

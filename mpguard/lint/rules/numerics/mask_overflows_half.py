@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import MENTIONS_FP16, Bad, Diagnostic, Dtype, Facts, Good, Note, Rule, ScalarUse, any_of, python_edits
 
 #: The largest number of FP16, beyond which `masked_fill` raises; `where` and arithmetic still round up to the second.
@@ -49,7 +49,7 @@ class MaskOverflowsHalf(Rule):
                b"+= "),
     )  # fmt: skip
     #: A number that FP16 cannot hold, or a power that may be one: `2 ** bits`.
-    pattern = re.compile(
+    pattern = lazy_pattern(
         rb"[\d.][eE]\+?(?:[5-9]|\d\d)|(?<!\d)(?:[6-9]\d{4}|\d{6})|(?:[6-9]\d|\d{3}|\d_\d{3})_\d{3}"
         rb"|\*\* ?\(?(?:\d\d|[5-9]|[\w.]*(?:bit|BIT))|finfo\(torch\.bfloat16"
     )

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     CASTS_LOW_PRECISION,
     HALF_DTYPES,
@@ -26,10 +26,10 @@ from mpguard.lint import (
 _FAMILY = (
     r"(?:llama|mistral|mixtral|qwen2|qwen2_5|qwen3|gemma|gemma2|phi3|olmo|olmo2|stablelm|starcoder2|granite|cohere)"
 )
-_ROTARY = re.compile(rf"(?i)^transformers\.(?:models\.\w+\.\w+\.)?{_FAMILY}(?:Moe)?(?:Model|For\w+)\b")
-_AUTO = re.compile(r"^transformers\.(?:models\.\w+\.\w+\.)?AutoModelForCausalLM\b")
+_ROTARY = lazy_pattern(rf"(?i)^transformers\.(?:models\.\w+\.\w+\.)?{_FAMILY}(?:Moe)?(?:Model|For\w+)\b")
+_AUTO = lazy_pattern(r"^transformers\.(?:models\.\w+\.\w+\.)?AutoModelForCausalLM\b")
 #: Names in the Hub of models of these families.
-_NAMES = re.compile(r"(?i)(?:^|/)(?:meta-)?(?:llama-[23]|mistral-|mixtral-|qwen2|qwen3|gemma-|phi-3|olmo-|vicuna-)")
+_NAMES = lazy_pattern(r"(?i)(?:^|/)(?:meta-)?(?:llama-[23]|mistral-|mixtral-|qwen2|qwen3|gemma-|phi-3|olmo-|vicuna-)")
 
 _PRODUCTS = ("einsum", "outer", "ger")
 
@@ -64,7 +64,7 @@ class RotaryFrequenciesCast(Rule):
     help = "load with `from_pretrained(..., dtype={dtype_name})`, which keeps `inv_freq` in float32"
     versions = {"transformers": ">=4.38"}
     triggers = (any_of(*CASTS_LOW_PRECISION, b".float()"), any_of(b"from_pretrained", b"from_config", b"inv_freq"))
-    pattern = re.compile(
+    pattern = lazy_pattern(
         rb"(?i)"
         + _FAMILY.encode()
         + rb"(?:Moe)?(?:Model|For[A-Z])|AutoModelForCausalLM|(?:type_as\(|to\()self\.inv_freq"

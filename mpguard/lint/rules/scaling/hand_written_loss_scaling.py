@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Binding,
@@ -23,12 +23,12 @@ from mpguard.lint import (
 )
 
 #: Names of a factor that scales a loss against underflow (not one for ranks or for accumulation).
-_SCALE = re.compile(r"(?i)(?:loss|grad|amp|fp16|static|dynamic)_?scal(?:e|ing)|^scal(?:e|ing)(?:_?factor)?$")
+_SCALE = lazy_pattern(r"(?i)(?:loss|grad|amp|fp16|static|dynamic)_?scal(?:e|ing)|^scal(?:e|ing)(?:_?factor)?$")
 #: The smallest constant that is taken for a loss scale.
 _SMALLEST_SCALE = 8
 _DIVIDES, _MULTIPLIES = frozenset({"div_", "div", "divide_"}), frozenset({"mul_", "mul", "multiply_"})
-_OVERFLOW = re.compile(r"(?i)overflow|isfinite|isinf|isnan|inf_or_nan|nan_or_inf")
-_GRAD = re.compile(r"\.grad(?:\.data)?$")
+_OVERFLOW = lazy_pattern(r"(?i)overflow|isfinite|isinf|isnan|inf_or_nan|nan_or_inf")
+_GRAD = lazy_pattern(r"\.grad(?:\.data)?$")
 
 
 class HandWrittenLossScaling(Rule):

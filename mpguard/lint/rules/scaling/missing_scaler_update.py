@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     RIGHT_SCALER_CLASS,
     SCALER_CLASS_FILES,
@@ -100,7 +101,7 @@ _AMP_USER = {
 
 
 #: Functions that get a scaler before the step, and leave its update to what follows: `on_before_optimizer_step`.
-_COMES_BEFORE = re.compile(r"(?i)before|clip|unscale|norm")
+_COMES_BEFORE = lazy_pattern(r"(?i)before|clip|unscale|norm")
 
 
 class MissingScalerUpdate(Rule):

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Call,
@@ -30,14 +30,14 @@ from mpguard.lint import (
 
 #: Methods that measure a gradient, and functions that measure or log one.
 _MEASURES = frozenset({"norm", "abs", "mean", "std", "var", "max", "min", "sum", "pow", "square", "item", "median"})
-_FUNCTIONS = re.compile(r"(?:^|_)norm$|histogram|^Histogram$|^add_scalar|^log_|^log$|^print$")
+_FUNCTIONS = lazy_pattern(r"(?:^|_)norm$|histogram|^Histogram$|^add_scalar|^log_|^log$|^print$")
 #: Views and copies of a gradient; measuring them measures the gradient.
 _VIEWS = frozenset({"data", "detach", "clone", "float", "double", "view", "flatten", "reshape", "cpu", "ravel", "to"})
 #: Checks whose result is the same with and without the scale.
 _SCALE_INDEPENDENT = frozenset({"isfinite", "isnan", "isinf", "any", "all", "is_nonzero", "count_nonzero", "nonzero"})
 #: Tests of a gradient.
-_NOT_FINITE = re.compile(r"\bis(?:nan|inf)\(.*grad")
-_FINITE = re.compile(r"\bisfinite\(.*grad")
+_NOT_FINITE = lazy_pattern(r"\bis(?:nan|inf)\(.*grad")
+_FINITE = lazy_pattern(r"\bisfinite\(.*grad")
 
 #: Steps of a trace after which gradients are not scaled any more, or may not be.
 _ENDS: tuple[StepKind, ...] = (

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Call,
@@ -25,7 +25,7 @@ from mpguard.lint import (
 )
 
 #: Methods that a framework, or a loop in another file, calls once for each batch.
-_STEP = re.compile(r"_?train(?:ing)?_(?:one_|on_|a_)?(?:step|batch|iter(?:ation)?|minibatch)")
+_STEP = lazy_pattern(r"_?train(?:ing)?_(?:one_|on_|a_)?(?:step|batch|iter(?:ation)?|minibatch)")
 
 
 class ScalerCreatedInLoop(Rule):

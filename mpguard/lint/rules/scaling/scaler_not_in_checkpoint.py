@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Binding,
@@ -23,7 +23,7 @@ from mpguard.lint import (
 )
 
 #: In the name of a parameter that is an optimizer.
-_OPTIMIZER = re.compile("(?i)optim")
+_OPTIMIZER = lazy_pattern("(?i)optim")
 #: The message about a call of a function of another module.
 _ELSEWHERE = "`{expr}` saves the optimizer's state, but not the GradScaler's"
 

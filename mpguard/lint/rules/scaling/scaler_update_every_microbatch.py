@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Condition,
@@ -21,7 +22,7 @@ from mpguard.lint import (
 )
 
 #: Conditions of gradient accumulation only: `(i + 1) % n == 0`.
-_ACCUMULATES = re.compile(r"(?i)%|accum")
+_ACCUMULATES = lazy_pattern(r"(?i)%|accum")
 
 
 class ScalerUpdateEveryMicrobatch(Rule):

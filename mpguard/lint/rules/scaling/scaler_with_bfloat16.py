@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     All,
     Any,
@@ -27,10 +27,10 @@ from mpguard.lint import (
     python_edits,
 )
 
-_BF16 = re.compile(r"(?i)(?:use_|is_|with_|torch\.)?(?:bf16|bfloat16)(?:[-_]mixed|_enabled)?")
-_IS_FP16 = re.compile(r"(?i)(?:use_|is_|with_|torch\.)?(?:fp16|float16|half)(?:[-_]mixed|_enabled)?")
+_BF16 = lazy_pattern(r"(?i)(?:use_|is_|with_|torch\.)?(?:bf16|bfloat16)(?:[-_]mixed|_enabled)?")
+_IS_FP16 = lazy_pattern(r"(?i)(?:use_|is_|with_|torch\.)?(?:fp16|float16|half)(?:[-_]mixed|_enabled)?")
 #: Conditions on FP16: the scaler is meant for that branch.
-_FP16 = re.compile(r"(?i)fp16|float16|half|dtype|precision|\b16")
+_FP16 = lazy_pattern(r"(?i)fp16|float16|half|dtype|precision|\b16")
 
 
 _SHARED_CRITERION = {

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 
 import libcst as cst
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     RIGHT_SCALER_CLASS,
     SCALER_CLASS_FILES,
@@ -35,7 +35,7 @@ from mpguard.lint import (
 )
 
 #: Conditions on overflow: the code does by hand what the scaler would do.
-_CHECKS = re.compile(r"(?i)finite|inf(?![a-z])|nan(?![a-z])|overflow")
+_CHECKS = lazy_pattern(r"(?i)finite|inf(?![a-z])|nan(?![a-z])|overflow")
 
 
 _NO_BACKWARD = frozenset({"step", "scale", "zero_grad", "update"})

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     All,
     Bad,
@@ -21,7 +21,7 @@ from mpguard.lint import (
 )
 
 #: Flags that have the same value in each micro-batch: clipping, scaling.
-_OPTION = re.compile(r"(?i)clip|norm|amp(?!l)|scal|16")
+_OPTION = lazy_pattern(r"(?i)clip|norm|amp(?!l)|scal|16")
 
 
 class UnscaleMisuse(Rule):

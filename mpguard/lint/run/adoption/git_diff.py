@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 from pathlib import Path
 
 from mpguard.core.errors import ConfigError, near
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.model.finding import Finding
 
 #: Exactly the changed lines, in "binary" files too, whatever git's settings and .gitattributes are.
@@ -16,8 +16,8 @@ _EXACTLY = (
     "--src-prefix=a/", "--dst-prefix=b/", "--submodule=short", "--ignore-submodules=none",
 )  # fmt: skip
 _SUBMODULE = b"160000 "
-_COMMIT = re.compile(rb"[0-9a-f]{40,64}")
-_HUNK = re.compile(rb"@@ -\d+(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+_COMMIT = lazy_pattern(rb"[0-9a-f]{40,64}")
+_HUNK = lazy_pattern(rb"@@ -\d+(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
 class Changes:

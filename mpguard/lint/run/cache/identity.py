@@ -12,11 +12,12 @@ from collections.abc import Iterator
 
 from mpguard.core import tracked_fs
 from mpguard.core.distributions import entry_points_text, metadata_folders
+from mpguard.core.lazy_pattern import lazy_pattern
 
 #: Distributions that parse the files which are linted: another version may give other results.
-_READERS = re.compile(r"(?i)(?:libcst|pyyaml|pathspec|markdown[-_]it[-_]py|packaging)[-.]")
-_OWN = re.compile(r"(?i)mpguard-")
-_VALUE = re.compile(r"^[^\s=\[]+\s*=\s*(\w+)", re.MULTILINE)
+_READERS = lazy_pattern(r"(?i)(?:libcst|pyyaml|pathspec|markdown[-_]it[-_]py|packaging)[-.]")
+_OWN = lazy_pattern(r"(?i)mpguard-")
+_VALUE = lazy_pattern(r"^[^\s=\[]+\s*=\s*(\w+)", re.MULTILINE)
 
 
 def identity() -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.model import suppressions
 from mpguard.lint.model.finding import Lines
 from mpguard.lint.model.result import CONFIG, Defect, FileCheck
@@ -19,23 +20,23 @@ if TYPE_CHECKING:
 #: A YAML or JSON that is found and longer than this is data; configs are far smaller.
 LARGEST_FOUND = 256 << 10
 #: What a file must hold to be a config of accelerate, DeepSpeed or axolotl: one of their keys.
-_CONFIG_LIKE = re.compile(
+_CONFIG_LIKE = lazy_pattern(
     rb"(?:^|[{,])[ \t]*[\"']?(?:compute_environment|distributed_type|mixed_precision"
     rb"|(?:fp8|fsdp|deepspeed|dynamo)_config|zero_optimization|train_(?:micro_)?batch_size\w*|torch_autocast|bf16|fp16|bfloat16|float16|fp8|base_model"
     rb"|data_types|finetuning_type)[\"']?[ \t]*:",
     re.M,
 )
 #: What a config that does not parse must hold to be reported: a key that other files do not have, at a line's start.
-_BROKEN_CONFIG = re.compile(
+_BROKEN_CONFIG = lazy_pattern(
     rb"^[ \t{]*[\"']?(?:compute_environment|distributed_type|(?:fp8|fsdp|deepspeed)_config|zero_optimization)"
     rb"[\"']?[ \t]*:",
     re.M,
 )
 #: What a value in a template begins with: `{{ batch }}`, `${BATCH}`, `<batch>`, `%BATCH%`, `@BATCH@`, `BATCH`.
-_PLACEHOLDER = re.compile(r"\{[{%]|[$<%@]|(?!(?:TRUE|FALSE|NULL|NONE|NAN|INF|INFINITY)\b)[A-Z][A-Z0-9_]+\b")
+_PLACEHOLDER = lazy_pattern(r"\{[{%]|[$<%@]|(?!(?:TRUE|FALSE|NULL|NONE|NAN|INF|INFINITY)\b)[A-Z][A-Z0-9_]+\b")
 #: In the name of a key that sets a precision, or whether and how FP8 code is compiled.
-_PRECISION_KEY = re.compile("(?i)16|fp8|fp4|fp32|float|half|precision|dtype|scale|amp|compile")
-_SUPPRESSION = re.compile(rb"noqa|mpguard\s*:\s*i", re.I)
+_PRECISION_KEY = lazy_pattern("(?i)16|fp8|fp4|fp32|float|half|precision|dtype|scale|amp|compile")
+_SUPPRESSION = lazy_pattern(rb"noqa|mpguard\s*:\s*i", re.I)
 
 
 def _matters(problem: Problem, read: Document) -> bool:

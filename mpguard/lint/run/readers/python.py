@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
+from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.domain.raising import Raising
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.model import suppressions
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 #: A placeholder of Jinja: `{{ name }}`, `{% if x %}`; and one of a shell, outside of strings: `steps=${steps}`.
-_TEMPLATE = re.compile(rb"\{\{ *\w[\w.]*[^{}:]*\}\}|\{%.*%\}|[=(,\s]\$\{\w+\}")
+_TEMPLATE = lazy_pattern(rb"\{\{ *\w[\w.]*[^{}:]*\}\}|\{%.*%\}|[=(,\s]\$\{\w+\}")
 
 
 def check(data: bytes, context: Context, cells: Sequence[int] = ()) -> FileCheck:
