@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mpguard.core.errors import PolicyError as PolicyError
     from mpguard.core.errors import UnknownRecipe as UnknownRecipe
     from mpguard.core.errors import did_you_mean as did_you_mean
+    from mpguard.core.lazy_pattern import lazy_pattern as lazy_pattern
     from mpguard.core.text_edits import Edit as Edit
     from mpguard.core.text_edits import Span as Span
     from mpguard.document import Document as Document
@@ -148,6 +149,7 @@ if TYPE_CHECKING:
 #: type checkers read.
 _NAMES = {
     "mpguard.core.errors": ("ConfigError", "MpguardError", "PolicyError", "UnknownRecipe", "did_you_mean"),
+    "mpguard.core.lazy_pattern": ("lazy_pattern",),
     "mpguard.core.text_edits": ("Edit", "Span"),
     "mpguard.document": ("Document", "Entry"),
     "mpguard.lint.facts.dataflow.trace": ("StepKind", "Trace", "TraceStep"),

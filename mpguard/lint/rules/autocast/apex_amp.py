@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint import Bad, Binding, Diagnostic, Facts, Good, Rule, any_of, imports
+from mpguard.lint import Bad, Binding, Diagnostic, Facts, Good, Rule, any_of, imports, lazy_pattern
 
 _AMP = lazy_pattern(r"apex\.(?:amp|fp16_utils)(?:\.|$)|apex\.(?:contrib\.)?optimizers\.(?:\w+\.)?FP16_Optimizer$")
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Call,
@@ -19,6 +18,7 @@ from mpguard.lint import (
     Rule,
     any_of,
     dotted,
+    lazy_pattern,
     library_names,
     text_of,
 )

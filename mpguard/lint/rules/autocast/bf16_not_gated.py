@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint import Bad, Diagnostic, Dtype, Event, Facts, Good, Rule, any_of
+from mpguard.lint import Bad, Diagnostic, Dtype, Event, Facts, Good, Rule, any_of, lazy_pattern
 
 #: Code that checks the hardware, or names that refer to such a check.
 _GATES = lazy_pattern(

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint import Bad, Call, Constant, Diagnostic, Event, Facts, Good, Note, Rule, any_of, dotted
+from mpguard.lint import Bad, Call, Constant, Diagnostic, Event, Facts, Good, Note, Rule, any_of, dotted, lazy_pattern
 
 #: Words of code that may use a GPU: such code is not for the CPU alone.
 _GPU = lazy_pattern(r"(?i)cuda|gpu|xpu|npu|mps|hpu|device_map|accelerat|deepspeed|fabric|trainer|rank|parallel")

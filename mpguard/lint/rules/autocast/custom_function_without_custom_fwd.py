@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Call,
@@ -22,6 +21,7 @@ from mpguard.lint import (
     any_of,
     autocast_ops,
     dotted,
+    lazy_pattern,
     python_edits,
     text_of,
 )

@@ -3,8 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint import Bad, Call, Diagnostic, Dtype, Facts, Good, Object, Rule, any_of
+from mpguard.lint import Bad, Call, Diagnostic, Dtype, Facts, Good, Object, Rule, any_of, lazy_pattern
 
 _WITH_WEIGHTS = lazy_pattern(r"^(?:Conv\w*\dd|Linear|LayerNorm|BatchNorm\dd|LSTM|GRU)$")
 #: Methods with which a layer may give its input the dtype of its weights.

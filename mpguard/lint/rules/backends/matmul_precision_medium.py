@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint import Bad, Diagnostic, Facts, Good, Rule, any_of, backends, unused
+from mpguard.lint import Bad, Diagnostic, Facts, Good, Rule, any_of, backends, lazy_pattern, unused
 
 #: Code that lowers its precision explicitly does not rely on FP32.
 _EXPLICIT = lazy_pattern(r"(?i)autocast|bf16|bfloat16|fp16|float16|mixed")

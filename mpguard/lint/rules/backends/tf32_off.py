@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint import Bad, Diagnostic, Facts, Good, Rule, any_of, backends
+from mpguard.lint import Bad, Diagnostic, Facts, Good, Rule, any_of, backends, lazy_pattern
 
 #: Code that sets the precision of matrix products elsewhere, or makes FP32 products rare.
 _SETS_PRECISION = lazy_pattern(

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     HALF_DTYPES,
     Bad,
@@ -17,6 +16,7 @@ from mpguard.lint import (
     Rule,
     any_of,
     constant,
+    lazy_pattern,
     library_names,
 )
 

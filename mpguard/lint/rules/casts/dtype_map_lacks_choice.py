@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     NAMES_HALF,
     Bad,
@@ -22,6 +21,7 @@ from mpguard.lint import (
     compatible,
     constant,
     dotted,
+    lazy_pattern,
     library_names,
     literal_choices,
 )

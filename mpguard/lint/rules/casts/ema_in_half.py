@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     CASTS_LOW_PRECISION,
     HALF_DTYPES,
@@ -22,6 +21,7 @@ from mpguard.lint import (
     any_of,
     compatible,
     dotted,
+    lazy_pattern,
     library_names,
     text_of,
 )

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     NAMES_HALF,
     Bad,
@@ -17,6 +16,7 @@ from mpguard.lint import (
     Rule,
     Weights,
     any_of,
+    lazy_pattern,
     python_edits,
 )
 

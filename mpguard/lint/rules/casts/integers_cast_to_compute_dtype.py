@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     CASTS_LOW_PRECISION,
     HALF_DTYPES,
@@ -18,6 +17,7 @@ from mpguard.lint import (
     any_of,
     constant,
     dotted,
+    lazy_pattern,
     python_edits,
     text_of,
 )

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     CASTS_LOW_PRECISION,
     HALF_DTYPES,
@@ -26,6 +25,7 @@ from mpguard.lint import (
     constant,
     dotted,
     input_casts,
+    lazy_pattern,
     python_edits,
 )
 

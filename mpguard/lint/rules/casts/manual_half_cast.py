@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     NAMES_HALF,
     Bad,
@@ -20,6 +19,7 @@ from mpguard.lint import (
     compatible,
     dotted,
     input_casts,
+    lazy_pattern,
     python_edits,
     speed_measurement,
     text_of,

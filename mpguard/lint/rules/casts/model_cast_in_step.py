@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint import HALF_DTYPES, Bad, Diagnostic, Event, Facts, Good, Rule, any_of
+from mpguard.lint import HALF_DTYPES, Bad, Diagnostic, Event, Facts, Good, Rule, any_of, lazy_pattern
 
 #: The methods that a framework calls with each batch.
 _STEPS = frozenset({"compute_loss", "training_step"})

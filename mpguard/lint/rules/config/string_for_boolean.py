@@ -3,8 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, any_of, config_edits
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, any_of, config_edits, lazy_pattern
 
 if TYPE_CHECKING:
     from mpguard.lint import Document

@@ -3,8 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Fix, Good, config_edits, deepspeed_keys
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Fix, Good, config_edits, deepspeed_keys, lazy_pattern
 
 if TYPE_CHECKING:
     from mpguard.lint import Document, Entry

@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     ConfigRule,
@@ -16,6 +15,7 @@ from mpguard.lint import (
     any_of,
     config_edits,
     did_you_mean,
+    lazy_pattern,
 )
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Diagnostic,
@@ -16,6 +15,7 @@ from mpguard.lint import (
     Rule,
     any_of,
     launch_expectations,
+    lazy_pattern,
     library_names,
 )
 

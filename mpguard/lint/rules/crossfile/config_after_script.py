@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     ConfigError,
@@ -17,6 +16,7 @@ from mpguard.lint import (
     Note,
     Word,
     any_of,
+    lazy_pattern,
     siblings,
     tracked_fs,
 )

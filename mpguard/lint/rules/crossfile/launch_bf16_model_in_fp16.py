@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint import Bad, Diagnostic, Good, Launch, LaunchRule, Note, Word, any_of, library_names
+from mpguard.lint import Bad, Diagnostic, Good, Launch, LaunchRule, Note, Word, any_of, lazy_pattern, library_names
 
 #: Options that name the model which is trained.
 _MODEL = lazy_pattern(r"--(?:base_|pretrained_)?model(?:[_-]?(?:name|name_or_path|id|path|checkpoint))?")

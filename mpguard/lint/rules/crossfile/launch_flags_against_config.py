@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     ConfigError,
@@ -15,6 +14,7 @@ from mpguard.lint import (
     Word,
     accelerate_config,
     any_of,
+    lazy_pattern,
     siblings,
     tracked_fs,
 )

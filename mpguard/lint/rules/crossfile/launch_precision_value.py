@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint import Bad, Diagnostic, Edit, Fix, Good, Launch, LaunchRule, Note, Word, any_of
+from mpguard.lint import Bad, Diagnostic, Edit, Fix, Good, Launch, LaunchRule, Note, Word, any_of, lazy_pattern
 
 #: An option for the precision that ends in `=`: its value is the empty string.
 _EMPTY = lazy_pattern(r"--[\w-]*(?:mixed[_-]precision|precision|dtype|fp16|bf16|fp8|amp)[\w-]*=$")

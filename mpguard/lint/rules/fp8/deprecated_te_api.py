@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     FP8_OPTION_UNUSED,
     Bad,
@@ -22,6 +21,7 @@ from mpguard.lint import (
     dotted,
     imports,
     is_never_switched_on,
+    lazy_pattern,
     python_edits,
 )
 

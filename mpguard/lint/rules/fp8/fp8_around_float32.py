@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint import Bad, Diagnostic, Facts, Good, HasSpan, Rule, With, any_of, dotted, fp8_facts
+from mpguard.lint import Bad, Diagnostic, Facts, Good, HasSpan, Rule, With, any_of, dotted, fp8_facts, lazy_pattern
 
 #: Words of code that may select another dtype than FP32, or leave that to a framework, a config or a checkpoint.
 _SELECTS = lazy_pattern(

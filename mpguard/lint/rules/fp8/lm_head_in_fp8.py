@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Call,
@@ -21,6 +20,7 @@ from mpguard.lint import (
     any_of,
     constant,
     fp8_facts,
+    lazy_pattern,
     python_edits,
 )
 

@@ -4,8 +4,20 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint import Bad, Binding, Diagnostic, Event, Facts, Good, Rule, any_of, dotted, fp8_facts, text_of
+from mpguard.lint import (
+    Bad,
+    Binding,
+    Diagnostic,
+    Event,
+    Facts,
+    Good,
+    Rule,
+    any_of,
+    dotted,
+    fp8_facts,
+    lazy_pattern,
+    text_of,
+)
 
 #: Names that show that the code applies a scale or limits the range.
 _SCALES = lazy_pattern(r"(?i)scale|amax|absmax|quant|clamp|clip|448|57344|finfo|fp8_max")

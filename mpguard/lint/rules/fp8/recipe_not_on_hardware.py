@@ -3,7 +3,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Call,
@@ -17,6 +16,7 @@ from mpguard.lint import (
     Rule,
     any_of,
     fp8_facts,
+    lazy_pattern,
     library_names,
     named,
 )

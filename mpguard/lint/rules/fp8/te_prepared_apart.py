@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Call,
@@ -17,6 +16,7 @@ from mpguard.lint import (
     any_of,
     constant,
     dotted,
+    lazy_pattern,
 )
 
 #: Names of objects that are prepared and are neither a model nor an optimizer.

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     NEEDS,
     Bad,
@@ -16,6 +15,7 @@ from mpguard.lint import (
     accelerate_config,
     any_of,
     launch_expectations,
+    lazy_pattern,
 )
 
 _EMULATES = (2, 3)

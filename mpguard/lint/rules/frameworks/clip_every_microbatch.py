@@ -3,7 +3,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Call,
@@ -19,6 +18,7 @@ from mpguard.lint import (
     any_of,
     constant,
     dotted,
+    lazy_pattern,
     option_defaults,
     trace_facts,
 )

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Call,
@@ -20,6 +19,7 @@ from mpguard.lint import (
     any_of,
     compatible,
     dotted,
+    lazy_pattern,
     negated,
     python_edits,
     wrappers,

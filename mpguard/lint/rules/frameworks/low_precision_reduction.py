@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     HALF_DTYPES,
     Bad,
@@ -20,6 +19,7 @@ from mpguard.lint import (
     constant,
     dotted,
     is_default,
+    lazy_pattern,
     python_edits,
     unused,
     wrappers,

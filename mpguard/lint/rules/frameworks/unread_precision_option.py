@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Rule, any_of, constant, destination
+from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Rule, any_of, constant, destination, lazy_pattern
 
 #: Names of options that select the precision of a run.
 _PRECISION = lazy_pattern(

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     MENTIONS_LOW_PRECISION,
     NUMBER,
@@ -21,6 +20,7 @@ from mpguard.lint import (
     any_of,
     constant,
     dotted,
+    lazy_pattern,
 )
 
 #: Iterables of a loop over steps. A loop over layers or experts adds only a few terms.

@@ -3,8 +3,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint import MENTIONS_FP16, Bad, Diagnostic, Dtype, Facts, Good, Note, Rule, ScalarUse, any_of, python_edits
+from mpguard.lint import (
+    MENTIONS_FP16,
+    Bad,
+    Diagnostic,
+    Dtype,
+    Facts,
+    Good,
+    Note,
+    Rule,
+    ScalarUse,
+    any_of,
+    lazy_pattern,
+    python_edits,
+)
 
 #: The largest number of FP16, beyond which `masked_fill` raises; `where` and arithmetic still round up to the second.
 _LARGEST, _ROUNDED = 65504.0, 65520.0

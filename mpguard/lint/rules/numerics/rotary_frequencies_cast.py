@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     CASTS_LOW_PRECISION,
     HALF_DTYPES,
@@ -20,6 +19,7 @@ from mpguard.lint import (
     compatible,
     constant,
     dotted,
+    lazy_pattern,
 )
 
 #: Models of transformers whose only buffers are the frequencies of their rotary embeddings.

@@ -2,8 +2,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Note, Rule, Scope, aliases, any_of, called, constant
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Facts,
+    Good,
+    Note,
+    Rule,
+    Scope,
+    aliases,
+    any_of,
+    called,
+    constant,
+    lazy_pattern,
+)
 
 #: Other names of the scale: `inv_scale`, `scaler._scale`.
 _FACTOR = lazy_pattern(r"(?i)(?:inv|loss|grad|amp|fp16)\w*_scale(?!r)|^_scale$|unscale(?!_$)")

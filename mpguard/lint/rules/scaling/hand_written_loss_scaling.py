@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Binding,
@@ -20,6 +19,7 @@ from mpguard.lint import (
     compatible,
     constant,
     dotted,
+    lazy_pattern,
 )
 
 #: Names of a factor that scales a loss against underflow (not one for ranks or for accumulation).

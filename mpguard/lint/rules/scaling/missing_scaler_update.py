@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     RIGHT_SCALER_CLASS,
     SCALER_CLASS_FILES,
@@ -21,6 +20,7 @@ from mpguard.lint import (
     any_of,
     compatible,
     dotted,
+    lazy_pattern,
     python_edits,
     scaler_class,
     trace_facts,

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Call,
@@ -24,6 +23,7 @@ from mpguard.lint import (
     any_of,
     constant,
     dotted,
+    lazy_pattern,
     negated,
     trace_facts,
 )

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Call,
@@ -21,6 +20,7 @@ from mpguard.lint import (
     computes_without_float16,
     constant,
     dotted,
+    lazy_pattern,
     scales_without_need,
 )
 

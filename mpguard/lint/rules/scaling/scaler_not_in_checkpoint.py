@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Binding,
@@ -19,6 +18,7 @@ from mpguard.lint import (
     compatible,
     computes_without_float16,
     dotted,
+    lazy_pattern,
     scales_without_need,
 )
 

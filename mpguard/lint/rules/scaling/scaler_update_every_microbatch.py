@@ -3,7 +3,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     Bad,
     Condition,
@@ -18,6 +17,7 @@ from mpguard.lint import (
     TraceStep,
     any_of,
     compatible,
+    lazy_pattern,
     trace_facts,
 )
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     RIGHT_SCALER_CLASS,
     SCALER_CLASS_FILES,
@@ -27,6 +26,7 @@ from mpguard.lint import (
     constant,
     dotted,
     implies,
+    lazy_pattern,
     negated,
     own_optimizers,
     python_edits,

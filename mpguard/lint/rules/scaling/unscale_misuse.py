@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint import (
     All,
     Bad,
@@ -16,6 +15,7 @@ from mpguard.lint import (
     TraceStep,
     any_of,
     compatible,
+    lazy_pattern,
     negated,
     trace_facts,
 )
