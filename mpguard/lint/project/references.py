@@ -635,7 +635,7 @@ def exports_all(file: Path) -> bool:
     package = home.parent / "__init__.py"
     if not tracked_fs.is_file(package):
         return False
-    stars = {module for module, names in summaries.summarize(tracked_fs.read(package)).imports if "*" in names}
+    stars = {module for module, names in summaries.imports_of(tracked_fs.read(package)) if "*" in names}
     if not any(module.rpartition(".")[2] == home.stem for module in stars):
         return False
     return not tracked_fs.is_file(package.parent.parent / "__init__.py") or exports_all(package)
@@ -806,7 +806,7 @@ def _updates(user: str, file: str) -> bool:
 
 def _code_uses(code: bytes, user: str, file: str, name: str) -> bool:
     """True if code that contains a name, or without a name that of a file, may mean the one of that file by it."""
-    imports = summaries.summarize(code).imports
+    imports = summaries.imports_of(code)
     extended = b"sys.path" in code
     explicit = [module for module, names in imports if name in names]
     modules = [module for module, names in imports if not (name and names) or "*" in names]
@@ -824,7 +824,7 @@ def _code_uses(code: bytes, user: str, file: str, name: str) -> bool:
 
 def _imports(file: str | None, name: str) -> bool:
     """True if a module imports a name from another one."""
-    return file is not None and any(name in names for _, names in summaries.summarize(_content(file)).imports)
+    return file is not None and any(name in names for _, names in summaries.imports_of(_content(file)))
 
 
 def _inner(package: str, name: str) -> str:

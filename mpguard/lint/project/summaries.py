@@ -44,6 +44,7 @@ _COMMENT = lazy_pattern(r"#.*|\\")
 
 #: The answer to a question: True or False, or paths.
 Answer = bool | list[str] | None
+Imports = tuple[tuple[str, frozenset[str]], ...]
 
 
 class ModuleSummary(NamedTuple):
@@ -53,7 +54,7 @@ class ModuleSummary(NamedTuple):
     base classes of its classes. trains: it may train, or decide in which dtype other code runs.
     """
 
-    imports: tuple[tuple[str, frozenset[str]], ...]
+    imports: Imports
     bases: frozenset[str]
     trains: bool
 
@@ -70,7 +71,7 @@ def imported_files(path: str) -> list[str]:
 def files_imported_by(data: bytes, path: str) -> list[str]:
     """Return the same for a file with this content."""
     found = dict[str, None]()
-    for module, names in summarize(data).imports:
+    for module, names in imports_of(data):
         if module.partition(".")[0] in LIBRARIES:
             continue
         file = tree.file_of(module, path)
@@ -84,18 +85,31 @@ def files_imported_by(data: bytes, path: str) -> list[str]:
 
 def summarize(data: bytes) -> ModuleSummary:
     """Return the summary of a module. Text in strings counts as code: a summary says what may be."""
-    data = b"\n" + data.replace(b"\r", b"\n") if b"\r" in data else b"\n" + data
+    text = _searchable(data)
+    bases = {base.rpartition(".")[2] for found in _BASES.findall(text) for base in _names(found)}
+    return ModuleSummary(_imports(text), frozenset(bases), trains(text))
+
+
+def imports_of(data: bytes) -> Imports:
+    """Return only what a module imports; see `ModuleSummary`."""
+    return _imports(_searchable(data))
+
+
+def _searchable(data: bytes) -> bytes:
+    """Return code in which each line follows a newline."""
+    return b"\n" + data.replace(b"\r", b"\n") if b"\r" in data else b"\n" + data
+
+
+def _imports(text: bytes) -> Imports:
     imports: dict[str, set[str]] = {}
     whole = dict[str, None]()
-    for module, names, modules in IMPORT.findall(data):
+    for module, names, modules in IMPORT.findall(text):
         if module:
             imports.setdefault(module.decode(), set()).update(_names(names))
         whole.update(dict.fromkeys(_names(modules)))
-    bases = {base.rpartition(".")[2] for found in _BASES.findall(data) for base in _names(found)}
-    return ModuleSummary(
-        (*((module, frozenset(names)) for module, names in imports.items()), *((each, frozenset()) for each in whole)),
-        frozenset(bases),
-        trains(data),
+    return (
+        *((module, frozenset(names)) for module, names in imports.items()),
+        *((each, frozenset()) for each in whole),
     )
 
 
