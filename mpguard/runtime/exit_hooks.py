@@ -16,7 +16,7 @@ from mpguard.runtime.containment import contained, report_own_failure
 from mpguard.runtime.crashes import print_cause
 from mpguard.runtime.guard import Guard
 from mpguard.runtime.messages import failure_message
-from mpguard.runtime.proof import account, consensus
+from mpguard.runtime.proof import consensus, profiler
 from mpguard.runtime.ranks import had_group, is_reporting_rank, is_started_by_script, rank
 from mpguard.runtime.reporter import below_progress_bars
 
@@ -33,7 +33,7 @@ def finish(guard: Guard, status: int = 0) -> int:
     if guard.finished:
         return status or int(guard.failure is not None)
     guard.finished = True
-    account.stop_left_profiler()
+    profiler.stop_in_this_thread()
     if guard.meter is not None:
         with contained("the measurement of the run"):
             guard.meter.write()

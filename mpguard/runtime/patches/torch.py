@@ -21,7 +21,7 @@ from mpguard.runtime.patches import compile as compilation
 from mpguard.runtime.patches import fp8_conversion, fp32_modules, master_weights
 from mpguard.runtime.patches.patch import Adjustment, AnyFunction, Patch
 from mpguard.runtime.plan import first_scale
-from mpguard.runtime.proof import account
+from mpguard.runtime.proof import account, profiler
 from mpguard.runtime.proof.gradients import are_applicable, safely
 from mpguard.runtime.proof.observe import innermost, name_of, updated_by
 from mpguard.targets.inject import Change, build
@@ -318,7 +318,7 @@ def _profiler_start(original: AnyFunction) -> AnyFunction:
     def start(self: Any, *args: Any, **kwargs: Any) -> Any:
         guard = guards.current()
         if getattr(self, "enabled", True):
-            account.other_profiler_starts(self)
+            profiler.other_profiler_starts(self)
             if guard is not None:
                 guard.recorder.account.give_way()
         return original(self, *args, **kwargs)
@@ -332,7 +332,7 @@ def _profiler_end(original: AnyFunction) -> AnyFunction:
         try:
             return original(self, *args, **kwargs)
         finally:
-            account.other_profiler_ends(self)
+            profiler.other_profiler_ends(self)
 
     return __exit__
 

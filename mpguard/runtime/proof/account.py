@@ -8,26 +8,21 @@ memory is bounded by one pass. A profiler of the program's own has precedence.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
-import functools
-import os
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from mpguard.runtime.containment import contained_hook
-from mpguard.runtime.proof import trace
+from mpguard.runtime.proof import profiler, trace
 from mpguard.runtime.proof.inferred import Inferred
+from mpguard.runtime.proof.module_ranges import ModuleRanges
 from mpguard.runtime.proof.trace import GraphNode, OperatorTrace, Overflow, Unaligned, Work
-from mpguard.runtime.ranks import is_forked_after_cuda
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 #: Backward passes before an applied step of which each one is looked at; of later ones those with number 2**n.
 EACH_PASS = 16
@@ -41,12 +36,6 @@ REMEMBERED_NODES = 200_000
 
 #: The module that inductor imports to record CUDA graphs.
 CUDA_GRAPHS = "torch._inductor.cudagraph_trees"
-
-#: The variable with which Kineto prints no lines when it starts and stops.
-QUIET = ("KINETO_LOG_LEVEL", "99")
-
-#: The level of errors in torch's C++ code (`c10/util/Logging.h`).
-ERROR = 2
 
 
 @dataclasses.dataclass
@@ -96,13 +85,14 @@ class _Pass:
 class StepAccount:
     """Records the products of a process from `start` until `stop`.
 
-    active: True between `start` and `stop`. running: True while the profiler runs for it. reason: why it cannot record;
-    empty if it can. overflows: numbers that did not fit the dtype of a tensor.
+    active: True between `start` and `stop`. reason: why it cannot record; empty if it can. overflows: numbers that did
+    not fit the dtype of a tensor.
     """
 
     def __init__(self, previous: StepAccount | None = None) -> None:
         """Create an account. previous: the one before, whose limits hold on."""
-        self.active = self.running = False
+        self.active = False
+        self._recording: profiler.Recording | None = None
         self.reason: str = "" if previous is None else previous.reason
         self.weights: set[tuple[int, ...]] = set() if previous is None else previous.weights
         self.graphs: trace.CompiledGraphs = trace.CompiledGraphs() if previous is None else previous.graphs
@@ -137,6 +127,11 @@ class StepAccount:
 
     # -- the profiler ------------------------------------------------------------------------
 
+    @property
+    def running(self) -> bool:
+        """True while the profiler runs for this account; it stops at the end of the thread that has started it."""
+        return self._recording is not None and self._recording.running
+
     def start(self) -> None:
         """Start to record, where a step begins. Does nothing if another profiler runs, or after a failure.
 
@@ -150,8 +145,7 @@ class StepAccount:
             return
         self._calls, self._paused = 0, False
         with self._reporting_failures():
-            self.running = _enable_profiler()
-            self._thread = threading.get_ident()
+            self._recording, self._thread = profiler.start(), threading.get_ident()
             if self.running and self._ranges is not None:
                 self._ranges.install()
 
@@ -165,7 +159,8 @@ class StepAccount:
 
     def abandon(self) -> None:
         """Record nothing more in a fork, and leave the profiler alone: it is the parent's."""
-        self.active = self.running = self._resume = self._paused = False
+        self.active = self._resume = self._paused = False
+        self._recording = None
         if self._ranges is not None:
             self._ranges.forget()
 
@@ -239,7 +234,7 @@ class StepAccount:
         try:
             yield
         except Exception as error:
-            self.running = False
+            self._recording = None
             self.reason = f"torch's profiler failed: {type(error).__name__}: {error}"
 
     def _cut(self, *, resume: bool) -> OperatorTrace | None:
@@ -248,23 +243,22 @@ class StepAccount:
         A range that is open when the profiler stops must be closed before the profiler starts again: it holds a pointer
         into the events of the first. Ranges of modules are closed here; the program's own prevent another start.
         """
-        if not self.running:
+        recording, self._recording = self._recording, None
+        if recording is None or not recording.running:
             return None
-        self.running = False
         began = time.monotonic()
         with self._reporting_failures():
-            if threading.get_ident() != self._thread:
-                _left_running.add(self._thread)
+            if not recording.is_of_this_thread:
                 raise RuntimeError("the training runs in another thread than the one that created the optimizer")
             opened = self._ranges.close() if self._ranges is not None else []
-            events, unfinished, begun = _disable_profiler()
+            events, unfinished, begun = recording.stop()
             self._blocked = any(not name.startswith(trace.IGNORED) for name in unfinished)
             _steps.cut = bool(unfinished)
             closures = frozenset(begun if resume else ())
             graphs = self.graphs if CUDA_GRAPHS in sys.modules else None
             found = trace.read(events, self.weights, self.te_dtype, closures, graphs)
             if resume and not unfinished:
-                self.running = _enable_profiler()
+                self._recording = profiler.start()
                 if self._ranges is not None:
                     self._ranges.reopen(opened)
             self._resume |= resume and _steps.cut and not self._blocked
@@ -311,7 +305,7 @@ class StepAccount:
         self._passes.append(ended)
         if found is None:
             ended.missed = wanted and not (self._blocked and len(self._passes) > 1)
-            self._gave_way |= bool(_other_profilers)
+            self._gave_way |= profiler.is_prepared_by_program()
             if self.active and self._wanted():
                 self.start()
             return
@@ -514,241 +508,10 @@ def updates_a_part(optimizer: Any) -> bool:
     return any(parameters(around) > parameters(optimizer) for around in steps_around(optimizer))
 
 
-# -- torch's profiler ------------------------------------------------------------------------
-
-
 def _gradients_enabled() -> bool:
     import torch
 
     return torch.is_grad_enabled()
-
-
-def _enable_profiler() -> bool:
-    """Enable Kineto for the operators of this thread; False if a profiler is enabled already."""
-    import torch
-    from torch._C._autograd import _prepare_profiler, _profiler_enabled
-    from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, _ExperimentalConfig
-
-    if _profiler_enabled() or _other_profilers:
-        return False
-    _stop_in_forks()
-    config = ProfilerConfig(ProfilerState.KINETO, True, False, False, False, False, _ExperimentalConfig(), "")
-    with _quiet_kineto():
-        _prepare_profiler(config, {ProfilerActivity.MTIA if _leaves_out_cuda() else ProfilerActivity.CPU})
-        torch._C._autograd._enable_profiler(config, {ProfilerActivity.CPU})
-    torch.autograd.profiler._run_on_profiler_start()  # type: ignore[no-untyped-call]  # compiled code names its regions
-    return True
-
-
-def _disable_profiler() -> tuple[list[Any], list[str], list[int]]:
-    """Disable Kineto. Return its events, and the names and starts of those that are not finished."""
-    import torch
-
-    now = time.time_ns()
-    torch.autograd.profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]
-    with _quiet_torch() if _leaves_out_cuda() else contextlib.nullcontext():
-        result = torch._C._autograd._disable_profiler()
-    events = list(result.events())
-    unfinished = [
-        (event.name(), event.start_ns()) for event in events if event.end_ns() >= now and not event.is_async()
-    ]
-    unfinished += _without_end(result.experimental_event_tree())
-    return events, [name for name, _ in unfinished], [start for _, start in unfinished]
-
-
-def _without_end(level: list[Any]) -> list[tuple[str, int]]:
-    """Return name and start of what was not finished: torch 2.11 leaves it out of the events, and in their tree."""
-    found = []
-    while level:
-        opened = [node for node in level if node.end_time_ns < node.start_time_ns]
-        found += [(node.name, node.start_time_ns) for node in opened]
-        level = [child for node in opened for child in node.children]
-    return found
-
-
-def _leaves_out_cuda() -> bool:
-    """True if Kineto is asked for the activities of MTIA, a device that is not there, in place of the CPU's.
-
-    With the CPU's, it also traces the calls of the CUDA runtime, through CUPTI, which then stays attached: for the rest
-    of the process each launch of a kernel takes longer (benchmarks/results/launches.json). The operators are recorded
-    by torch itself in both cases. torch warns that Kineto has not seen them, so that this needs `_quiet_torch`.
-    """
-    import torch
-
-    return torch.version.cuda is not None and _log_level() is not None
-
-
-@functools.cache
-def _log_level() -> Any:
-    """Return the least level of the messages that torch's C++ code prints; None if it is not found."""
-    try:
-        return ctypes.c_int.in_dll(ctypes.CDLL("libc10.so", mode=os.RTLD_NOLOAD), "FLAGS_caffe2_log_level")
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
-@contextlib.contextmanager
-def _quiet_torch() -> Iterator[None]:
-    """Let torch's C++ code print errors, but no warnings."""
-    level = _log_level()
-    usual = level.value
-    level.value = max(usual, ERROR)
-    try:
-        yield
-    finally:
-        level.value = usual
-
-
-@contextlib.contextmanager
-def _quiet_kineto() -> Any:
-    """Set Kineto's log level for its start, unless the user has set it."""
-    name, level = QUIET
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = level
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-
-
-#: Threads in which a profiler runs that another thread wanted to stop. Only its own thread can, and the process crashes
-#: at its end if it still runs then.
-_left_running: set[int] = set()
-
-
-def stop_left_profiler() -> None:
-    """Stop the profiler of this thread, if the account could not, because the training runs in another thread."""
-    if threading.get_ident() in _left_running:
-        _left_running.discard(threading.get_ident())
-        with contextlib.suppress(Exception):
-            _disable_profiler()
-
-
-#: Profilers of the program that are prepared or running.
-_other_profilers: set[int] = set()
-
-
-def other_profiler_starts(profiler: Any) -> None:
-    """Record that a profiler of the program is prepared."""
-    _other_profilers.add(id(profiler))
-
-
-def other_profiler_ends(profiler: Any) -> None:
-    """Record that a profiler of the program has ended."""
-    _other_profilers.discard(id(profiler))
-
-
-_forks_are_safe = False
-
-
-def _stop_in_forks() -> None:
-    """Let forked processes, such as those that load data, not record: nobody would collect their events."""
-    global _forks_are_safe  # noqa: PLW0603  registered once per process
-    if not _forks_are_safe:
-        _forks_are_safe = True
-        os.register_at_fork(after_in_child=_stop_recording)
-
-
-def _stop_recording() -> None:
-    import torch
-    from torch._C._autograd import _profiler_enabled, _toggle_collection_dynamic
-    from torch._C._profiler import ProfilerActivity
-
-    with contextlib.suppress(Exception):
-        if not _profiler_enabled():
-            return
-        if is_forked_after_cuda():
-            torch._C._autograd._enable_record_function(False)
-            return
-        errors, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-        try:
-            os.dup2(nowhere, 2)  # Kineto warns about GPU activity, whether or not there is any
-            _toggle_collection_dynamic(False, {ProfilerActivity.CPU})
-        finally:
-            os.dup2(errors, 2)
-            os.close(errors)
-            os.close(nowhere)
-
-
-# -- modules ---------------------------------------------------------------------------------
-
-
-class ModuleRanges:
-    """Opens a range of the profiler around each call of a module, with global hooks.
-
-    called: the classes of the modules that were called, by id. Not for compiled code: dynamo traces hooks of modules.
-    """
-
-    def __init__(self, on_call: Callable[..., None]) -> None:
-        """Create ranges. on_call: is told each call, and by `outermost` if no other module calls it."""
-        self.called: dict[int, str] = {}
-        self._on_call = on_call
-        self._handles: list[Any] = []
-        self._open = threading.local()
-
-    def install(self) -> None:
-        """Register the hooks, once."""
-        if self._handles:
-            return
-        from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-
-        self._handles = [
-            register_module_forward_pre_hook(contained_hook(self._enter, "the account of modules")),
-            register_module_forward_hook(contained_hook(self._exit, "the account of modules"), always_call=True),
-        ]
-
-    def remove(self) -> None:
-        """Remove the hooks, and close the ranges that are open in this thread."""
-        self.forget()
-        self.close()
-
-    def forget(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def close(self) -> list[int]:
-        """Close the ranges that are open in this thread, and return their modules."""
-        stack = self._stack()
-        modules = [number for number, _ in stack]
-        while stack:
-            stack.pop()[1].__exit__(None, None, None)
-        return modules
-
-    def reopen(self, modules: list[int]) -> None:
-        """Open the ranges again that `close` has closed."""
-        for number in modules:
-            self._push(number)
-
-    def _push(self, number: int) -> None:
-        from torch._C._profiler import _RecordFunctionFast
-
-        opened = _RecordFunctionFast(f"{trace.MODULE}{number}")
-        opened.__enter__()
-        self._stack().append((number, opened))
-
-    def _stack(self) -> list[tuple[int, Any]]:
-        if not hasattr(self._open, "ranges"):
-            self._open.ranges = []
-        return self._open.ranges  # type: ignore[no-any-return]
-
-    def _enter(self, module: nn.Module, _inputs: Any) -> None:
-        self.called[id(module)] = type(module).__name__
-        self._on_call(outermost=not self._stack())
-        self._push(id(module))
-
-    def _exit(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
-        stack = self._stack()
-        if not any(number == id(module) for number, _ in stack):
-            return  # it was entered before the hooks were registered
-        while stack:
-            number, opened = stack.pop()
-            opened.__exit__(None, None, None)
-            if number == id(module):
-                return
 
 
 def shapes_of(parameters: Iterable[torch.Tensor]) -> set[tuple[int, ...]]:

@@ -18,7 +18,7 @@ from short_programs import needs_bf16_lstm, run
 from torch import nn
 from wrong_programs import WRONG
 
-from mpguard.runtime.proof import account, trace
+from mpguard.runtime.proof import account, profiler, trace
 from mpguard.runtime.proof.account import StepAccount
 from mpguard.runtime.proof.inferred import Inferred
 from mpguard.runtime.proof.trace import Work
@@ -147,7 +147,7 @@ def test_the_profiler_is_stopped_at_the_end_if_another_thread_trains() -> None:
     thread.start()
     thread.join()
     assert "the training runs in another thread" in whole.reason and torch._C._autograd._profiler_enabled()
-    account.stop_left_profiler()
+    profiler.stop_in_this_thread()
     assert not torch._C._autograd._profiler_enabled()
 
 
@@ -292,7 +292,7 @@ def test_what_torch_2_11_has_not_finished_is_only_in_its_tree() -> None:
         name=name, start_time_ns=5, end_time_ns=end, children=list(children)
     )
     tree = [node("done", 9), node("epoch", -(2**63), node("step", -(2**63), node("aten::mm", 7)))]
-    assert account._without_end(tree) == [("epoch", 5), ("step", 5)]
+    assert profiler._without_end(tree) == [("epoch", 5), ("step", 5)]
     assert trace._input_shapes(SimpleNamespace(shapes=lambda: [[2, 3]])) == [[2, 3]]
 
 
@@ -310,3 +310,66 @@ def test_tensors_can_be_exchanged_where_recording_is_interrupted() -> None:
         assert whole.running and not layer.weight.any()
     finally:
         whole.stop()
+
+
+IN_THREADS = {
+    "the_whole_training": (
+        "import threading\n"
+        "def work(): m = net(); train(m, adam(m)); print('trained')\n"
+        "thread = threading.Thread(target=work); thread.start(); thread.join()"
+    ),
+    "one_step": (
+        "import threading\n"
+        "def work(): m = net(); train(m, adam(m), steps=1); print('trained')\n"
+        "thread = threading.Thread(target=work); thread.start(); thread.join()"
+    ),
+    "an_optimizer_that_never_steps": (
+        "import threading\n"
+        "thread = threading.Thread(target=lambda: adam(net())); thread.start(); thread.join()\n"
+        "m = net(); train(m, adam(m)); print('trained')"
+    ),
+    "a_pool_runs_the_steps": (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "def work(m): train(m, adam(m)); print('trained')\n"
+        "with ThreadPoolExecutor(1) as pool: pool.submit(work, net()).result()"
+    ),
+    "a_daemon_that_outlives_the_script": (
+        "import threading, time\n"
+        "def work():\n"
+        "    m = net(); train(m, adam(m)); print('trained'); adam(m); time.sleep(60)\n"
+        "threading.Thread(target=work, daemon=True).start(); time.sleep(3)"
+    ),
+    "each_step_in_a_thread_of_its_own": (
+        "import threading\n"
+        "m = net(); o = adam(m)\n"
+        "for _ in range(3):\n"
+        "    thread = threading.Thread(target=train, args=(m, o), kwargs={'steps': 1}); thread.start(); thread.join()\n"
+        "print('trained')"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_THREADS)
+def test_a_training_in_a_thread_is_proven_and_ends_as_the_script_does(tmp_path: Path, name: str) -> None:
+    """A profiler that runs when its thread ends crashes the process."""
+    ended = run(tmp_path, IN_THREADS[name])
+    assert ended.returncode == 0 and "trained" in ended.stdout, transcript(ended)
+    assert "ERROR" not in ended.stderr and "callback" not in ended.stderr, transcript(ended)
+    assert proof(tmp_path / "proof.json")["verdict"] == "in force"
+
+
+def test_a_training_in_a_thread_that_computes_in_fp32_is_refused(tmp_path: Path) -> None:
+    ended = run(
+        tmp_path, IN_THREADS["the_whole_training"].replace("train(m, adam(m))", "train(m, adam(m), enabled=False)")
+    )
+    assert ended.returncode == 1 and "compute: fp32; asked: bf16" in ended.stderr, transcript(ended)
+
+
+def test_the_recording_of_a_thread_stops_at_its_end() -> None:
+    whole, layer = StepAccount(), nn.Linear(16, 16)
+    thread = threading.Thread(target=whole.start)
+    thread.start()
+    thread.join()
+    assert not whole.running and not whole.reason
+    found = recorded(lambda: layer(torch.randn(4, 16)).sum(), *layer.parameters(), whole=whole)
+    assert found.trained == {Work("fp32", module=id(layer)): 2 * 2 * 4 * 16 * 16}, "another thread goes on"
