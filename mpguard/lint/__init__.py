@@ -108,11 +108,6 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.values.precision import TensorDtype as TensorDtype
     from mpguard.lint.facts.values.scalars import ScalarUse as ScalarUse
     from mpguard.lint.model import python_edits as python_edits
-    from mpguard.lint.model.example_programs import FP8_OPTION_UNUSED as FP8_OPTION_UNUSED
-    from mpguard.lint.model.example_programs import RIGHT_SCALER_CLASS as RIGHT_SCALER_CLASS
-    from mpguard.lint.model.example_programs import SCALER_CLASS_FILES as SCALER_CLASS_FILES
-    from mpguard.lint.model.example_programs import scaler_class as scaler_class
-    from mpguard.lint.model.example_programs import speed_measurement as speed_measurement
     from mpguard.lint.model.rule import Bad as Bad
     from mpguard.lint.model.rule import BaseRule as BaseRule
     from mpguard.lint.model.rule import ConfigRule as ConfigRule
@@ -196,13 +191,6 @@ _NAMES = {
     ),
     "mpguard.lint.facts.values.precision": ("NUMBER", "TensorDtype"),
     "mpguard.lint.facts.values.scalars": ("ScalarUse",),
-    "mpguard.lint.model.example_programs": (
-        "FP8_OPTION_UNUSED",
-        "RIGHT_SCALER_CLASS",
-        "SCALER_CLASS_FILES",
-        "scaler_class",
-        "speed_measurement",
-    ),
     "mpguard.lint.model.rule": (
         "Bad",
         "BaseRule",

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from limits import seconds
 from paths import REPOSITORY
+from rule_cases import examples
 
 from mpguard.lint.model.rule import Rule, rules
 from mpguard.lint.source.source import Source
@@ -76,7 +77,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The examples of all rules, and newer syntax."""
     top = tmp_path_factory.mktemp("project")
     for code, rule in rules(own_only=True).items():
-        for number, example in enumerate(rule.examples):
+        for number, example in enumerate(examples(rule)):
             folder = top / f"{code}_{number}"
             folder.mkdir()
             (folder / "pyproject.toml").touch()

@@ -1,7 +1,8 @@
-"""Run the examples of all rules, of Python and of configs, through the engine as a user runs it.
+"""Run the examples of all rules, and the cases of `cases/`, through the engine as a user runs it.
 
-Each example becomes files in a folder. Exactly the marked lines must be reported; all fixes together must give
-`fixed`, on which the rule reports nothing. An example without `fixed` must have no fix: no fix goes unchecked.
+Each example becomes files in a folder. Exactly the marked lines must be reported; all fixes together must make the
+difference that the example has, and the rule must report nothing in what they make. An example without a difference
+must have no fix: no fix goes unchecked. `rule_cases` says how a file of cases is written.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import re
 from pathlib import Path
 
 import pytest
+import rule_cases
+from rule_cases import named_examples
 
 from mpguard.lint.model.result import FileReport
-from mpguard.lint.model.rule import Bad, BaseRule, ConfigRule, EngineRule, Example, Good, rules
+from mpguard.lint.model.rule import Bad, BaseRule, EngineRule, Example, Good, rules
 from mpguard.lint.model.rule_page import page, unmarked
 from mpguard.lint.model.selection import Selectors
 from mpguard.lint.run.engine import Engine, Options
@@ -31,25 +34,15 @@ IMPLIED = {
     "MPG704": '"medium" is BF16',
     "MPG825": "the dtype that torch_autocast has by default",
 }
-EXAMPLES = [
-    pytest.param(rule, example, id=f"{code}-{number}-{type(example).__name__.lower()}")
-    for code, rule in RULES.items()
-    for number, example in enumerate(rule.examples)
-]
+EXAMPLES = [pytest.param(rule, example, id=name) for rule, example, name in named_examples(RULES)]
 
 
 def lint(rule: type[BaseRule], example: Example, code: str, folder: Path, fix: str | None = None) -> FileReport:
     """Check an example with its rule alone; with all rules if the engine itself reports it (suppressions need them)."""
-    name = example.name or ("mp.yaml" if issubclass(rule, ConfigRule) else "example.py")
-    folder.mkdir(exist_ok=True)
-    for other, text in example.files.items():
-        (folder / other).parent.mkdir(parents=True, exist_ok=True)
-        (folder / other).write_text(unmarked(text))
-    path = folder / name
-    path.write_text(code)
+    path = rule_cases.write(rule, example, folder, code)
     selectors = Selectors() if issubclass(rule, EngineRule) else Selectors(select=(rule.code,))
     engine = Engine(RULES, Options(selectors, fix=fix))
-    kind = kind_of(name)
+    kind = kind_of(path.name)
     assert kind is not None
     (report,) = engine.run([Target(str(path), kind, named=True)])
     assert not report.defects, report.defects[0].traceback
@@ -70,13 +63,14 @@ def check(rule: type[BaseRule], example: Example, folder: Path) -> None:
     if not isinstance(example, Bad):
         return
     result = lint(rule, example, code, folder, fix="unsafe").fix_result
-    if example.fixed is None:
-        assert result is None, "the rule has a fix for it, and the example has no `fixed`"
+    expected = rule_cases.expected_difference(example)
+    if expected is None:
+        assert result is None, "the rule has a fix for it, and the example does not say what it makes"
         return
     assert result is not None, "there is no fix"
     assert not result.problems
-    assert result.after.decode() == example.fixed
-    assert lines(rule, lint(rule, example, example.fixed, folder)) == []
+    assert rule_cases.difference(code, result.after.decode()) == expected
+    assert lines(rule, lint(rule, example, result.after.decode(), folder)) == []
 
 
 @pytest.mark.parametrize(("rule", "example"), EXAMPLES)
@@ -94,6 +88,7 @@ def test_rule_is_whole(rule: type[BaseRule]) -> None:
     assert "## Why is this bad" in rest
     assert any(isinstance(example, Bad) for example in rule.examples)
     assert any(isinstance(example, Good) for example in rule.examples)
+    assert len(rule.examples) <= 4, "a rule's page teaches with two to four examples; the other cases are in cases/"
     assert ("## Fix safety" in rest) == rule.fixable(), "a rule with a fix says how safe it is, and only such a one"
 
 
@@ -131,6 +126,10 @@ def test_page_shows_an_example_without_marks(rule: type[BaseRule]) -> None:
     assert "## Example" in text and "# !" not in text
 
 
+def test_each_file_of_cases_is_of_a_rule() -> None:
+    assert set(rule_cases.CASES.rglob("*.*")) <= {rule_cases.path_of(rule) for rule in RULES.values()}
+
+
 # -- the driver fails where it must ------------------------------------------------------------------
 
 WIZARD = "distributed_type: FSDP\nfp8_config:\n  amax_history_length: 16{}\n"
@@ -153,6 +152,73 @@ def test_the_driver_fails_on(wrong: Example, tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         check(RULES["MPG801"], wrong, tmp_path / "project")
     check(RULES["MPG801"], Bad(WIZARD.format("  # !"), fixed=READ), tmp_path / "project")
+
+
+CASE = """\
+# a-rule (MPG999)
+
+## A key that accelerate does not read
+
+```yaml
+fp8_config:
+  amax: 1  # !
+```
+
+Text for readers.
+
+```json conf/ds.json no-final-newline
+{}
+```
+
+````markdown README.md
+```
+```
+````
+
+```python empty.py
+```
+
+```diff
+@@ -2 +2 @@
+-  amax: 1
++  length: 1
+```
+"""
+
+
+def test_a_file_of_cases() -> None:
+    (case,) = rule_cases.parse(CASE, "case.md")
+    assert isinstance(case, Bad) and case.title == "A key that accelerate does not read"
+    assert (case.name, case.code) == ("", "fp8_config:\n  amax: 1  # !\n")
+    assert case.files == {"conf/ds.json": "{}", "README.md": "```\n```\n", "empty.py": ""}
+    assert case.difference == "@@ -2 +2 @@\n-  amax: 1\n+  length: 1\n"
+    (other,) = rule_cases.parse(CASE.replace("  # !", ""), "case.md")
+    assert isinstance(other, Good)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("conf/ds.json no", "no", id="another file without a name"),
+        pytest.param("empty.py", "README.md", id="one name for two files"),
+        pytest.param("````\n\n", "", id="a block without an end"),
+        pytest.param("```yaml", "```yaml a b", id="words behind the name"),
+        pytest.param("## A key", "A key", id="a block before the first heading"),
+        pytest.param("# a-rule (MPG999)", CASE.partition("\n\n")[2], id="two of a title"),
+        pytest.param("# a-rule (MPG999)", "## Another\n", id="a case without a program"),
+    ],
+)
+def test_a_file_of_cases_is_refused(old: str, new: str) -> None:
+    assert old in CASE
+    with pytest.raises(ValueError, match=r"case\.md: "):
+        list(rule_cases.parse(CASE.replace(old, new, 1), "case.md"))
+
+
+def test_a_difference_tells_texts_apart() -> None:
+    """It has the numbers of lines, and says where a text has no final newline."""
+    made = {rule_cases.difference("a\na\na\n", text) for text in ("a\na\n", "a\nb\na\n", "a\na\na", "a\na\na\n\n")}
+    assert len(made) == 4
+    assert rule_cases.difference("a\n", "a") == "@@ -1 +1 @@\n-a\n+a\n\\ No newline at end of file\n"
 
 
 def to_fp16(text: str) -> str:
@@ -189,7 +255,8 @@ def wrong_messages(rule: type[BaseRule], example: Bad, folder: Path) -> list[str
 @pytest.mark.parametrize("code", [code for code in RULES if code not in IMPLIED])
 def test_messages_name_the_dtype_of_the_program(code: str, tmp_path: Path) -> None:
     """Each bad example is linted as it is, and with FP16 and BF16 exchanged, which the rule may still report or not."""
-    for number, example in enumerate(each for each in RULES[code].examples if isinstance(each, Bad)):
+    bad = [each for each in rule_cases.examples(RULES[code]) if isinstance(each, Bad)]
+    for number, example in enumerate(bad):
         for change in (str, to_fp16, to_bf16):
             files = {name: change(text) for name, text in example.files.items()}
             changed = dataclasses.replace(example, code=change(example.code), files=files)

@@ -11,12 +11,18 @@ import importlib
 import inspect
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import rule_cases
+from rule_cases import named_examples
 
-from mpguard.lint.model.rule import Bad, rules
+from mpguard.lint.model.rule import Bad, BaseRule, rules
 from mpguard.lint.model.rule_page import unmarked
+from mpguard.lint.model.selection import Selectors
+from mpguard.lint.run.engine import Engine, Options
+from mpguard.lint.source.files import Target
 
 torch = pytest.importorskip("torch", reason="the programs train with torch")
 
@@ -30,13 +36,21 @@ def _runs(example: Bad) -> bool:
     return not modules and not any(each in example.code for each in _UNRUNNABLE)
 
 
+RULES = rules(own_only=True)
 EXAMPLES = [
-    pytest.param(unmarked(example.code), example.fixed, id=f"{code}-{number}")
-    for code, rule in rules(own_only=True).items()
-    if code.startswith("MPG2")
-    for number, example in enumerate(rule.examples)
-    if isinstance(example, Bad) and example.fixed is not None and _runs(example)
+    pytest.param(rule, example, id=name)
+    for rule, example, name in named_examples({code: rule for code, rule in RULES.items() if code.startswith("MPG2")})
+    if isinstance(example, Bad) and rule_cases.expected_difference(example) is not None and _runs(example)
 ]
+
+
+def fixed_by(rule: type[BaseRule], example: Bad, folder: Path) -> str:
+    """Return what the rule's fixes make of an example; `test_examples` compares it with what the example says."""
+    path = rule_cases.write(rule, example, folder)
+    engine = Engine(RULES, Options(Selectors(select=(rule.code,)), fix="unsafe"))
+    (report,) = engine.run([Target(str(path), "python", named=True)])
+    assert report.fix_result is not None
+    return report.fix_result.after.decode()
 
 
 @pytest.fixture(autouse=True)
@@ -149,9 +163,12 @@ def _weights(names: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("amp", [True, False])
-@pytest.mark.parametrize(("code", "fixed"), EXAMPLES)
-def test_fixed_program(code: str, fixed: str, amp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rule", "example"), EXAMPLES)
+def test_fixed_program(
+    rule: type[BaseRule], example: Bad, amp: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It runs wherever the example did, and trains the same weights as with its scalers disabled."""
+    code, fixed = unmarked(example.code), fixed_by(rule, example, tmp_path)
     before = run(code, True, amp, monkeypatch)
     after = run(fixed, True, amp, monkeypatch)
     plain = run(fixed, False, amp, monkeypatch)

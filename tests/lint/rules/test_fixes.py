@@ -9,6 +9,8 @@ from pathlib import Path
 
 import fix_laws
 import pytest
+import rule_cases
+from rule_cases import named_examples
 
 from mpguard.core.text_edits import Edit, apply_edits, compatible
 from mpguard.lint.model.result import FileCheck
@@ -21,11 +23,9 @@ from mpguard.lint.source.files import Target, kind_of
 
 RULES = rules(own_only=True)
 EXAMPLES = [
-    pytest.param(rule, example, id=f"{code}-{number}")
-    for code, rule in RULES.items()
-    if rule.fixable()
-    for number, example in enumerate(rule.examples)
-    if isinstance(example, Bad)
+    pytest.param(rule, example, id=name)
+    for rule, example, name in named_examples(RULES)
+    if rule.fixable() and isinstance(example, Bad)
 ]
 
 
@@ -76,13 +76,7 @@ class Project:
 
 
 def project(rule: type[BaseRule], example: Example, folder: Path, selectors: Selectors) -> Project:
-    folder.mkdir(parents=True)
-    for name, text in example.files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(unmarked(text))
-    path = folder / (example.name or ("mp.yaml" if issubclass(rule, ConfigRule) else "example.py"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return Project(path, selectors)
+    return Project(rule_cases.write(rule, example, folder), selectors)
 
 
 def fixes(checked: FileCheck) -> Iterator[tuple[str, int, Fix]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rule_cases import examples
 
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.model.rule import Rule, any_of, rules
@@ -74,7 +75,7 @@ def test_a_rule_that_is_not_asked_has_nothing_to_say() -> None:
 
 @pytest.mark.parametrize("rule", PYTHON, ids=lambda rule: rule.code)
 def test_examples_pass_their_own_gate(rule: type[Rule]) -> None:
-    for example in rule.examples:
+    for example in examples(rule):
         if "# !" in example.code:
             nearby = [text.encode() for text in example.files.values()]
             assert prefilter.relevant(example.code.encode(), [rule], lambda nearby=nearby: nearby) == [rule]

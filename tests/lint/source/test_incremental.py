@@ -13,6 +13,7 @@ from typing import Any
 
 import libcst as cst
 import pytest
+from rule_cases import examples
 from samples import package_files
 
 from mpguard.lint.model.rule import Bad, Rule, rules
@@ -27,7 +28,7 @@ EXAMPLES = [
     example.code.replace("# !", "")
     for rule in rules(own_only=True).values()
     if issubclass(rule, Rule)
-    for example in rule.examples
+    for example in examples(rule)
     if isinstance(example, Bad) and not example.files
 ]
 

@@ -46,26 +46,6 @@ for x in loader:
     optimizer.step()
 """
         ),
-        Bad(
-            """\
-try:
-    from apex.fp16_utils import FP16_Optimizer, network_to_half  # !
-    from apex.optimizers import FP16_Optimizer as Other  # !
-except ImportError:
-    raise SystemExit("install apex")
-
-import apex
-
-def main(args, model, optimizer):
-    model = network_to_half(model)
-    if args.amp:
-        apex.amp.initialize(model, optimizer)  # !
-        apex.amp.state_dict()
-    import apex.amp as mixed  # !
-    mixed.state_dict()
-    return FP16_Optimizer(Other(optimizer))
-"""
-        ),
         Good(
             """\
 import apex
@@ -91,30 +71,6 @@ except ImportError:
 amp.autocast()
 optimizer = apex.optimizers.FusedAdam(model.parameters())
 """
-        ),
-        Good(
-            """\
-from apex import amp
-
-amp.init()
-""",
-            files={"apex/__init__.py": ""},
-        ),
-        Good(
-            """\
-from apex import amp
-
-model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
-""",
-            files={"pyproject.toml": "", "requirements.txt": "torch==1.1.0\n"},
-        ),
-        Good(
-            """\
-from apex import amp
-
-model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
-""",
-            files={"pyproject.toml": "", "README.md": "    docker run nvcr.io/nvidia/pytorch:19.08-py3\n"},
         ),
     )
 

@@ -81,31 +81,6 @@ def train(loader):
         optimizer.step()
 """
         ),
-        Bad(
-            """\
-import torch
-from torch import nn
-
-class Task:
-    def __init__(self, args, model):
-        self.model = model
-        if args.n_gpu > 1:
-            self.model = nn.DataParallel(self.model)
-        self.dtype = torch.bfloat16
-
-    def step(self, x):
-        with torch.amp.autocast(device_type="cuda", dtype=self.dtype, enabled=True):
-            return self.model(x)  # !
-
-@torch.autocast("cuda", dtype=torch.bfloat16)
-def epoch(model, loader):
-    for x in loader:
-        model(x).sum().backward()  # !
-
-def main(net, loader):
-    epoch(nn.DataParallel(net, device_ids=[0, 1]), loader)
-"""
-        ),
         Good(
             """\
 import torch
@@ -149,42 +124,6 @@ def arms(loader, args, net):
             with torch.autocast("cuda", dtype=torch.bfloat16):
                 net(x)
 """
-        ),
-        Good(
-            """\
-import torch
-from torch import nn
-
-def predict(args, net, loader):
-    device = torch.device(args.device)
-    if device == torch.device("hpu"):
-        import habana_frameworks.torch.core
-    net = net.to(device)
-    if args.devices > 1:
-        net = nn.DataParallel(net)
-    found = []
-    for x in loader:
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            found.append(net(x))
-    return found
-""",
-        ),
-        Bad(
-            """\
-import torch
-from torch import nn
-
-def predict(args, net, loader):
-    device = torch.device(args.device)
-    net = net.to(device)
-    if args.devices > 1:
-        net = nn.DataParallel(net)
-    found = []
-    for x in loader:
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            found.append(net(x))  # !
-    return found
-""",
         ),
     )
 

@@ -23,34 +23,6 @@ from mpguard.lint import (
 _FUNCTION = "torch.nn.functional.binary_cross_entropy"
 _LOSSES = frozenset({"torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss"})
 
-#: A script that sets an option after it has parsed the arguments, and its trainer.
-_SCRIPT = """\
-import argparse
-
-from engine import Trainer
-
-def main(loader):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fp16", action="store_true")
-    opt = parser.parse_args()
-    {}
-    Trainer(opt).train(loader)
-"""
-_TRAINER = """\
-import torch
-import torch.nn.functional as F
-
-class Trainer:
-    def __init__(self, opt):
-        self.opt = opt
-
-    def train(self, loader):
-        for x, y in loader:
-            with torch.cuda.amp.autocast(enabled=self.opt.fp16):
-                loss = F.binary_cross_entropy(x, y){}
-            loss.backward()
-"""
-
 
 class BceUnderAutocast(Rule):
     """`binary_cross_entropy` or `BCELoss` inside a `"cuda"` autocast region.
@@ -101,34 +73,6 @@ with torch.autocast("cuda", dtype=torch.float16):
     loss += F.binary_cross_entropy_with_logits(model(x), y, reduction="sum")
 """,
         ),
-        Bad(
-            """\
-import torch
-from torch import nn
-from torch.cuda.amp import autocast
-from torch.nn.functional import binary_cross_entropy
-
-class Run:
-    def __init__(self, args):
-        self.criterion = nn.BCELoss() if args.probabilities else nn.BCEWithLogitsLoss()
-
-    def loss(self, out, y):
-        return self.criterion(out, y)  # !
-
-    def step(self, args, x, y):
-        loss_fn = torch.nn.BCELoss(reduction="none")
-        with autocast(enabled=args.amp):
-            out = self.model(x)
-            aux = loss_fn(out, y)  # !
-            with torch.autocast("cuda", enabled=False):
-                aux = loss_fn(out.float(), y.float())
-            return self.loss(out, y) + aux
-
-@autocast()
-def forward(x, y):
-    return binary_cross_entropy(x, y)  # !
-"""
-        ),
         Good(
             """\
 import torch
@@ -165,92 +109,6 @@ def seldom(x, y, enable_autocast=False):
 def helper(x, y):
     return F.binary_cross_entropy(x, y)
 """
-        ),
-        Bad(
-            """\
-import torch
-from torch import nn
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head, self.loss = nn.Linear(8, 1), nn.BCELoss()
-
-    def forward(self, x):
-        return self.loss(torch.sigmoid(self.head(x[0])), x[1])  # !
-
-def build_model():
-    return Model()
-""",
-            files={
-                "pyproject.toml": "",
-                "main.py": "import torch\n\nfrom engine import fit\nfrom models import build_model\n\n"
-                "model = build_model().cuda()\n"
-                "fit(model, loader, torch.optim.AdamW(model.parameters()))\n",
-                "engine.py": "import torch\n\ndef fit(model, loader, optimizer):\n"
-                '    scaler = torch.amp.GradScaler("cuda")\n'
-                "    for x in loader:\n"
-                '        with torch.autocast("cuda", dtype=torch.float16):\n'
-                "            loss = model(x)\n"
-                "        scaler.scale(loss).backward()\n"
-                "        scaler.step(optimizer)\n"
-                "        scaler.update()\n",
-            },
-            name="models.py",
-        ),
-        Good(
-            """\
-import torch
-from torch import nn
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head, self.loss = nn.Linear(8, 1), nn.BCEWithLogitsLoss()
-
-    def forward(self, x):
-        return self.loss(self.head(x[0]), x[1])
-
-def build_model():
-    return Model()
-""",
-            files={
-                "pyproject.toml": "",
-                "main.py": "import torch\n\nfrom engine import fit\nfrom models import build_model\n\n"
-                "model = build_model().cuda()\n"
-                "fit(model, loader, torch.optim.AdamW(model.parameters()))\n",
-                "engine.py": "import torch\n\ndef fit(model, loader, optimizer):\n"
-                '    scaler = torch.amp.GradScaler("cuda")\n'
-                "    for x in loader:\n"
-                '        with torch.autocast("cuda", dtype=torch.float16):\n'
-                "            loss = model(x)\n"
-                "        scaler.scale(loss).backward()\n"
-                "        scaler.step(optimizer)\n"
-                "        scaler.update()\n",
-            },
-            name="models.py",
-        ),
-        Good(
-            _TRAINER.format(""),
-            files={"pyproject.toml": "", "main.py": _SCRIPT.format("opt.fp16 = False")},
-            name="engine.py",
-        ),
-        *(
-            Bad(
-                _TRAINER.format("  # !"),
-                files={"pyproject.toml": "", "main.py": _SCRIPT.format(line)},
-                name="engine.py",
-            )
-            for line in ("opt.seed = 1", "opt.fp16 = False if opt.seed else opt.fp16", "if opt.cpu: opt.fp16 = False")
-        ),
-        Bad(
-            _TRAINER.format("  # !"),
-            files={
-                "pyproject.toml": "",
-                "main.py": _SCRIPT.format("opt.fp16 = False"),
-                "other.py": _SCRIPT.format("opt.seed = 1"),
-            },
-            name="engine.py",
         ),
     )
 

@@ -47,34 +47,6 @@ from accelerate import Accelerator
 accelerator = Accelerator(mixed_precision="fp16", cpu=True)  # !
 """
         ),
-        Bad(
-            """\
-from transformers import TrainingArguments
-
-args = TrainingArguments("out", fp16=True, use_cpu=True)  # !
-"""
-        ),
-        Bad(
-            """\
-from accelerate import Accelerator
-
-accelerator = Accelerator()  # !
-model = accelerator.prepare(model)
-""",
-            files={"mp.yaml": "distributed_type: 'NO'\nmixed_precision: fp16\nuse_cpu: true\n"},
-        ),
-        Bad(
-            """\
-import torch
-
-device = torch.device("cpu")
-model = torch.nn.Linear(8, 8).to(device)
-for x in loader:
-    with torch.autocast("cuda", dtype=torch.float16):  # !
-        loss = model(x.to(device)).sum()
-    loss.backward()
-"""
-        ),
         Good(
             """\
 import torch
@@ -90,62 +62,6 @@ model = torch.nn.Linear(8, 8).to("cpu")
 with torch.autocast("cpu", dtype=torch.float16):
     model(x)
 """
-        ),
-        Good(
-            """\
-import torch
-
-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-model = torch.nn.Linear(8, 8).to(device)
-other = torch.nn.Linear(8, 8).to("cpu")
-with torch.autocast("cuda", dtype=torch.float16):
-    model(x.to(device)).cpu()
-    other(x)
-"""
-        ),
-        Good(
-            """\
-from accelerate import Accelerator
-
-accelerator = Accelerator(mixed_precision="bf16")
-other = Accelerator(cpu=True)
-""",
-            files={
-                "a.yaml": "distributed_type: 'NO'\nmixed_precision: fp16\nuse_cpu: true\n",
-                "b.yaml": "distributed_type: MULTI_GPU\nmixed_precision: fp16\n",
-            },
-        ),
-        Good(
-            """\
-from accelerate import Accelerator
-
-accelerator = Accelerator()
-""",
-            files={"mp.yaml": "distributed_type: MULTI_GPU\nmixed_precision: fp16\nuse_cpu: true\nnum_processes: 2\n"},
-        ),
-        Good(
-            """\
-import torch
-
-class Features(torch.utils.data.Dataset):
-    def __init__(self, encoder, files):
-        self.items = [self.encode(encoder, each) for each in files]
-
-    def encode(self, encoder, file):
-        with torch.autocast("cuda"):
-            return encoder(file).cpu()
-""",
-        ),
-        Bad(
-            """\
-import torch
-
-class Features(torch.utils.data.Dataset):
-    def __init__(self, encoder, files):
-        encoder = encoder.cpu()
-        with torch.autocast("cuda"):  # !
-            self.items = [encoder(each) for each in files]
-""",
         ),
     )
 

@@ -36,9 +36,8 @@ class Float32IntoDeepspeedHalf(Rule):
     triggers_nearby = (any_of(b"deepspeed"),)
 
     examples = (
-        *(
-            example(
-                f"""\
+        Bad(
+            """\
 import torch
 import torch.nn as nn
 
@@ -48,71 +47,72 @@ class Frontend(nn.Module):
         self.conv = nn.Conv1d(80, 512, 3)
 
     def forward(self, x):
-        return self.conv({inside})
+        return self.conv(x)
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.frontend = Frontend(){created}
+        self.frontend = Frontend()
 
     def forward(self, mel):
-        with torch.autocast("cuda", {around}):
-            audio = self.frontend(mel.float()){marker}
+        with torch.autocast("cuda", enabled=False):
+            audio = self.frontend(mel.float())  # !
         return audio.mean()
 """,
-                files={
-                    "train.py": "import deepspeed\n\nfrom net import Net\n\nnet = Net()\n"
-                    "engine, *_ = deepspeed.initialize(args=args, model=net, model_parameters=net.parameters())\n"
-                    "for x in loader:\n    engine.backward(engine(x))\n    engine.step()\n",
-                    "ds_config.json": f'{{"train_micro_batch_size_per_gpu": 8, "{section}": {{"enabled": {on}}}}}',
-                },
-                name="net.py",
-            )
-            for example, section, on, inside, created, around, marker in (
-                (Bad, "fp16", "true", "x", "", "enabled=False", "  # !"),
-                (Bad, "bf16", "true", "x", "", "enabled=False", "  # !"),
-                (Good, "bf16", '"auto"', "x", "", "enabled=False", ""),
-                (Good, "torch_autocast", "true", "x", "", "enabled=False", ""),
-                (Good, "fp16", "true", "x.to(self.conv.weight.dtype)", "", "enabled=False", ""),
-                (Good, "fp16", "true", "x", "\n        self.frontend.float()", "enabled=False", ""),
-                (Good, "fp16", "true", "x", "", "dtype=torch.float16", ""),
-            )
-        ),
-        Bad(
-            """\
+            name="net.py",
+            files={
+                "train.py": """\
 import deepspeed
-import torch
 
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = torch.nn.Linear(8, 8)
-        self.scale = torch.nn.Identity()
-
-    def forward(self, x):
-        with torch.autocast("cuda", enabled=False):
-            x = self.scale(x.float())
-            return self.head(x.to(torch.float32))  # !
+from net import Net
 
 net = Net()
-engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config="ds.json")
+engine, *_ = deepspeed.initialize(args=args, model=net, model_parameters=net.parameters())
+for x in loader:
+    engine.backward(engine(x))
+    engine.step()
 """,
-            files={"ds.json": '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}}'},
+                "ds_config.json": '{"train_micro_batch_size_per_gpu": 8, "fp16": {"enabled": true}}',
+            },
         ),
         Good(
             """\
 import torch
+import torch.nn as nn
 
-class Net(torch.nn.Module):
+class Frontend(nn.Module):
     def __init__(self):
         super().__init__()
-        self.head = torch.nn.Linear(8, 8)
+        self.conv = nn.Conv1d(80, 512, 3)
 
     def forward(self, x):
+        return self.conv(x)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frontend = Frontend()
+
+    def forward(self, mel):
         with torch.autocast("cuda", enabled=False):
-            return self.head(x.float())
+            audio = self.frontend(mel.float())
+        return audio.mean()
 """,
-            files={"ds.json": '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}}'},
+            name="net.py",
+            files={
+                "train.py": """\
+import deepspeed
+
+from net import Net
+
+net = Net()
+engine, *_ = deepspeed.initialize(args=args, model=net, model_parameters=net.parameters())
+for x in loader:
+    engine.backward(engine(x))
+    engine.step()
+""",
+                "ds_config.json": '{"train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": "auto"}}',
+            },
         ),
     )
 

@@ -21,19 +21,6 @@ from mpguard.lint import (
     text_of,
 )
 
-_LOOP = """\
-import torch
-
-def main(model, loader):
-    model = model.cuda()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with torch.autocast("cuda", dtype=torch.bfloat16{}):{}
-        for x in loader:
-            loss = model(x).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-"""
 #: A function with more callers than these is not checked: the work grows with each caller.
 _CALLERS = 8
 
@@ -65,82 +52,34 @@ class StepInAutocast(Rule):
     triggers = (any_of(b".step("), any_of(b"for ", b"while "))
     triggers_nearby = (any_of(b"autocast"),)
     examples = (
-        Bad(_LOOP.format("", "  # !")),
         Bad(
             """\
 import torch
 
-class Run:
-    def __init__(self, model, loader, amp):
-        self.model, self.loader, self.amp = model, loader, amp
-        self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        self.scaler = torch.amp.GradScaler("cuda", enabled=amp)
-
-    def epoch(self):
-        for x in self.loader:
-            self.scaler.scale(self.model(x).mean()).backward()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-
-    def fit(self):
-        with torch.autocast("cuda", enabled=self.amp):  # !
-            for _ in range(3):
-                self.epoch()
-
-@torch.autocast("cuda")  # !
-def train(model, optimizer, loader):
-    for x in loader:
-        optimizer.zero_grad()
-        model(x).mean().backward()
-        optimizer.step()
+def main(model, loader):
+    model = model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with torch.autocast("cuda", dtype=torch.bfloat16):  # !
+        for x in loader:
+            loss = model(x).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 """
         ),
-        Good(_LOOP.format(", cache_enabled=False", "")),
-        Good(_LOOP.format("", "").replace("model.cuda()", "model.cuda().bfloat16()")),
-        Good(_LOOP.format("", "").replace("model.cuda()", "torch.compile(model.cuda())")),
-        Good(
-            _LOOP.format("", "").replace(
-                "optimizer.step()", "optimizer.step()\n            torch.clear_autocast_cache()"
-            )
-        ),
-        Good(_LOOP.format("", "").replace("torch.bfloat16", "torch.float32")),
         Good(
             """\
 import torch
 
-def each_step(model, optimizer, loader):
-    for x in loader:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+def main(model, loader):
+    model = model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):
+        for x in loader:
             loss = model(x).mean()
             loss.backward()
             optimizer.step()
-
-def parts(model, optimizers, loader):
-    for x in loader:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            model(x).mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-
-def micro_batches(model, optimizer, batches):
-    for batch in batches:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            for x in batch:
-                model(x).mean().backward()
-        optimizer.step()
-
-def rotations(layer, loader, groups):
-    optimizer = torch.optim.SGD(groups, 0.1)
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        for x in loader:
-            layer(x).mean().backward()
-            optimizer.step()
-
-def evaluate(model, loader, optimizer):
-    with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
-        for x in loader:
-            model(x)
-    optimizer.step()
+            optimizer.zero_grad()
 """
         ),
     )

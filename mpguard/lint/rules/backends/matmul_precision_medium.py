@@ -43,17 +43,6 @@ import torch
 torch.set_float32_matmul_precision("medium")  # !
 """
         ),
-        Bad(
-            """\
-from torch import set_float32_matmul_precision as precision
-import torch as th
-
-SETTING = "medium"
-
-def main():
-    th.set_float32_matmul_precision(precision=SETTING)  # !
-"""
-        ),
         Good(
             """\
 import torch
@@ -63,59 +52,6 @@ def main(args, trainer):
     torch.set_float32_matmul_precision(args.precision)
     trainer.set_float32_matmul_precision("medium")
 """
-        ),
-        Good(
-            """\
-import torch
-from lightning import Trainer
-
-torch.set_float32_matmul_precision("medium")
-trainer = Trainer(precision="bf16-mixed")
-"""
-        ),
-        Bad(
-            """\
-import sys
-import torch
-
-sys.path.append("..")
-torch.set_float32_matmul_precision("medium")  # !
-
-def get_model(path):
-    return torch.load(path)
-""",
-            name="model.py",
-            files={"train.py": "from model import get_model\n", "pyproject.toml": ""},
-        ),
-        Bad(
-            """\
-import sys
-import torch
-
-sys.path.append("..")
-torch.set_float32_matmul_precision("medium")  # !
-
-def get_model(path):
-    return torch.load(path)
-
-get_model("model.pt")(torch.ones(8))
-""",
-            name="model.py",
-            files={"train.py": "", "pyproject.toml": ""},
-        ),
-        Good(
-            """\
-import sys
-import torch
-
-sys.path.append("..")
-torch.set_float32_matmul_precision("medium")
-
-def get_model(path):
-    return torch.load(path)
-""",
-            name="model.py",
-            files={"train.py": "from models import get_model\n", "pyproject.toml": ""},
         ),
     )
 

@@ -60,27 +60,6 @@ torch.backends.cuda.matmul.allow_tf32 = True
 torch.backends.cuda.matmul.fp32_precision = "ieee"  # !
 """
         ),
-        Bad(
-            """\
-import torch
-from torch.backends import cudnn
-
-def setup():
-    torch.backends.fp32_precision = "tf32"
-    torch.set_float32_matmul_precision("highest")  # !
-    cudnn.allow_tf32 = False  # !
-    return torch.backends.cuda.matmul.allow_tf32
-"""
-        ),
-        Bad(
-            """\
-import torch
-
-def main():
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    print(torch.get_float32_matmul_precision())  # !
-"""
-        ),
         Good(
             """\
 import torch
@@ -99,15 +78,6 @@ def same():
 
 def unknown(value):
     torch.backends.cudnn.conv.fp32_precision = value
-"""
-        ),
-        Good(
-            """\
-import torch
-
-torch.set_float32_matmul_precision("high")
-torch.backends.cuda.matmul.fp32_precision = "tf32"
-torch.backends.cudnn.conv.fp32_precision = "ieee"
 """
         ),
     )

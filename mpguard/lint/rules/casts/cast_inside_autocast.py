@@ -78,56 +78,6 @@ for x in loader:
     optimizer.step()
 """,
         ),
-        Bad(
-            """\
-import torch
-import torch.nn.functional as F
-from torch.cuda.amp import autocast as amp
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.proj = torch.nn.Linear(8, 8)
-
-    def forward(self, x, w):
-        with torch.autocast("cuda"):
-            h = x.half()  # !
-            h = self.proj(h)
-            h = F.linear(h, w.type(torch.float16))  # !
-            return h + torch.matmul(x.half(), w)  # !
-
-def train(model, loader):
-    model.train()
-    for x in loader:
-        with amp():
-            y = x.half()  # !
-            model(x=y).sum().backward()
-""",
-            fixed="""\
-import torch
-import torch.nn.functional as F
-from torch.cuda.amp import autocast as amp
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.proj = torch.nn.Linear(8, 8)
-
-    def forward(self, x, w):
-        with torch.autocast("cuda"):
-            h = x
-            h = self.proj(h)
-            h = F.linear(h, w)
-            return h + torch.matmul(x, w)
-
-def train(model, loader):
-    model.train()
-    for x in loader:
-        with amp():
-            y = x
-            model(x=y).sum().backward()
-""",
-        ),
         Good(
             """\
 import torch
@@ -161,39 +111,6 @@ def extract(model, loader, features):
     with torch.autocast("cuda"):
         for x in loader:
             features.append(model(x).half())
-"""
-        ),
-        Good(
-            """\
-import torch
-
-def arms(args, model, loader):
-    model.train()
-    with torch.autocast("cuda", enabled=args.amp):
-        for x in loader:
-            if not args.amp:
-                x = x.half()
-            model(x).sum().backward()
-"""
-        ),
-        Good(
-            """\
-import torch
-
-def denoise(model, args, latents, prompts):
-    dtype = torch.bfloat16
-    for parameter in model.parameters():
-        dtype = parameter.dtype
-        break
-    enabled = dtype != torch.float32 and not args.disable_autocast
-    with torch.autocast("cuda", dtype=dtype, enabled=enabled):
-        return model(latents.to(torch.bfloat16), prompts[0].to(torch.bfloat16))
-
-def train(self, loader):
-    self.model.train()
-    for x in loader:
-        with torch.autocast("cuda", enabled=self.amp):
-            self.model(x.half()).sum().backward()
 """
         ),
     )

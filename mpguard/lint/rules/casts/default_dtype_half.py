@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import HALF_DTYPES, Bad, Diagnostic, Facts, Good, Note, Rule, any_of, compatible, speed_measurement
+from mpguard.lint import HALF_DTYPES, Bad, Diagnostic, Facts, Good, Note, Rule, any_of, compatible
 
 
 class DefaultDtypeHalf(Rule):
@@ -46,40 +46,6 @@ for x in loader:
     optimizer.step()
 """
         ),
-        Bad(
-            """\
-from torch import half, set_default_dtype
-import torch as th
-
-def setup(args):
-    if args.fp16:
-        set_default_dtype(half)  # !
-    if args.tensors:
-        th.set_default_tensor_type("torch.cuda.HalfTensor")  # !
-    else:
-        th.set_default_tensor_type(th.cuda.HalfTensor)  # !
-
-def main(args, loader):
-    setup(args)
-    model = th.nn.Linear(8, 8)
-    optimizer = th.optim.AdamW(model.parameters())
-    for x in loader:
-        model(x).sum().backward()
-        optimizer.step()
-"""
-        ),
-        Bad(
-            """\
-import torch
-
-torch.set_default_dtype(torch.float16)  # !
-
-def train_one_epoch(model, loader, optimizer):
-    for x in loader:
-        model(x).sum().backward()
-        optimizer.step()
-"""
-        ),
         Good(
             """\
 import contextlib
@@ -105,114 +71,6 @@ def main(loader):
         optimizer.step()
 """
         ),
-        Good(
-            """\
-import torch
-
-torch.set_default_dtype(torch.float64)
-
-def train(dtype, loader):
-    torch.set_default_dtype(dtype)
-    model = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for x in loader:
-        model(x).sum().backward()
-        optimizer.step()
-
-def generate(prompt):
-    torch.set_default_dtype(torch.float16)
-    return torch.nn.Linear(8, 8)(prompt)
-"""
-        ),
-        Good(
-            """\
-import torch
-
-if __name__ == "__main__":
-    torch.set_default_dtype(torch.bfloat16)
-    net = torch.nn.Linear(8, 8)
-    net(torch.randn(2, 8)).sum().backward()
-"""
-        ),
-        Good(
-            """\
-import deepspeed
-import torch
-
-torch.set_default_dtype(torch.float16)
-model = torch.nn.Linear(8, 8)
-engine, _, _, _ = deepspeed.initialize(model=model)
-for x in loader:
-    engine.backward(engine(x).sum())
-    engine.step()
-"""
-        ),
-        Bad(
-            """\
-import time
-
-import torch
-
-torch.set_default_dtype(torch.float16)  # !
-
-def train(args, model, loader):
-    model.cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
-    noise = torch.randn(64, 8, device="cuda")
-    for epoch in range(args.epochs):
-        start = time.perf_counter()
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-        print(f"throughput: {len(loader) / (time.perf_counter() - start):.1f}")
-"""
-        ),
-        Good(
-            """\
-import torch
-from transformers import AutoModel, Trainer, TrainingArguments
-from transformers.deepspeed import deepspeed_init
-
-torch.set_default_dtype(torch.bfloat16)
-model = AutoModel.from_pretrained("gpt2")
-trainer = Trainer(model=model, args=TrainingArguments("out"), eval_dataset=data)
-engine, _, _ = deepspeed_init(trainer, num_training_steps=1)
-trainer.model = engine.module
-print(trainer.evaluate())
-"""
-        ),
-        Bad(
-            """\
-import torch
-from transformers import AutoModel, Trainer, TrainingArguments
-
-torch.set_default_dtype(torch.bfloat16)  # !
-model = AutoModel.from_pretrained("gpt2")
-trainer = Trainer(model=model, args=TrainingArguments("out"), train_dataset=data)
-print(trainer.evaluate())
-run(trainer)
-"""
-        ),
-        Good(
-            """\
-import torch
-from transformers import AutoModel, Trainer
-from helpers import setup_seed
-
-setup_seed(42)
-torch.set_default_dtype(torch.bfloat16)
-print(AutoModel.from_pretrained("gpt2").config)
-""",
-            files={
-                "pyproject.toml": "",
-                "helpers.py": "import random\n\ndef setup_seed(seed):\n    random.seed(seed)\n",
-                "run.py": "from transformers import Trainer\nfrom helpers import setup_seed\n\nsetup_seed(1)\n"
-                "trainer = Trainer(model=model, args=args)\ntrainer.train()\n",
-            },
-        ),
-        speed_measurement(before='if args.dtype == "float16":\n    torch.set_default_dtype(torch.float16)\n'),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

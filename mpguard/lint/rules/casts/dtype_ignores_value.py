@@ -56,19 +56,6 @@ def bootstrap(ctx, args):
 """,
             files={"pyproject.toml": "", "configs/v100.yaml": "seed: 42\nmixed_precision: fp16\nbatch_size: 1\n"},
         ),
-        Bad(
-            """\
-import argparse
-
-import torch
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--train-dtype", default="fp32", choices=["fp32", "fp16", "bf16"])
-args = parser.parse_args()
-dtype = torch.float16 if args.train_dtype == "fp16" else torch.float32  # !
-""",
-            files={"pyproject.toml": "", "run.sh": "torchrun example.py --train-dtype bf16 --lr 1e-4\n"},
-        ),
         Good(
             """\
 import torch
@@ -79,31 +66,6 @@ def bootstrap(ctx, args):
     return ctx
 """,
             files={"pyproject.toml": "", "configs/v100.yaml": "seed: 42\nmixed_precision: fp16\nbatch_size: 1\n"},
-        ),
-        Good(
-            """\
-import torch
-
-def bootstrap(ctx, args):
-    ctx.dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
-    ctx.half = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float16
-    return ctx
-""",
-            files={"pyproject.toml": "", "configs/a100.yaml": "mixed_precision: bf16\n"},
-        ),
-        Good(
-            """\
-import torch
-from accelerate import Accelerator
-
-accelerator = Accelerator()
-dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
-""",
-            files={
-                "pyproject.toml": "",
-                "mp.yaml": "distributed_type: MULTI_GPU\nmixed_precision: fp16\n",
-                "run.sh": "accelerate launch --mixed_precision fp16 example.py\n",
-            },
         ),
     )
 

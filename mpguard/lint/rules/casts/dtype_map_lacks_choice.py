@@ -65,43 +65,6 @@ args = parser.parse_args()
 dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[args.dtype]  # !
 """
         ),
-        Bad(
-            """\
-import argparse
-import torch
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--mixed-precision", choices=("float16", "bfloat16", "float32"))
-    opt = parser.parse_args()
-    weight_dtype = DTYPES.get(opt.mixed_precision, torch.float32)  # !
-"""
-        ),
-        Bad(
-            """\
-import torch
-from options import parse
-
-args = parse()
-DTYPES = dict(float32=torch.float32, float16=torch.float16)
-dtype = DTYPES[args.precision]  # !
-other = DTYPES[args.amp]
-optimizer = torch.optim.AdamW(model.to(dtype).parameters())
-""",
-            files={
-                "options.py": """\
-import argparse
-
-def parse():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--precision", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--amp", choices=("float32", "float16"), default="float32")
-    return parser.parse_args()
-"""
-            },
-        ),
         Good(
             """\
 import argparse
@@ -122,22 +85,6 @@ def main(parser):
     kind = KINDS[args.kind]
     table = dict(DTYPES)
     return dtype, weights, other, kind, table
-"""
-        ),
-        Good(
-            """\
-import argparse
-import torch
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-DTYPES["fp32"] = torch.float32
-
-def main(parser):
-    parser.add_argument("--dtype", choices=["fp16", "bf16", "fp32"])
-    args = parser.parse_args()
-    if args.dtype in DTYPES:
-        print(args.dtype)
-    return DTYPES[args.dtype]
 """
         ),
     )

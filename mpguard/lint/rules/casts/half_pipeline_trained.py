@@ -13,25 +13,6 @@ _SAME_WEIGHTS = frozenset({
 #: Functions that collect parameters.
 _COLLECTS = frozenset({"list", "tuple", "chain", "iter"})
 
-_TRAINED = """\
-import torch
-from diffusers import DiffusionPipeline
-
-pipe = DiffusionPipeline.from_pretrained("sdxl", torch_dtype={dtype}){load}{marker}
-{before}
-optimizer = torch.optim.AdamW({params}, lr=1e-3)
-for x in loader:
-    loss = pipe.unet(x, pipe.encode_prompt(x)).sample.mean()
-    loss.backward()
-    optimizer.step()
-"""
-
-
-def _program(
-    params: str, before: str = "pipe.vae.eval()", dtype: str = "torch.float16", load: str = "", marker: str = "  # !"
-) -> str:
-    return _TRAINED.format(params=params, before=before, dtype=dtype, load=load, marker=marker)
-
 
 class HalfPipelineTrained(Rule):
     """A part of a diffusers pipeline that is loaded in FP16 is trained.
@@ -55,25 +36,34 @@ class HalfPipelineTrained(Rule):
     help = "load the model that is trained in FP32, or cast its trained parameters to FP32 before the optimizer is made"
     triggers = (any_of(b"Pipeline"), any_of(b"float16", b"half", b"fp16"), any_of(b"optim"), any_of(b".step("))
     examples = (
-        Bad(_program("pipe.unet.parameters()")),
         Bad(
-            _program(
-                "[first, second]",
-                "first = pipe.text_encoder.get_input_embeddings().weight\n"
-                "second = pipe.text_encoder_2.get_input_embeddings().weight",
-                load=".to('cuda')",
-            )
+            """\
+import torch
+from diffusers import DiffusionPipeline
+
+pipe = DiffusionPipeline.from_pretrained("sdxl", torch_dtype=torch.float16)  # !
+pipe.vae.eval()
+optimizer = torch.optim.AdamW(pipe.unet.parameters(), lr=1e-3)
+for x in loader:
+    loss = pipe.unet(x, pipe.encode_prompt(x)).sample.mean()
+    loss.backward()
+    optimizer.step()
+"""
         ),
-        Bad(_program("[p for p in pipe.unet.parameters() if p.requires_grad]", "pipe.unet.train()")),
-        Bad(_program("[{'params': pipe.unet.parameters()}]")),
-        Good(_program("pipe.unet.parameters()", "pipe.unet.float()", marker="")),
-        Good(_program("pipe.unet.parameters()", "pipe.unet.to(torch.float32)", marker="")),
-        Good(_program("pipe.unet.parameters()", "cast_training_params(pipe.unet)", marker="")),
-        Good(_program("pipe.unet.parameters()", dtype="torch.float32", marker="")),
-        Good(_program("[latents]", "latents = torch.zeros(4, requires_grad=True)", marker="")),
-        Good(_program("head.parameters()", "head = torch.nn.Linear(pipe.unet.config.width, 8)", marker="")),
-        Good(_program("[token]", "token = torch.nn.Parameter(embedding(pipe.text_encoder))", marker="")),
-        Good(_program("pipe.unet.parameters()", "pipe.unet = UNet.from_pretrained('sdxl')", marker="")),
+        Good(
+            """\
+import torch
+from diffusers import DiffusionPipeline
+
+pipe = DiffusionPipeline.from_pretrained("sdxl", torch_dtype=torch.float16)
+pipe.unet.float()
+optimizer = torch.optim.AdamW(pipe.unet.parameters(), lr=1e-3)
+for x in loader:
+    loss = pipe.unet(x, pipe.encode_prompt(x)).sample.mean()
+    loss.backward()
+    optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

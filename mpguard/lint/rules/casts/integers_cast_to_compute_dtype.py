@@ -88,58 +88,6 @@ def train(model, loader, optimizer):
         optimizer.step()
 """,
         ),
-        Bad(
-            """\
-import torch
-
-def get_cast_dtype(precision):
-    cast_dtype = None
-    if precision == "bf16":
-        cast_dtype = torch.bfloat16
-    elif precision == "fp16":
-        cast_dtype = torch.float16
-    return cast_dtype
-
-def train(args, model, loader, optimizer):
-    cast_dtype = get_cast_dtype(args.precision)
-    for batch in loader:
-        decoder_input_ids = batch.decoder_input_ids.half()  # !
-        other = batch["input_ids"].to(dtype=cast_dtype)  # !
-        input_ids = batch[1][0].to("cuda", dtype=cast_dtype, non_blocking=True)  # !
-        model(**batch, other=other, ids=decoder_input_ids, more=input_ids)
-""",
-            fixed="""\
-import torch
-
-def get_cast_dtype(precision):
-    cast_dtype = None
-    if precision == "bf16":
-        cast_dtype = torch.bfloat16
-    elif precision == "fp16":
-        cast_dtype = torch.float16
-    return cast_dtype
-
-def train(args, model, loader, optimizer):
-    cast_dtype = get_cast_dtype(args.precision)
-    for batch in loader:
-        decoder_input_ids = batch.decoder_input_ids
-        other = batch["input_ids"]
-        input_ids = batch[1][0].to("cuda", non_blocking=True)
-        model(**batch, other=other, ids=decoder_input_ids, more=input_ids)
-""",
-        ),
-        Bad(
-            """\
-import torch
-
-def train(args, model, loader, optimizer):
-    for batch in loader:
-        batch = {k: v.to("cuda", torch.float16) for k, v in batch.items()}  # !
-        for key, value in batch.items():
-            batch[key] = value.half()  # !
-        model(batch["input_ids"], batch["attention_mask"])
-"""
-        ),
         Good(
             """\
 import torch
@@ -160,18 +108,6 @@ def train(model, loader, processor, optimizer):
 
 def convert(state_dict):
     return {k: v.half() for k, v in state_dict.items()}
-"""
-        ),
-        Good(
-            """\
-import torch
-import whisper
-
-def transcribe(loader):
-    model = whisper.load_model("small").half()
-    for batch in loader:
-        input_ids = batch["input_ids"].half().cuda()
-        print(model.decode(input_ids, whisper.DecodingOptions()))
 """
         ),
     )

@@ -21,30 +21,6 @@ from mpguard.lint import (
     dotted,
 )
 
-_ENCODER = """\
-import torch
-from peft import LoraConfig, get_peft_model
-from torch import nn
-
-DTYPES = {{"32": torch.float32, "{mode}": torch.bfloat16}}
-
-class Encoder(nn.Module):
-    def __init__(self, base, dtype):
-        super().__init__()
-        self.dtype = dtype
-        {first}
-        {second}
-
-    def forward(self, x):
-        return self.net(x.to(DTYPES[self.dtype]))
-"""
-_ADAPTS = "self.net = get_peft_model(base, LoraConfig(r=8))"
-_CASTS = "self.net.to(dtype=DTYPES[self.dtype])"
-
-
-def _encoder(first: str = _ADAPTS, second: str = _CASTS, mode: str = "bf16-mixed") -> str:
-    return _ENCODER.format(first=first, second=second, mode=mode)
-
 
 class MixedModeCastsAdapters(Rule):
     """A mixed precision mode casts a model to the low dtype, with the adapters that train.
@@ -68,13 +44,44 @@ class MixedModeCastsAdapters(Rule):
     help = "cast the model before `get_peft_model`, or only the parameters without `requires_grad`"
     triggers = (any_of(b"get_peft_model("), any_of(b"mixed"), any_of(b"float16"), any_of(b".to("))
     examples = (
-        Bad(_encoder(second=f"{_CASTS}  # !")),
-        Bad(_encoder(second=f"self.cast()\n\n    def cast(self):\n        {_CASTS}  # !")),
-        Good(_encoder(f"{_CASTS.replace('self.net', 'base')}", _ADAPTS)),
-        Good(_encoder(mode="bf16-true")),
-        Good(_encoder(second=f"{_CASTS}\n        self.upcast()\n        self.net.float()")),
-        Good(_encoder(second="self.frozen = base.requires_grad_(False).to(dtype=DTYPES[self.dtype])")),
-        Good(_encoder(second=f"{_CASTS}\n        cast_training_params(self.net)")),
+        Bad(
+            """\
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+DTYPES = {"32": torch.float32, "bf16-mixed": torch.bfloat16}
+
+class Encoder(nn.Module):
+    def __init__(self, base, dtype):
+        super().__init__()
+        self.dtype = dtype
+        self.net = get_peft_model(base, LoraConfig(r=8))
+        self.net.to(dtype=DTYPES[self.dtype])  # !
+
+    def forward(self, x):
+        return self.net(x.to(DTYPES[self.dtype]))
+"""
+        ),
+        Good(
+            """\
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+DTYPES = {"32": torch.float32, "bf16-mixed": torch.bfloat16}
+
+class Encoder(nn.Module):
+    def __init__(self, base, dtype):
+        super().__init__()
+        self.dtype = dtype
+        base.to(dtype=DTYPES[self.dtype])
+        self.net = get_peft_model(base, LoraConfig(r=8))
+
+    def forward(self, x):
+        return self.net(x.to(DTYPES[self.dtype]))
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -6,29 +6,6 @@ import libcst as cst
 
 from mpguard.lint import Bad, Call, Diagnostic, Dtype, Facts, Good, Note, Rule, any_of, dotted
 
-_TRAINS = """\
-import torch
-from accelerate import Accelerator
-from diffusers import StableDiffusionPipeline
-
-def log_validation(pipeline, accelerator, dtype, prompt):
-    {cast}
-    return pipeline(prompt).images
-
-def main(args, unet, optimizer, loader):
-    accelerator = Accelerator(mixed_precision="fp16")
-    unet, optimizer, loader = accelerator.prepare(unet, optimizer, loader)
-    for epoch in range(args.epochs):
-        for x in loader:
-            accelerator.backward(unet(x).sample.mean())
-            optimizer.step()
-        pipeline = StableDiffusionPipeline.from_pretrained(args.name, unet={unet}, torch_dtype=torch.float16)
-        log_validation(pipeline, accelerator, torch.float16, args.prompt)
-"""
-#: A tensor that is made by a model of the pipeline, and cast.
-_LATENTS = "unet(pipeline.vae.encode(x).sample().to(torch.float16))"
-_BACK = "        cast_training_params(unet, dtype=torch.float32)\n"
-
 
 class PipelineCastsTrainedModel(Rule):
     """A pipeline for validation is cast to FP16, and with it the model that is being trained.
@@ -53,31 +30,47 @@ class PipelineCastsTrainedModel(Rule):
     help = "move the pipeline without a dtype, and validate under autocast; or cast the trained parameters back to FP32"
     triggers = (any_of(b"Pipeline"), any_of(b".prepare("), any_of(b"float16", b".half"))
     examples = (
-        Bad(_TRAINS.format(cast="pipeline = pipeline.to(accelerator.device, dtype=dtype)  # !", unet="unet")),
-        Bad(_TRAINS.format(cast="pipeline.to(torch.float16)  # !", unet="accelerator.unwrap_model(unet)")),
-        Good(_TRAINS.format(cast="pipeline = pipeline.to(accelerator.device)", unet="accelerator.unwrap_model(unet)")),
-        Good(_TRAINS.format(cast="pipeline.vae.to(dtype=torch.float16)", unet="accelerator.unwrap_model(unet)")),
-        Good(_TRAINS.format(cast="pipeline.to(torch.float16)", unet="copy.deepcopy(unet)")),
-        Good(_TRAINS.format(cast="pipeline.to(torch.float32)", unet="accelerator.unwrap_model(unet)")),
-        Good(_TRAINS.format(cast="pipeline.to(torch.float16)", unet="build(args)")),
-        Good(_TRAINS.format(cast="pipeline.to(torch.float16)", unet="accelerator.unwrap_model(unet)") + _BACK),
-        Good(_TRAINS.format(cast="pipeline.to(accelerator.device)", unet="unet").replace("unet(x)", _LATENTS)),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+from diffusers import StableDiffusionPipeline
+
+def log_validation(pipeline, accelerator, dtype, prompt):
+    pipeline = pipeline.to(accelerator.device, dtype=dtype)  # !
+    return pipeline(prompt).images
+
+def main(args, unet, optimizer, loader):
+    accelerator = Accelerator(mixed_precision="fp16")
+    unet, optimizer, loader = accelerator.prepare(unet, optimizer, loader)
+    for epoch in range(args.epochs):
+        for x in loader:
+            accelerator.backward(unet(x).sample.mean())
+            optimizer.step()
+        pipeline = StableDiffusionPipeline.from_pretrained(args.name, unet=unet, torch_dtype=torch.float16)
+        log_validation(pipeline, accelerator, torch.float16, args.prompt)
+"""
+        ),
         Good(
             """\
 import torch
 from accelerate import Accelerator
 from diffusers import StableDiffusionPipeline
 
+def log_validation(pipeline, accelerator, dtype, prompt):
+    pipeline = pipeline.to(accelerator.device)
+    return pipeline(prompt).images
+
 def main(args, unet, optimizer, loader):
     accelerator = Accelerator(mixed_precision="fp16")
     unet, optimizer, loader = accelerator.prepare(unet, optimizer, loader)
-    for x in loader:
-        accelerator.backward(unet(x).sample.mean())
-        optimizer.step()
-    pipeline = StableDiffusionPipeline.from_pretrained(args.name, unet=accelerator.unwrap_model(unet))
-    pipeline.to("cuda", torch.float16)
-    return [pipeline(prompt) for prompt in args.prompts]
-"""
+    for epoch in range(args.epochs):
+        for x in loader:
+            accelerator.backward(unet(x).sample.mean())
+            optimizer.step()
+        pipeline = StableDiffusionPipeline.from_pretrained(args.name, unet=accelerator.unwrap_model(unet), torch_dtype=torch.float16)
+        log_validation(pipeline, accelerator, torch.float16, args.prompt)
+"""  # noqa: E501
         ),
     )
 

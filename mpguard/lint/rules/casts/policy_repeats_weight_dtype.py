@@ -20,35 +20,6 @@ from mpguard.lint import (
     dotted,
 )
 
-_ENGINE = """\
-import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM
-
-class Engine:
-    def __init__(self, config):
-        self.config, self.dtype = config, getattr(torch, config["dtype"])
-        self.model = AutoModelForCausalLM.from_pretrained(config["path"], dtype={weights}){marker}
-
-    def shard(self):
-        policy = MixedPrecisionPolicy(param_dtype={policy}, reduce_dtype=torch.float32)
-        fully_shard(self.model, mp_policy=policy)
-        self.optimizer = {optimizer}
-
-    def step(self, batch):
-        self.model(**batch).loss.backward()
-        self.optimizer.step()
-"""
-
-
-def _engine(
-    weights: str = "self.dtype",
-    policy: str = "self.dtype",
-    optimizer: str = "torch.optim.AdamW(self.model.parameters(), lr=1e-5)",
-    marker: str = "",
-) -> str:
-    return _ENGINE.format(weights=weights, policy=policy, optimizer=optimizer, marker=marker)
-
 
 class PolicyRepeatsWeightDtype(Rule):
     """FSDP2's mixed precision policy has the dtype that the weights have already.
@@ -80,19 +51,48 @@ class PolicyRepeatsWeightDtype(Rule):
     )
     yields_to = ("MPG103", "MPG107", "MPG511")
     examples = (
-        Bad(_engine(marker="  # !")),
-        Bad(_engine("torch.bfloat16", "torch.bfloat16", marker="  # !")),
-        Good(_engine("torch.float32")),
-        Good(_engine("torch.float32", "torch.float32")),
-        Good(_engine("self.config['dtype']")),
-        Good(_engine(optimizer="Float32MasterAdam(self.model.parameters(), lr=1e-5)")),
-        Good(_engine().replace("\n\n    def shard", "\n        self.model.float()\n\n    def shard")),
-        Good(
-            _engine().replace(
-                "\n\n    def shard", "\n        self.model = get_peft_model(self.model, config)\n\n    def shard"
-            )
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM
+
+class Engine:
+    def __init__(self, config):
+        self.config, self.dtype = config, getattr(torch, config["dtype"])
+        self.model = AutoModelForCausalLM.from_pretrained(config["path"], dtype=self.dtype)  # !
+
+    def shard(self):
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        fully_shard(self.model, mp_policy=policy)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+
+    def step(self, batch):
+        self.model(**batch).loss.backward()
+        self.optimizer.step()
+"""
         ),
-        Good(_engine().replace("\n\n    def shard", "\n        self.model.requires_grad_(False)\n\n    def shard")),
+        Good(
+            """\
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM
+
+class Engine:
+    def __init__(self, config):
+        self.config, self.dtype = config, getattr(torch, config["dtype"])
+        self.model = AutoModelForCausalLM.from_pretrained(config["path"], dtype=torch.float32)
+
+    def shard(self):
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        fully_shard(self.model, mp_policy=policy)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+
+    def step(self, batch):
+        self.model(**batch).loss.backward()
+        self.optimizer.step()
+"""
+        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

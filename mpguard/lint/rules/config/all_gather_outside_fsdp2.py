@@ -51,27 +51,6 @@ fp8_config:
   enable_fsdp_float8_all_gather: false
 """,
         ),
-        Bad(
-            """\
-distributed_type: FSDP
-mixed_precision: fp8
-fp8_config:
-  backend: AO
-  enable_fsdp_float8_all_gather: true  # !
-fsdp_config:
-  fsdp_version: 1
-""",
-            name="mp.yaml",
-            fixed="""\
-distributed_type: FSDP
-mixed_precision: fp8
-fp8_config:
-  backend: AO
-  enable_fsdp_float8_all_gather: false
-fsdp_config:
-  fsdp_version: 1
-""",
-        ),
         Good(
             """\
 distributed_type: FSDP
@@ -82,26 +61,6 @@ fsdp_config:
   fsdp_version: 2
 """,
             name="mp.yaml",
-        ),
-        Good(
-            """\
-distributed_type: 'NO'
-mixed_precision: fp8
-fp8_config:
-  backend: AO
-  fp8_enable_fsdp_float8_all_gather: false
-""",
-            name="mp.yaml",
-        ),
-        Good(
-            """\
-distributed_type: MULTI_GPU
-mixed_precision: fp8
-fp8_config:
-  backend: AO
-""",
-            name="mp.yaml",
-            files={"train.py": "handler = AORecipeKwargs(enable_fsdp_float8_all_gather=False)\n"},
         ),
     )
 

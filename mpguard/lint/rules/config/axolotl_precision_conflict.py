@@ -48,51 +48,6 @@ fp16: true  # !
 """,
             name="axolotl.yaml",
         ),
-        Bad(
-            """\
-base_model: meta-llama/Llama-3.2-1B
-micro_batch_size: 1
-fp8: true
-bf16: false  # !
-""",
-            name="axolotl.yaml",
-        ),
-        Bad(
-            """\
-base_model: meta-llama/Llama-3.2-1B
-micro_batch_size: 1
-bf16: full  # !
-""",
-            name="axolotl.yaml",
-        ),
-        Bad(
-            """\
-base_model: meta-llama/Llama-3.2-1B
-micro_batch_size: 1
-bf16: auto
-float16: true  # !
-""",
-            name="axolotl.yaml",
-        ),
-        Bad(
-            """\
-base_model: meta-llama/Llama-3.2-1B
-micro_batch_size: 1
-bf16: true
-bfloat16: true  # !
-adapter: lora
-""",
-            name="axolotl.yaml",
-        ),
-        Bad(
-            """\
-base_model: meta-llama/Llama-3.2-1B
-micro_batch_size: 1
-fp16: true  # !
-adapter:
-""",
-            name="axolotl.yaml",
-        ),
         Good(
             """\
 base_model: meta-llama/Llama-3.2-1B
@@ -101,35 +56,6 @@ bf16: auto
 fp16: true
 bfloat16: false
 adapter: qlora
-""",
-            name="axolotl.yaml",
-        ),
-        Good(
-            """\
-base_model: meta-llama/Llama-3.2-1B
-micro_batch_size: 1
-bf16: false
-float16: true
-""",
-            name="axolotl.yaml",
-        ),
-        Good(
-            """\
-base_model: meta-llama/Llama-3.2-1B
-micro_batch_size: 1
-bf16: auto
-bfloat16: true
-fp8: true
-torch_compile: true
-""",
-            name="axolotl.yaml",
-        ),
-        Good(
-            """\
-base_model: meta-llama/Llama-3.2-1B
-micro_batch_size: 1
-bf16: ${BF16}
-fp16: ${FP16}
 """,
             name="axolotl.yaml",
         ),

@@ -49,47 +49,12 @@ fp8_config:
   amax_history_len: 16
 """,
         ),
-        Bad(
-            """\
-{
-  "distributed_type": "MULTI_GPU",
-  "mixed_precision": "fp8",
-  "fp8_config": {"fp8_backend": "torchao"}  # !
-}
-""",
-            name="mp.json",
-            fixed="""\
-{
-  "distributed_type": "MULTI_GPU",
-  "mixed_precision": "fp8",
-  "fp8_config": {"fp8_backend": "AO"}
-}
-""",
-        ),
-        Bad(
-            """\
-distributed_type: MULTI_GPU
-mixed_precision: fp8
-fp8_config:
-  backend: cutlass  # !
-""",
-            name="mp.yaml",
-        ),
         Good(
             """\
 distributed_type: FSDP
 mixed_precision: fp8
 fp8_config:
   backend: AO
-""",
-            name="mp.yaml",
-        ),
-        Good(
-            """\
-distributed_type: 'NO'
-mixed_precision: bf16
-dynamo_config:
-  dynamo_backend: inductor
 """,
             name="mp.yaml",
         ),

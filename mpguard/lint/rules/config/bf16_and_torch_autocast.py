@@ -45,16 +45,6 @@ class Bf16AndTorchAutocast(ConfigRule):
 """,
             name="ds_config.json",
         ),
-        Bad(
-            """\
-config = {
-    "train_batch_size": 8,
-    "torch_autocast": {"enabled": True},  # !
-    "bf16": {"enabled": True},
-}
-""",
-            name="train.py",
-        ),
         Good(
             """\
 {
@@ -64,31 +54,6 @@ config = {
 }
 """,
             name="ds_config.json",
-        ),
-        Good(
-            """\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "bf16": {"enabled": false},
-  "torch_autocast": {"enabled": true, "dtype": "float16"}
-}
-""",
-            name="ds_config.json",
-        ),
-        Good(
-            """\
-config = {
-    "train_batch_size": 8,
-    "torch_autocast": {"enabled": autocast, "dtype": "bfloat16"},
-    "fp16": {"enabled": True},
-}
-other = {
-    "train_batch_size": 8,
-    "torch_autocast": {"enabled": True, "dtype": str(dtype)},
-    "bf16": {"enabled": True},
-}
-""",
-            name="train.py",
         ),
     )
 

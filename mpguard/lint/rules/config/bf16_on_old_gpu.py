@@ -55,27 +55,6 @@ mixed_precision: bf16  # !
 """,
             name="sagemaker.yaml",
         ),
-        Bad(
-            """\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "bf16": {
-    "enabled": true  # !
-  }
-}
-""",
-            name="ds_config.json",
-            files={"pyproject.toml": '[tool.mpguard]\ngpu = "v100"\n', "requirements.txt": "torch==2.1.2\n"},
-        ),
-        Bad(
-            """\
-base_model: meta-llama/Llama-3.2-1B
-micro_batch_size: 1
-bf16: true  # !
-""",
-            name="axolotl.yaml",
-            files={"mpguard.toml": 'gpu = "sm_75"\n'},
-        ),
         Good(
             """\
 distributed_type: MULTI_GPU
@@ -85,25 +64,6 @@ num_processes: 8
             name="mp.yaml",
             files={"mpguard.toml": 'gpu = "a100"\n'},
         ),
-        Good(
-            """\
-distributed_type: MULTI_GPU
-mixed_precision: fp16
-num_processes: 8
-""",
-            name="mp.yaml",
-            files={"mpguard.toml": 'gpu = "v100"\n'},
-        ),
-        Good(
-            """\
-base_model: meta-llama/Llama-3.2-1B
-micro_batch_size: 1
-bf16: auto
-""",
-            name="axolotl.yaml",
-            files={"mpguard.toml": 'gpu = "t4"\n'},
-        ),
-        Good("distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 8\n", name="mp.yaml"),
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:

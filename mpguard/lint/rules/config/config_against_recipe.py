@@ -85,59 +85,6 @@ fp8_config:
 """,
             name="mp.yaml",
         ),
-        Bad(
-            """\
-{
-  "train_micro_batch_size_per_gpu": 4,  # !
-  "bf16": {"enabled": false},  # !
-  "zero_optimization": {"stage": 2},
-  "communication_data_type": "fp16"  # !
-}
-""",
-            fixed="""\
-{
-  "train_micro_batch_size_per_gpu": 4,
-  "bf16": {"enabled": true},
-  "zero_optimization": {"stage": 2},
-  "communication_data_type": "fp32",
-  "fp16": {
-    "enabled": false
-  },
-  "data_types": {
-    "grad_accum_dtype": "fp32"
-  }
-}
-""",
-            name="ds.json",
-            files={"mpguard.toml": "recipe = 'bf16_mixed'\n"},
-        ),
-        Bad(
-            """\
-distributed_type: FSDP
-mixed_precision: bf16
-fp8_config:
-  mpguard_recipe: bf16_mixd  # !
-""",
-            name="mp.yaml",
-        ),
-        Good(
-            """\
-{
-  "train_micro_batch_size_per_gpu": 4,
-  "fp16": {"enabled": true, "auto_cast": true, "initial_scale_power": 32, "loss_scale_window": 1000},
-  "zero_optimization": {"stage": 2}
-}
-""",
-            name="ds.json",
-            files={"mpguard.toml": "recipe = 'fp16_mixed'\n"},
-        ),
-        Good(
-            """\
-distributed_type: FSDP
-mixed_precision: fp16
-""",
-            name="own.yaml",
-        ),
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:

@@ -65,38 +65,6 @@ deepspeed_config:
 """,
             name="ds.yaml",
         ),
-        Good(
-            """\
-distributed_type: DEEPSPEED
-mixed_precision: fp8
-fp8_config:
-  mpguard_recipe: bf16_with_fp8_delayed_scaling_mixed
-  backend: TE
-  amax_history_len: 16
-""",
-            name="ds.yaml",
-        ),
-        Good(
-            """\
-distributed_type: DEEPSPEED
-mixed_precision: fp8
-fp8_config:
-  backend: TE
-  amax_history_len: 16
-""",
-            name="ds.yaml",
-            files={"mpguard.toml": "recipe = 'bf16_with_fp8_delayed_scaling_mixed'\n"},
-        ),
-        Good(
-            """\
-distributed_type: MULTI_GPU
-mixed_precision: fp8
-fp8_config:
-  backend: TE
-  amax_history_len: 16
-""",
-            name="mp.yaml",
-        ),
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:

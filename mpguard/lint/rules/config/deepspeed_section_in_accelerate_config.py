@@ -59,43 +59,6 @@ deepspeed_config:
 """,
             name="ds.yaml",
         ),
-        Good(
-            """\
-distributed_type: DEEPSPEED
-mixed_precision: bf16
-deepspeed_config:
-  train_micro_batch_size_per_gpu: auto
-  fp16: {enabled: false}
-  bf16: {enabled: auto}
-  zero_stage: 2
-""",
-            name="ds.yaml",
-        ),
-        Good(
-            """\
-distributed_type: DEEPSPEED
-mixed_precision: bf16
-deepspeed_config:
-  zero_stage: 2
-  bf16: {enabled: true}
-""",
-            name="ds.yaml",
-        ),
-        Good(
-            """\
-encoder: {depth: 12, width: 768}
-weights: pretrained/model.bin
-data: {batch_size: 16}
-training: {epochs: 10, warmup: 1000}
-stage: 2
-layers: 8
-task: classification
-deepspeed_config:
-  zero_optimization: {stage: 2}
-  fp16: {enabled: true, loss_scale: 0}
-""",
-            name="own.yaml",
-        ),
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:

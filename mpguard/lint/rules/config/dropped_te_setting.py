@@ -53,27 +53,6 @@ fp8_config:
 """,
             name="mp.yaml",
         ),
-        Bad(
-            """\
-distributed_type: MULTI_GPU
-mixed_precision: fp8
-fp8_config:
-  backend: TE
-  override_linear_precision: false  # !
-""",
-            name="mp.yaml",
-        ),
-        Bad(
-            """\
-mixed_precision: fp8
-fp8_config:
-  amax_compute_algo: max
-  backend: TE
-  interval: 1
-  override_linear_precision: (false, false, false)  # !
-""",
-            name="mp.yaml",
-        ),
         Good(
             """\
 distributed_type: MULTI_GPU
@@ -83,28 +62,6 @@ fp8_config:
   amax_compute_algo: max
   interval: 1
   override_linear_precision: [false, false, false]
-""",
-            name="mp.yaml",
-        ),
-        Bad(
-            """\
-distributed_type: DEEPSPEED
-mixed_precision: fp8
-fp8_config:
-  backend: TE
-  interval: 4  # !
-  amax_compute_algo: most_recent
-""",
-            name="ds.yaml",
-        ),
-        Good(
-            """\
-distributed_type: MULTI_GPU
-mixed_precision: fp8
-fp8_config:
-  mpguard_recipe: bf16_with_fp8_delayed_scaling_mixed
-  backend: TE
-  amax_compute_algo: most_recent
 """,
             name="mp.yaml",
         ),

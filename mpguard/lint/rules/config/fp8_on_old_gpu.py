@@ -39,16 +39,6 @@ mixed_precision: fp8  # !
 """,
             name="sagemaker.yaml",
         ),
-        Bad(
-            """\
-distributed_type: MULTI_GPU
-mixed_precision: fp8  # !
-num_processes: 8
-fp8_config: {backend: TE}
-""",
-            name="mp.yaml",
-            files={"pyproject.toml": '[tool.mpguard]\ngpu = "a100"\n'},
-        ),
         Good(
             """\
 compute_environment: AMAZON_SAGEMAKER
@@ -58,24 +48,6 @@ iam_role_name: accelerate_sagemaker
 mixed_precision: fp8
 """,
             name="sagemaker.yaml",
-        ),
-        Good(
-            """\
-distributed_type: MULTI_GPU
-mixed_precision: fp8
-num_processes: 8
-fp8_config: {backend: TE}
-""",
-            name="mp.yaml",
-            files={"pyproject.toml": '[tool.mpguard]\ngpu = "sm_89"\n'},
-        ),
-        Good(
-            """\
-distributed_type: MULTI_GPU
-mixed_precision: fp8
-fp8_config: {backend: TE}
-""",
-            name="mp.yaml",
         ),
     )
 

@@ -37,15 +37,6 @@ num_processes: 8
 """,
             name="mp.yaml",
         ),
-        Bad(
-            """\
-distributed_type: DEEPSPEED
-mixed_precision: FP8  # !
-fp8_config:
-  amax_history_len: 16
-""",
-            name="mp.yaml",
-        ),
         Good(
             """\
 distributed_type: MULTI_GPU
@@ -54,23 +45,6 @@ fp8_config:
   fp8_backend: TE
 """,
             name="mp.yaml",
-        ),
-        Good(
-            """\
-distributed_type: MULTI_GPU
-mixed_precision: fp8
-fp8_config:
-  mpguard_recipe: bf16_with_fp8_current_scaling_mixed
-""",
-            name="mp.yaml",
-        ),
-        Good(
-            """\
-distributed_type: MULTI_GPU
-mixed_precision: fp8
-""",
-            name="mp.yaml",
-            files={"train.py": "accelerator = Accelerator(kwargs_handlers=[AORecipeKwargs()])\n"},
         ),
     )
 

@@ -69,40 +69,6 @@ dynamo_config:
   dynamo_backend: INDUCTOR
 """,
         ),
-        Bad(
-            """\
-distributed_type: MULTI_GPU
-dynamo_config:
-  dynamo_backend: 'NO'
-mixed_precision: fp8
-fp8_config:
-  enable_fsdp_float8_all_gather: false
-  backend: AO  # !
-""",
-            name="mp.yaml",
-            files={"train.py": "import re\npattern = re.match\n# torch.compile(model)\n"},
-            fixed="""\
-distributed_type: MULTI_GPU
-dynamo_config:
-  dynamo_backend: INDUCTOR
-mixed_precision: fp8
-fp8_config:
-  enable_fsdp_float8_all_gather: false
-  backend: AO
-""",
-        ),
-        Bad(
-            """\
-distributed_type: DEEPSPEED
-mixed_precision: fp8
-dynamo_config:
-  dynamo_backend: INDUCTOR
-fp8_config:
-  backend: AO  # !
-  enable_fsdp_float8_all_gather: false
-""",
-            name="ds.yaml",
-        ),
         Good(
             """\
 distributed_type: MULTI_GPU
@@ -111,41 +77,6 @@ dynamo_config:
   backend: inductor
 fp8_config:
   backend: AO
-""",
-            name="mp.yaml",
-        ),
-        Good(
-            """\
-distributed_type: FSDP
-mixed_precision: fp8
-fp8_config:
-  backend: AO
-fsdp_config:
-  fsdp_version: 2
-""",
-            name="mp.yaml",
-            files={
-                "pyproject.toml": "",
-                "train.py": "print()\n",
-                "run.sh": "accelerate launch --dynamo_backend inductor --config_file mp.yaml train.py\n",
-            },
-        ),
-        Good(
-            """\
-distributed_type: MULTI_GPU
-mixed_precision: fp8
-fp8_config:
-  backend: AO
-""",
-            name="mp.yaml",
-            files={"train.py": "model = torch.compile(model)\n"},
-        ),
-        Good(
-            """\
-distributed_type: MULTI_GPU
-mixed_precision: fp8
-fp8_config:
-  backend: TE
 """,
             name="mp.yaml",
         ),

@@ -44,16 +44,6 @@ bf16: false  # !
 """,
             name="sft.yaml",
         ),
-        Bad(
-            """\
-model_name_or_path: meta-llama/Llama-3.1-8B
-stage: pt
-do_train: true  # !
-finetuning_type: full
-deepspeed: ds_z3_config.json
-""",
-            name="pretrain.yaml",
-        ),
         Good(
             """\
 model_name_or_path: meta-llama/Llama-3.1-8B
@@ -63,45 +53,6 @@ finetuning_type: full
 bf16: true
 """,
             name="sft.yaml",
-        ),
-        Good(
-            """\
-model_name_or_path: meta-llama/Llama-3.1-8B
-stage: sft
-do_train: true
-finetuning_type: full
-pure_bf16: true
-""",
-            name="sft.yaml",
-        ),
-        Good(
-            """\
-model_name_or_path: meta-llama/Llama-3.1-8B
-stage: sft
-do_train: true
-finetuning_type: full
-use_badam: true
-""",
-            name="badam.yaml",
-        ),
-        Good(
-            """\
-model_name_or_path: meta-llama/Llama-3.1-8B
-stage: sft
-do_predict: true
-finetuning_type: lora
-""",
-            name="predict.yaml",
-        ),
-        Good(
-            """\
-model_name_or_path: meta-llama/Llama-3.1-8B
-stage: sft
-do_train: true
-finetuning_type: lora
-bf16: ${BF16}
-""",
-            name="template.yaml",
         ),
     )
 

@@ -57,26 +57,6 @@ class LowPrecisionAccumulation(ConfigRule):
 }
 """,
         ),
-        Bad(
-            """\
-ds_config = {
-    "train_micro_batch_size_per_gpu": 1,
-    "gradient_accumulation_steps": 8,  # !
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 3},
-}
-""",
-            name="train.py",
-            fixed="""\
-ds_config = {
-    "train_micro_batch_size_per_gpu": 1,
-    "gradient_accumulation_steps": 8,
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 3},
-    "data_types": {"grad_accum_dtype": "fp32"},
-}
-""",
-        ),
         Good(
             """\
 {
@@ -88,66 +68,6 @@ ds_config = {
 }
 """,
             name="ds_config.json",
-        ),
-        Good(
-            """\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "gradient_accumulation_steps": "auto",
-  "bf16": {"enabled": true},
-  "zero_optimization": {"stage": 2}
-}
-""",
-            name="ds_config.json",
-        ),
-        Good(
-            """\
-def configs(args):
-    yield {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": args.accumulate,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 2},
-    }
-    yield {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 2},
-    }
-    yield {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 4,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 0},
-    }
-    yield {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 4,
-        "fp16": {"enabled": True},
-        "zero_optimization": {"stage": 2},
-    }
-    yield {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 4,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 2},
-        "data_types": args.data_types,
-    }
-""",
-            name="train.py",
-        ),
-        Good(
-            """\
-{
-  "deepspeed_extra_args": {"data_types": {"grad_accum_dtype": "fp32"}},
-  "train_micro_batch_size_per_gpu": 2,
-  "gradient_accumulation_steps": 8,
-  "bf16": {"enabled": true},
-  "zero_optimization": {"stage": 1}
-}
-""",
-            name="7b.yml",
         ),
     )
 

@@ -62,64 +62,6 @@ class LowPrecisionAllreduce(ConfigRule):
 }
 """,
         ),
-        Bad(
-            """\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "bf16": {"enabled": true},
-  "communication_data_type": "bf16",  # !
-  "data_types": {"grad_accum_dtype": "bf16"}  # !
-}
-""",
-            name="ds_config.json",
-            files={"pyproject.toml": '[tool.mpguard]\nrecipe = "bf16_mixed"\n'},
-            fixed="""\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "bf16": {"enabled": true},
-  "communication_data_type": "fp32",
-  "data_types": {"grad_accum_dtype": "fp32"}
-}
-""",
-        ),
-        Bad(
-            """\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "bf16": {"enabled": true},
-  "communication_data_type": "bf16"  # !
-}
-""",
-            fixed="""\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "bf16": {"enabled": true},
-  "communication_data_type": "fp32"
-}
-""",
-            name="ds_config.json",
-            files={
-                "mp.yaml": "distributed_type: DEEPSPEED\nfp8_config: {mpguard_recipe: bf16_mixed}\n"
-                "deepspeed_config: {deepspeed_config_file: ds_config.json}\n"
-            },
-        ),
-        Bad(
-            """\
-config = {
-    "train_micro_batch_size_per_gpu": 1,
-    "communication_data_type": "fp16",  # !
-    "bf16": {"enabled": True},
-}
-""",
-            name="train.py",
-            fixed="""\
-config = {
-    "train_micro_batch_size_per_gpu": 1,
-    "communication_data_type": "fp32",
-    "bf16": {"enabled": True},
-}
-""",
-        ),
         Good(
             """\
 {
@@ -127,16 +69,6 @@ config = {
   "bf16": {"enabled": true},
   "communication_data_type": "bf16",
   "data_types": {"grad_accum_dtype": "bf16"}
-}
-""",
-            name="ds_config.json",
-        ),
-        Good(
-            """\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "fp16": {"enabled": true},
-  "communication_data_type": "fp16"
 }
 """,
             name="ds_config.json",

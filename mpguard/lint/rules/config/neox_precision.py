@@ -54,23 +54,6 @@ class NeoxPrecision(ConfigRule):
 """,
             name="1-3B.yml",
         ),
-        Bad(
-            """\
-pipe_parallel_size: 0
-num_layers: 16
-hidden_size: 2048
-num_attention_heads: 8
-train_micro_batch_size_per_gpu: 16
-zero_optimization:
-  stage: 1
-fp16:
-  enabled: true
-  type: bfloat16  # !
-  auto_cast: true
-  loss_scale: 0
-""",
-            name="1B.yml",
-        ),
         Good(
             """\
 {
@@ -86,25 +69,6 @@ fp16:
 }
 """,
             name="1-3B.yml",
-        ),
-        Good(
-            """\
-pipe_parallel_size: 1
-num_layers: 24
-hidden_size: 2048
-num_attention_heads: 16
-train_micro_batch_size_per_gpu: 4
-zero_optimization: {stage: 1}
-bf16: {enabled: false}
-fp16: {enabled: true, type: fp16, loss_scale: 0}
-""",
-            name="fp16.yml",
-        ),
-        Good(
-            """\
-{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "bf16": {"enabled": true}, "num_layers": 24}
-""",
-            name="ds_config.json",
         ),
     )
 

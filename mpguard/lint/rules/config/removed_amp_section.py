@@ -56,15 +56,6 @@ class RemovedAmpSection(ConfigRule):
 }
 """,
         ),
-        Bad(
-            """\
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "amp": {"enabled": "auto", "opt_level": "auto"},  # !
-}
-""",
-            name="train.py",
-        ),
         Good(
             """\
 {
@@ -74,16 +65,6 @@ CONFIG = {
 """,
             name="ds_config.json",
             files={"requirements.txt": "torch\ndeepspeed==0.18.2\n", "pyproject.toml": ""},
-        ),
-        Good(
-            """\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "bf16": {"enabled": true},
-  "wandb": {"enabled": true, "project": "amp"}
-}
-""",
-            name="ds_config.json",
         ),
     )
 

@@ -70,54 +70,6 @@ class UnknownDeepspeedSection(ConfigRule):
 }
 """,
         ),
-        Bad(
-            """\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "bf16": {"enabled": true},
-  "fp8": {"enabled": true, "recipe": "delayed"}  # !
-}
-""",
-            name="ds_config.json",
-        ),
-        Bad(
-            """\
-config = {
-    "train_micro_batch_size_per_gpu": 1,
-    "zero_optimization": {"stage": 2},
-    "bf16": {"enabled": False},
-    "bfloat16": {"enabled": True},  # !
-    "fp16": {"enabled": False, "opt_level": "O2"},  # !
-}
-""",
-            name="train.py",
-        ),
-        Bad(
-            """\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "bf16": {"enable": true}  # !
-}
-""",
-            name="ds_config.json",
-            fixed="""\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "bf16": {"enabled": true}
-}
-""",
-            files={"requirements.txt": "deepspeed==0.9.3\n", "pyproject.toml": ""},
-        ),
-        Bad(
-            """\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "bf16": {"enabled": true},
-  "gradient_accumulation_dtype": "fp32"  # !
-}
-""",
-            name="ds_config.json",
-        ),
         Good(
             """\
 {
@@ -132,78 +84,6 @@ config = {
 }
 """,
             name="ds_config.json",
-        ),
-        Good(
-            """\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "fp16": {"enabled": true, "opt_level": "O2"},
-  "comms_config": {"verbose": false}
-}
-""",
-            name="ds_config.json",
-            files={"requirements.txt": "deepspeed==0.9.3\n", "pyproject.toml": ""},
-        ),
-        Good(
-            """\
-{
-  "num_epochs": 1,
-  "lr_warmup_steps": 500,
-  "dataset_dir": "data",
-  "output_dir": "out",
-  "use_fp16": {"enabled": true},
-  "train_micro_batch_size_per_gpu": 1,
-  "zero_optimization": {"stage": 1}
-}
-""",
-            name="own_training_script.json",
-        ),
-        Good(
-            """\
-from collie import CollieConfig
-
-config = CollieConfig.from_pretrained("gpt2")
-config.ds_config = {
-    "fp16": {"enabled": True},
-    "monitor_config": {"enabled": True},
-    "zero_optimization": {"stage": 3},
-    "gradient_clipping": 1.0,
-}
-""",
-            name="collie.py",
-        ),
-        Good(
-            """\
-def summary(args):
-    return {"train_micro_batch_size_per_gpu": args.batch_size, "precision": args.precision, "dtype": args.dtype}
-
-abilities = {"zero_optimization": True, "torch_autocast": True, "fp8": False}
-""",
-            name="report.py",
-        ),
-        Good(
-            '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "gradient_pre_divide_factor": 1.0,\n'
-            '"memory_break_down": false}\n',
-            name="ds_config.json",
-        ),
-        Bad(
-            '{\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 2},\n  "memory_break_down": true  # !\n}\n',
-            fixed='{\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 2},\n  "memory_breakdown": true\n}\n',
-            name="ds_config.json",
-        ),
-        Good(
-            '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "precision": "bfloat16"}\n',
-            name="ds_config.json",
-            files={
-                "pyproject.toml": "",
-                "cli/train.py": "import deepspeed\n\ndef build(ds_config, model):\n"
-                '    return model.bfloat16() if ds_config.get("precision") == "bfloat16" else model\n',
-            },
-        ),
-        Bad(
-            '{\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 2},\n  "precision": "bfloat16"  # !\n}\n',
-            name="ds_config.json",
-            files={"pyproject.toml": "", "cli/train.py": "import deepspeed\n"},
         ),
     )
 

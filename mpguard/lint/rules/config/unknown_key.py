@@ -62,32 +62,6 @@ mixed_precision: bf16
 num_processes: 8
 """,
         ),
-        Bad(
-            """\
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-mixed_precision: bf16
-mpguard_recipe: bf16_mixed  # !
-fsdp_version: 2  # !
-""",
-            name="mp.yaml",
-        ),
-        Bad(
-            """\
-compute_environment: LOCAL_MACHINE
-distributed_type: DEEPSPEED
-mixed_precison: bf16  # !
-num_processes: 8
-""",
-            files={"requirements.txt": "accelerate==0.34.1\n", "pyproject.toml": ""},
-            name="zero2.yaml",
-            fixed="""\
-compute_environment: LOCAL_MACHINE
-distributed_type: DEEPSPEED
-mixed_precision: bf16
-num_processes: 8
-""",
-        ),
         Good(
             """\
 compute_environment: LOCAL_MACHINE
@@ -97,49 +71,6 @@ own_key_of_an_older_version: 1
 """,
             files={"requirements.txt": "accelerate==0.34.1\n", "pyproject.toml": ""},
             name="zero2.yaml",
-        ),
-        Good(
-            """\
-compute_environment: LOCAL_MACHINE
-distributed_type: 'NO'
-fp16: true
-dynamo_backend: 'NO'
-num_processes: 1
-tpu_env: []
-tpu_use_cluster: false
-""",
-            name="default_config.yaml",
-        ),
-        Good(
-            """\
-model_name_or_path: EleutherAI/pythia-1b
-batch_size: 8
-lr: 4e-4
-scheduler: cosine
-dtype: bfloat16
-distributed_type: ddp
-save_dir: runs
-""",
-            name="own_training_script.yaml",
-        ),
-        Good(
-            """\
-distributed_type: FSDP
-mixed_precision: bf16
-kt_config:
-  kt_backend: AMXBF16
-""",
-            name="fsdp2_kt.yaml",
-        ),
-        Good(
-            """\
-compute_environment: AMAZON_SAGEMAKER
-distributed_type: DATA_PARALLEL
-ec2_instance_type: ml.p4d.24xlarge
-iam_role_name: accelerate_sagemaker
-mixed_precision: bf16
-""",
-            name="sagemaker.yaml",
         ),
     )
 

@@ -60,56 +60,6 @@ mixed_precision: 'no'
 num_processes: 8
 """,
         ),
-        Bad(
-            """\
-distributed_type: NO  # !
-mixed_precision: bf16
-dynamo_config:
-  dynamo_backend: NO  # !
-deepspeed_config:
-  mixed_precision: Off  # !
-""",
-            name="mp.yaml",
-            fixed="""\
-distributed_type: 'NO'
-mixed_precision: bf16
-dynamo_config:
-  dynamo_backend: 'NO'
-deepspeed_config:
-  mixed_precision: 'no'
-""",
-        ),
-        Bad(
-            """\
-{
-  "distributed_type": "NO",
-  "num_processes": 1,
-  "mixed_precision": false  # !
-}
-""",
-            name="default_config.json",
-        ),
-        Bad(
-            """\
-distributed_type: MULTI_GPU
-mixed_precision: no  # !
-dynamo_backend: no  # !
-num_processes: 8
-""",
-            name="mp.yaml",
-            files={
-                "train.py": "from accelerate import Accelerator\n",
-                "run.sh": "accelerate launch --config_file mp.yaml --mixed_precision=bf16 train.py\n",
-                "debug.sh": "accelerate launch --config_file mp.yaml --debug train.py\n",
-                "pyproject.toml": "",
-            },
-            fixed="""\
-distributed_type: MULTI_GPU
-mixed_precision: 'no'
-dynamo_backend: 'no'
-num_processes: 8
-""",
-        ),
         Good(
             """\
 distributed_type: MULTI_GPU
@@ -123,53 +73,6 @@ num_processes: 8
                 "README.md": "    accelerate launch --config_file mp.yaml --mixed_precision fp16 train.py --lr 1e-4\n",
                 "pyproject.toml": "",
             },
-        ),
-        Bad(
-            """\
-distributed_type: yes  # !
-mixed_precision: bf16
-num_processes: 8
-""",
-            name="mp.yaml",
-        ),
-        Good(
-            """\
-distributed_type: NO
-mixed_precision: bf16
-num_processes: 1
-""",
-            name="mp.yaml",
-        ),
-        Good(
-            """\
-distributed_type: NO
-mixed_precision: bf16
-""",
-            name="mp.yaml",
-            files={
-                "train.py": "from accelerate import Accelerator\n",
-                "run.sh": "accelerate launch --config_file mp.yaml --num_processes 1 train.py\n",
-                "pyproject.toml": "",
-            },
-        ),
-        Good(
-            """\
-distributed_type: DEEPSPEED
-mixed_precision: fp16
-dynamo_backend: false
-num_processes: 1
-""",
-            name="ds.yaml",
-        ),
-        Good(
-            """\
-distributed_type: "NO"
-mixed_precision: 'no'
-num_processes: 1
-dynamo_config: {dynamo_backend: 'NO'}
-use_cpu: no
-""",
-            name="mp.yaml",
         ),
     )
 

@@ -48,40 +48,6 @@ engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
 """,
             name="train.py",
         ),
-        Bad(
-            """\
-import deepspeed
-
-
-class Trainer:
-    def build_engine(self, model, args):
-        ds_config = {
-            "bfloat16": {"enabled": "auto"},  # !
-            "train_micro_batch_size_per_gpu": 1,
-        }
-        if args.zero:
-            ds_config["zero_optimization"] = {"stage": args.stage}
-            if args.offload:
-                ds_config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-        return deepspeed.initialize(model=model, config=ds_config)
-""",
-            name="train.py",
-        ),
-        Bad(
-            """\
-{
-  "train_micro_batch_size_per_gpu": "auto",
-  "zero_optimization": {"stage": 2},
-  "bf16": {"enabled": "auto"}  # !
-}
-""",
-            name="ds_config.json",
-            files={
-                "ds.yaml": "distributed_type: DEEPSPEED\nnum_processes: 8\n"
-                "deepspeed_config:\n  deepspeed_config_file: ds_config.json\n",
-                "train.py": "from accelerate import Accelerator\n\naccelerator = Accelerator()\n",
-            },
-        ),
         Good(
             """\
 import deepspeed
@@ -106,21 +72,6 @@ fill_in(filled)
 engine = deepspeed.initialize(model=model, config=filled)
 """,
             name="train.py",
-        ),
-        Good(
-            """\
-{
-  "train_micro_batch_size_per_gpu": "auto",
-  "zero_optimization": {"stage": 2},
-  "bf16": {"enabled": "auto"}
-}
-""",
-            name="ds_config.json",
-            files={
-                "ds.yaml": "distributed_type: DEEPSPEED\nnum_processes: 8\n"
-                "deepspeed_config:\n  deepspeed_config_file: ds_config.json\n",
-                "train.py": "from trl import SFTTrainer\naccelerator = Accelerator()\n",
-            },
         ),
     )
 

@@ -62,27 +62,6 @@ fsdp_config:
 """,
             name="mp.yaml",
         ),
-        Bad(
-            """\
-compute_environment: LOCAL_MACHINE
-distributed_type: MULTI_CPU
-mixed_precision: bf16
-num_machines: 1
-num_processes: 2  # !
-use_cpu: true
-""",
-            name="mp.yaml",
-        ),
-        Bad(
-            """\
-{
-  "distributed_type": "MULTI_GPU",
-  "num_processes": 4,
-  "use_cpu": true  # !
-}
-""",
-            name="default_config.json",
-        ),
         Good(
             """\
 distributed_type: MULTI_CPU
@@ -92,53 +71,6 @@ mpirun_config:
   mpirun_hostfile: /home/me/hostfile
 """,
             name="mpi.yaml",
-        ),
-        Good(
-            """\
-distributed_type: MULTI_CPU
-mixed_precision: bf16
-num_processes: 2
-use_cpu: true
-fp8_config:
-  mpguard_recipe: bf16_mixed
-""",
-            name="mp.yaml",
-        ),
-        Good(
-            """\
-distributed_type: FSDP
-use_cpu: false
-num_processes: 2
-""",
-            name="mp.yaml",
-        ),
-        Good(
-            """\
-distributed_type: DEEPSPEED
-use_cpu: true
-deepspeed_config:
-  offload_optimizer_device: cpu
-  zero_stage: 3
-""",
-            name="ds.yaml",
-        ),
-        Bad(
-            """\
-distributed_type: DEEPSPEED
-use_cpu: true  # !
-deepspeed_config:
-  offload_optimizer_device: none
-  zero_stage: 3
-""",
-            name="ds.yaml",
-        ),
-        Good(
-            """\
-distributed_type: 'NO'
-use_cpu: true
-num_processes: 1
-""",
-            name="mp.yaml",
         ),
     )
 

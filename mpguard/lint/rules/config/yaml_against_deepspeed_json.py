@@ -24,10 +24,6 @@ _REFUSED = {
 }
 
 
-#: How the examples launch with a DeepSpeed file.
-_LAUNCH = "accelerate launch --use_deepspeed --deepspeed_config_file "
-
-
 class YamlAgainstDeepspeedJson(ConfigRule):
     """accelerate's config sets what only its DeepSpeed file may set, or contradicts that file.
 
@@ -70,45 +66,6 @@ deepspeed_config:
             name="mp.yaml",
             files={"ds.json": '{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}'},
         ),
-        Bad(
-            """\
-distributed_type: FSDP
-mixed_precision: bf16  # !
-deepspeed_config:
-  deepspeed_config_file: conf/ds.json
-""",
-            name="mp.yaml",
-            files={"conf/ds.json": '{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}'},
-        ),
-        Bad(
-            """\
-{
-  "train_micro_batch_size_per_gpu": 4,
-  "zero_optimization": {"stage": 2},
-  "bf16": {"enabled": false}  # !
-}
-""",
-            name="ds.json",
-            files={
-                "run.sh": _LAUNCH + "ds.json --mixed_precision bf16 train.py\n",
-                "train.py": "from accelerate import Accelerator\n\naccelerator = Accelerator()\n",
-            },
-        ),
-        Bad(
-            """\
-{
-  "zero_optimization": {"stage": 2},
-  "bf16": {"enabled": "auto"},
-  "fp16": {"enabled": false}  # !
-}
-""",
-            name="ds.json",
-            files={
-                "mp.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n",
-                "run.sh": "accelerate launch --config_file mp.yaml --mixed_precision=fp16 train.py\n",
-                "train.py": "from accelerate import Accelerator\n\naccelerator = Accelerator()\n",
-            },
-        ),
         Good(
             """\
 {
@@ -119,69 +76,15 @@ deepspeed_config:
 """,
             name="ds.json",
             files={
-                "run.sh": _LAUNCH + "ds.json --mixed_precision bf16 train.py\n",
-                "train.py": "from accelerate import Accelerator\n\naccelerator = Accelerator()\n",
+                "run.sh": """\
+accelerate launch --use_deepspeed --deepspeed_config_file ds.json --mixed_precision bf16 train.py
+""",
+                "train.py": """\
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+""",
             },
-        ),
-        Good(
-            """\
-{
-  "zero_optimization": {"stage": 2},
-  "bf16": {"enabled": false}
-}
-""",
-            name="ds.json",
-            files={
-                "run.sh": f"{_LAUNCH}ds.json --mixed_precision no train.py\n{_LAUNCH}ds.json train.py\n"
-                "accelerate launch --deepspeed_config_file ds.json --mixed_precision bf16 train.py\n"
-                f"{_LAUNCH}other.json --mixed_precision bf16 train.py\n",
-                "other.json": '{"bf16": {"enabled": true}}',
-                "train.py": "from accelerate import Accelerator\n\naccelerator = Accelerator()\n",
-            },
-        ),
-        Good(
-            """\
-{
-  "zero_optimization": {"stage": 2},
-  "bf16": {"enabled": false}
-}
-""",
-            name="ds.json",
-            files={
-                "run.sh": _LAUNCH + "ds.json --mixed_precision bf16 train.py\n",
-                "train.py": "from accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision='no')\n",
-            },
-        ),
-        Good(
-            """\
-distributed_type: DEEPSPEED
-deepspeed_config:
-  deepspeed_config_file: ds.json
-  zero3_init_flag: false
-  deepspeed_multinode_launcher: standard
-""",
-            name="mp.yaml",
-            files={"ds.json": '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}'},
-        ),
-        Good(
-            """\
-distributed_type: DEEPSPEED
-mixed_precision: bf16
-deepspeed_config:
-  zero_stage: 2
-  gradient_clipping: 1.0
-""",
-            name="mp.yaml",
-        ),
-        Good(
-            """\
-distributed_type: MULTI_GPU
-mixed_precision: bf16
-deepspeed_config:
-  deepspeed_config_file: ds.json
-""",
-            name="mp.yaml",
-            files={"ds.json": '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}'},
         ),
     )
 

@@ -59,58 +59,6 @@ Trainer(model, args, train_dataset=data).train()
 """,
             files={"mp.yaml": "distributed_type: FSDP\nmixed_precision: fp8\nfp8_config:\n  backend: AO\n"},
         ),
-        Bad(
-            """\
-from trl import SFTConfig, SFTTrainer
-
-HALF = True
-config = SFTConfig(output_dir="out", fp16=HALF)  # !
-SFTTrainer("gpt2", args=config, train_dataset=data).train()
-""",
-            files={"ds.json": '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}',
-                   "run.sh": "deepspeed --num_gpus 8 example.py --deepspeed ds.json\n"},
-        ),
-        Bad(
-            """\
-from transformers import TrainingArguments
-from trl import DPOConfig
-
-DS = "configs/zero2.json"
-args = TrainingArguments("out", fp16=True, deepspeed=DS)  # !
-default = DPOConfig("out", deepspeed="fp16.json")  # !
-""",
-            files={"configs/zero2.json": '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}',
-                   "fp16.json": '{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}'},
-        ),
-        Bad(
-            """\
-from trl import SFTConfig
-
-config = SFTConfig(output_dir="out")  # !
-""",
-            files={"mp.yaml": "distributed_type: FSDP\nmixed_precision: fp8\n"},
-        ),
-        Bad(
-            """\
-from transformers import TrainingArguments
-from trl import SFTConfig
-
-DS = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
-
-def ds_config(lr, steps):
-    return {
-        "fp16": {"enabled": True, "loss_scale": 0},
-        "optimizer": {"type": "AdamW", "params": {"lr": lr}},
-        "zero_optimization": {"stage": 2},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": steps}},
-    }
-
-def main(args):
-    config = SFTConfig(output_dir="out", deepspeed=ds_config(args.lr, 10), learning_rate=args.lr)  # !
-    other = TrainingArguments("out", fp16=True, deepspeed=DS)  # !
-    right = SFTConfig(output_dir="out", fp16=True, deepspeed=ds_config(args.lr, 10))
-""",
-        ),
         Good(
             """\
 from trl import SFTConfig
@@ -124,60 +72,7 @@ off = SFTConfig(output_dir="out", deepspeed=ds_config(False))
 """,
             files={"requirements.txt": "trl==0.24\n"},
         ),
-        Good(
-            """\
-from trl import SFTConfig
-
-DS = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}
-old = SFTConfig(output_dir="out", deepspeed=DS)
-""",
-            files={"requirements.txt": "trl==0.12\n"},
-        ),
-        Good(
-            """\
-from transformers import TrainingArguments
-from trl import ModelConfig, SFTConfig
-
-same = TrainingArguments("out", bf16=True, deepspeed="bf16.json")
-auto = TrainingArguments("out", bf16=True, deepspeed="auto.json")
-config = SFTConfig(output_dir="out", bf16=False, deepspeed="fp16.json")
-model = ModelConfig("gpt2")
-""",
-            files={"mp.yaml": "distributed_type: FSDP\nmixed_precision: fp8\n",
-                   "bf16.json": '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}',
-                   "fp16.json": '{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}',
-                   "auto.json": '{"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}'},
-        ),
-        Good(
-            """\
-from transformers import Trainer, TrainingArguments
-
-def main(cli):
-    same = TrainingArguments("out", bf16=True)
-    other = TrainingArguments("out", fp16=cli.fp16)
-    third = TrainingArguments("out", fp16=False)
-    Trainer(model, same, train_dataset=data).train()
-""",
-            files={"mp.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n"},
-        ),
-        Good(
-            """\
-from transformers import TrainingArguments
-
-args = TrainingArguments("out", bf16=True)
-""",
-            files={"no.yaml": "distributed_type: FSDP\nmixed_precision: 'no'\n"},
-        ),
-        Good(
-            """\
-from transformers import TrainingArguments
-
-args = TrainingArguments("out", bf16=True)
-""",
-            files={"a.yaml": "distributed_type: FSDP\nmixed_precision: fp8\n",
-                   "b.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n"},
-        ),
-    )  # fmt: skip
+    )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         launched = launch_expectations.configs(facts)

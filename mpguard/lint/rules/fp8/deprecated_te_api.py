@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
-    FP8_OPTION_UNUSED,
     Bad,
     Binding,
     Diagnostic,
@@ -94,109 +93,6 @@ with te.autocast(enabled=True, recipe=recipe, amax_reduction_group=group):
     model(x)
 """,
         ),
-        Bad(
-            """\
-import transformer_engine.pytorch as te
-from transformer_engine.pytorch import fp8_autocast, Linear  # !
-from transformer_engine.pytorch.fp8 import FP8GlobalStateManager  # !
-
-def run(recipe):
-    with fp8_autocast(True, fp8_recipe=recipe):
-        return FP8GlobalStateManager.is_fp8_enabled()
-
-print(te.fp8.check_fp8_support())  # !
-""",
-            fixed="""\
-import transformer_engine.pytorch as te
-from transformer_engine.pytorch import autocast, Linear
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-def run(recipe):
-    with autocast(True, recipe=recipe):
-        return FP8GlobalStateManager.is_fp8_enabled()
-
-print(te.quantization.check_fp8_support())
-""",
-        ),
-        Bad(
-            """\
-from torch import autocast
-from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast  # !
-
-with autocast("cuda"), fp8_autocast(fp8_recipe=FP8GlobalStateManager.get_fp8_recipe()):
-    model(x)
-""",
-            fixed="""\
-from torch import autocast
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast as fp8_autocast
-
-with autocast("cuda"), fp8_autocast(recipe=FP8GlobalStateManager.get_fp8_recipe()):
-    model(x)
-""",
-        ),
-        Bad(
-            """\
-import transformer_engine.pytorch as te
-from transformer_engine.pytorch.fp8 import get_default_fp8_group  # !
-
-print(te.fp8.get_default_fp8_group(), get_default_fp8_group())  # !
-"""
-        ),
-        Bad(
-            """\
-import transformer_engine
-
-if te_version < (1, 0):
-    old = transformer_engine.pytorch.TransformerLayer(1024, 4096, 16, attention_softmax_in_fp32=True)
-layer = transformer_engine.pytorch.TransformerLayer(1024, 4096, 16, layer_number=1)
-with transformer_engine.pytorch.fp8_autocast(enabled=True):  # !
-    layer(x)
-""",
-            fixed="""\
-import transformer_engine
-
-if te_version < (1, 0):
-    old = transformer_engine.pytorch.TransformerLayer(1024, 4096, 16, attention_softmax_in_fp32=True)
-layer = transformer_engine.pytorch.TransformerLayer(1024, 4096, 16, layer_number=1)
-with transformer_engine.pytorch.autocast(enabled=True):
-    layer(x)
-""",
-        ),
-        Bad(
-            """\
-if gaudi:
-    from intel_transformer_engine import fp8_autocast
-else:
-    from transformer_engine.pytorch import fp8_autocast  # !
-
-with fp8_autocast(**options):
-    model(x)
-"""
-        ),
-        Bad(
-            """\
-import transformer_engine.pytorch as te
-
-def run(model, x, recipe):
-    options = dict(enabled=True, fp8_recipe=recipe)
-    with te.fp8_autocast(**options):  # !
-        y = model(x)
-    other = {"fp8_recipe": recipe, "fp8_group": None}
-    with te.fp8_autocast(enabled=True, **other):  # !
-        return y + model(x)
-""",
-            fixed="""\
-import transformer_engine.pytorch as te
-
-def run(model, x, recipe):
-    options = dict(enabled=True, recipe=recipe)
-    with te.autocast(**options):
-        y = model(x)
-    other = {"recipe": recipe, "amax_reduction_group": None}
-    with te.autocast(enabled=True, **other):
-        return y + model(x)
-""",
-        ),
         Good(
             """\
 import transformer_engine.jax as te_jax
@@ -215,75 +111,6 @@ else:
     region = te.fp8_autocast
 with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaudi(), te_jax.fp8_autocast():
     model(x)
-"""
-        ),
-        Good(
-            """\
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling
-
-recipe = DelayedScaling(interval=1)
-layer = te.TransformerLayer(1024, 4096, 16, apply_query_key_layer_scaling=False)
-with te.fp8_autocast(fp8_recipe=recipe):
-    layer(x)
-"""
-        ),
-        FP8_OPTION_UNUSED,
-        Good(
-            """\
-from training import pretrain
-
-def build(args):
-    if args.fp8_param_gather:
-        from transformer_engine.pytorch import fp8_model_init
-        return fp8_model_init(enabled=True)
-
-pretrain(build)
-""",
-            name="pretrain_gpt.py",
-            files={
-                "pyproject.toml": "",
-                "training.py": "def pretrain(build, models=()):\n"
-                "    for model in models:\n"
-                "        for param in model.parameters():\n"
-                '            param._fp8_meta["scaling_fwd"].fill_(1)\n',
-                "run.sh": "python pretrain_gpt.py --fp8-param-gather\n",
-            },
-        ),
-        Good(
-            """\
-import transformer_engine.pytorch as te
-
-
-def convert(model, scale):
-    with te.fp8_model_init(enabled=True):
-        layer = te.Linear(model.in_features, model.out_features)
-    layer.fp8_meta["scaling_fwd"].scale_inv[0].copy_(1 / scale)
-    return layer
-""",
-        ),
-        Good(
-            """\
-try:
-    import musa_patch
-except ImportError:
-    pass
-from transformer_engine.pytorch import fp8_model_init
-
-with fp8_model_init(enabled=True):
-    model = build()
-"""
-        ),
-        Good(
-            """\
-import transformer_engine.pytorch as te
-
-def run(model, x):
-    autocast = getattr(te, "autocast", None)
-    if autocast is None:
-        autocast = te.fp8_autocast
-    with autocast(enabled=True):
-        return model(x)
 """
         ),
     )

@@ -10,34 +10,6 @@ _SELECTS = lazy_pattern(
     r"|accelerat|trainer|deepspeed|fsdp|fully_?shard|megatron|lightning|from_pretrained|_dtype\b|tensor_type|model_init"
     r"|dtype=(?!np\.|numpy\.|torch\.(?:u?int|long|bool|float32))|\.to\([^)]*dtype|torch\.load\([^)]*\)\.to"
 )
-_TORCHAO = """\
-import torch
-from torchao.float8 import convert_to_float8_training
-
-def main(loader):
-    model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.LayerNorm(4096)).cuda(){}
-    convert_to_float8_training(model)
-    model = torch.compile(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for x in loader:
-        loss = model(x).mean()
-        loss.backward()
-        optimizer.step()
-"""
-_TE = """\
-import torch
-import transformer_engine.pytorch as te
-from transformer_engine.common import recipe
-
-model = te.TransformerLayer(4096, 16384, 32{})
-optimizer = torch.optim.AdamW(model.parameters())
-fp8_recipe = recipe.DelayedScaling()
-for x in loader:
-    with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):{}
-        loss = model(x).mean()
-    loss.backward()
-    optimizer.step()
-"""
 
 
 class Fp8AroundFloat32(Rule):
@@ -65,40 +37,37 @@ class Fp8AroundFloat32(Rule):
     help = 'run the forward pass in `torch.autocast("cuda", dtype=torch.bfloat16)`, or the model in BF16'
     triggers = (any_of(b"convert_to_float8_training", b"transformer_engine"), any_of(b".backward("))
     examples = (
-        Bad(_TORCHAO.format("").replace("training(model)", "training(model)  # !")),
-        Bad(_TE.format("", "  # !")),
-        Good(_TORCHAO.format(".bfloat16()")),
-        Good(
-            _TORCHAO.format("").replace(
-                "    for x", "    with torch.autocast('cuda', dtype=torch.bfloat16):\n     for x"
-            )
-        ),
-        Good(
-            _TORCHAO.format("")
-            .replace("main(loader)", "main(loader, dtype)")
-            .replace("(4096, 4096)", "(4096, 4096, dtype=dtype)")
-        ),
-        Good(_TE.format(", params_dtype=torch.bfloat16", "")),
-        Good(
-            _TE.format("", "")
-            .replace("te.TransformerLayer(4096, 16384, 32)", "te.Linear(768, 3072)")
-            .replace("loss = model(x).mean()", "out = model(x)")
-            .replace("    loss.backward()", "    out.sum().backward()")
-        ),
         Bad(
-            _TE.format("", "  # !")
-            .replace("te.TransformerLayer(4096, 16384, 32)", "te.Linear(768, 3072)")
-            .replace("loss = model(x).mean()", "loss = torch.nn.functional.layer_norm(model(x), (3072,)).mean()")
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def main(loader):
+    model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.LayerNorm(4096)).cuda()
+    convert_to_float8_training(model)  # !
+    model = torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+"""
         ),
         Good(
-            _TORCHAO.format("")
-            .replace("torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.LayerNorm(4096))", "Net()")
-            .replace("import torch\n", "import torch\nfrom net import Net\n"),
-            files={
-                "pyproject.toml": "",
-                "net.py": "import torch\n\nclass Net(torch.nn.Linear):\n    def __init__(self):\n"
-                "        super().__init__(4096, 4096, dtype=torch.bfloat16)\n",
-            },
+            """\
+import torch
+from torchao.float8 import convert_to_float8_training
+
+def main(loader):
+    model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.LayerNorm(4096)).cuda().bfloat16()
+    convert_to_float8_training(model)
+    model = torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+"""
         ),
     )
 

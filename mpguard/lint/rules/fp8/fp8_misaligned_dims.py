@@ -69,52 +69,8 @@ with te.autocast():
     out = layer(torch.randn(64, 784, device="cuda"))
 """
         ),
-        Bad(
+        Good(
             """\
-import torch
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import MXFP8BlockScaling
-
-HIDDEN = 1000
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = te.LayerNorm(HIDDEN)
-        self.fc = te.LayerNormMLP(HIDDEN, ffn_hidden_size=4096)  # !
-        self.head = torch.nn.Linear(HIDDEN, 10)
-
-    def forward(self, x):
-        return self.head(self.fc(self.norm(x)))
-
-net = Net()
-with te.fp8_autocast(enabled=True):
-    net(x)
-small = te.Linear(48, 64)  # !
-with te.autocast(recipe=MXFP8BlockScaling()):
-    small(x)
-good = te.Linear(64, 64)
-rows = torch.randn(2, 12, 64)  # !
-with te.autocast(enabled=args.fp8):
-    good(rows).sum().backward()
-"""
-        ),
-        Bad(
-            """\
-import torch
-from torchao.float8 import convert_to_float8_training
-
-model = torch.nn.Sequential(
-    torch.nn.Linear(784, 1024),
-    torch.nn.ReLU(),
-    torch.nn.Linear(1024, 10),  # !
-)
-convert_to_float8_training(model)
-"""
-        ),
-        *(
-            example(
-                f"""\
 import torch
 import transformer_engine.pytorch as te
 
@@ -130,84 +86,26 @@ class Embedder(torch.nn.Module):
 class Net(torch.nn.Module):
     def __init__(self, vocab):
         super().__init__()
-        self.embed = Embedder(vocab{given})
-        self.head = te.Linear(self.embed.size, 64){marker}
+        self.embed = Embedder(vocab, dim=192)
+        self.head = te.Linear(self.embed.size, 64)
 
     def forward(self, x):
         return self.head(self.embed(x))
 """,
-                files={
-                    "train.py": "import transformer_engine.pytorch as te\nfrom torch.nn.parallel import "
-                    "DistributedDataParallel\n\nfrom net import Net\n\nmodel = DistributedDataParallel(Net(100))\n"
-                    f"for x in loader:\n    with te.autocast({enabled}):\n        model(x).sum().backward()\n"
-                },
-                name="net.py",
-            )
-            for example, given, enabled, marker in (
-                (Bad, "", "", "  # !"),
-                (Good, ", dim=192", "", ""),
-                (Good, ", *sizes", "", ""),
-                (Good, "", "enabled=False", ""),
-            )
-        ),
-        Good(
-            """\
-import torch
+            name="net.py",
+            files={
+                "train.py": """\
 import transformer_engine.pytorch as te
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torch.nn.parallel import DistributedDataParallel
 
-a = te.Linear(768, 3072)
-plain = te.Linear(784, 10)
-b = te.Linear(args.hidden, 1000 if args.pad else 1024)
-with te.autocast():
-    a(torch.randn(64, 768))
-    b(x)
-    with te.autocast(enabled=False):
-        plain(x)
-plain(torch.randn(3, 784))
+from net import Net
 
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = te.Linear(1024, 1024)
-        self.head = te.Linear(1024, 10)
-
-    def forward(self, x):
-        x = self.fc(x)
-        with te.autocast(enabled=False):
-            return self.head(x)
-
-net = Net()
-with te.autocast():
-    net(x)
-
-model = torch.nn.Sequential(torch.nn.Linear(784, 10))
-convert_to_float8_training(model, module_filter_fn=fits)
-padded = torch.nn.Sequential(torch.nn.Linear(784, 10))
-convert_to_float8_training(padded, config=Float8LinearConfig(pad_inner_dim=True))
-on_cpu = torch.nn.Sequential(torch.nn.Linear(30, 10))
-convert_to_float8_training(on_cpu, config=Float8LinearConfig(emulate=True))
+model = DistributedDataParallel(Net(100))
+for x in loader:
+    with te.autocast():
+        model(x).sum().backward()
 """
-        ),
-        Good(
-            """\
-import unittest
-
-import torch
-from torchao.float8 import convert_to_float8_training
-
-class TestSwap(unittest.TestCase):
-    def test_swap(self):
-        model = convert_to_float8_training(torch.nn.Linear(3, 3))
-        self.assertEqual(type(model).__name__, "Float8Linear")
-
-    def test_root_with_children_raises(self):
-        model = torch.nn.Linear(3, 3)
-        model.child = torch.nn.Linear(3, 3)
-        with self.assertRaises(AssertionError):
-            convert_to_float8_training(model)
-""",
-            name="test_swap.py",
+            },
         ),
     )
 

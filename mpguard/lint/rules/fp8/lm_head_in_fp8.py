@@ -101,51 +101,6 @@ convert_to_float8_training(model, module_filter_fn=lambda module, name: "lm_head
 model = torch.compile(model)
 """,
         ),
-        Bad(
-            """\
-import torch
-from accelerate.utils import convert_model
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-from transformers import LlamaForCausalLM
-
-class Gpt(torch.nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(Block(config) for _ in range(4))
-        self.lm_head = torch.nn.Linear(config.dim, config.vocabulary, bias=False)
-
-gpt = Gpt(config)
-convert_to_float8_training(gpt, config=Float8LinearConfig(), module_filter_fn=None)  # !
-llama = LlamaForCausalLM(config)
-convert_model(llama)  # !
-"""
-        ),
-        Bad(
-            """\
-from accelerate import Accelerator
-from accelerate.utils import AORecipeKwargs
-from accelerate.utils.ao import convert_model_to_fp8_ao, filter_first_and_last_linear_layers
-
-handler = AORecipeKwargs(module_filter_func=filter_first_and_last_linear_layers)  # !
-convert_model_to_fp8_ao(model, config, filter_first_and_last_linear_layers)  # !
-""",
-            fixed="""\
-from accelerate import Accelerator
-from accelerate.utils import AORecipeKwargs
-from accelerate.utils.ao import convert_model_to_fp8_ao, filter_first_and_last_linear_layers
-
-handler = AORecipeKwargs()
-convert_model_to_fp8_ao(model, config)
-""",
-        ),
-        Bad(
-            """\
-from accelerate.utils import filter_first_and_last_linear_layers as keep
-from torchao.float8 import convert_to_float8_training
-
-convert_to_float8_training(build(args), module_filter_fn=keep if args.keep else None)  # !
-"""
-        ),
         Good(
             """\
 from functools import partial
@@ -160,37 +115,6 @@ def keep(model):
 convert_to_float8_training(model, module_filter_fn=keep(model))
 handler = AORecipeKwargs(module_filter_func=keep(model))
 assert not filter_first_and_last_linear_layers(model, "")
-"""
-        ),
-        Good(
-            """\
-import torch
-from accelerate.utils import convert_model, convert_model_to_fp8_ao
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-from transformers import AutoModel, AutoModelForCausalLM
-
-def keep(module, name):
-    return "lm_head" not in name
-
-model = AutoModelForCausalLM.from_pretrained("x")
-convert_to_float8_training(model, module_filter_fn=keep)
-convert_to_float8_training(model.model)
-for layer in model.model.layers:
-    convert_to_float8_training(layer)
-convert_model_to_fp8_ao(model)
-encoder = AutoModel.from_pretrained("x")
-convert_to_float8_training(encoder)
-convert_to_float8_training(build("lm_head"))
-small = AutoModelForCausalLM.from_pretrained("x")
-convert_to_float8_training(small, config=Float8LinearConfig(emulate=True))
-convert_model(model, to_transformer_engine=False)
-
-class Gpt(torch.nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.lm_head = Head(config)
-
-convert_to_float8_training(Gpt(config))
 """
         ),
     )

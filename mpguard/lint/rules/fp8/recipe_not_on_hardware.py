@@ -63,32 +63,6 @@ block = Float8BlockScaling()
 """,
             files={"mpguard.toml": 'gpu = "h100"\n'},
         ),
-        Bad(
-            """\
-import modal
-from accelerate.utils import TERecipeKwargs
-
-app = modal.App()
-
-@app.function(gpu="H100:8")
-def train():
-    handler = TERecipeKwargs(use_mxfp8_block_scaling=True)  # !
-"""
-        ),
-        Bad(
-            """\
-import os
-from transformer_engine.common import recipe
-
-os.environ["TORCH_CUDA_ARCH_LIST"] = "9.0"
-mx = recipe.MXFP8BlockScaling()  # !
-block = recipe.Float8BlockScaling()  # !
-""",
-            files={
-                "pyproject.toml": "",
-                "requirements.txt": "--index-url https://download.pytorch.org/whl/cu124\ntorch\n",
-            },
-        ),
         Good(
             """\
 import modal
@@ -103,30 +77,6 @@ def train():
 old = DelayedScaling()
 print("H100", gpu)
 """,
-        ),
-        Good(
-            """\
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling
-
-if te.is_mxfp8_available():
-    recipe = MXFP8BlockScaling()
-else:
-    recipe = DelayedScaling()
-
-def made(name):
-    return {"delayed": DelayedScaling}[name]()
-""",
-            files={"mpguard.toml": 'gpu = "sm_90"\n'},
-        ),
-        Good(
-            """\
-from transformer_engine.common.recipe import MXFP8BlockScaling
-
-launch(gpu="H100")
-launch(gpu="B200")
-recipe = MXFP8BlockScaling()
-"""
         ),
     )
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
-    FP8_OPTION_UNUSED,
     Bad,
     Call,
     Constant,
@@ -88,59 +87,6 @@ last = DelayedScaling(
 )
 """,
         ),
-        Bad(
-            """\
-import transformer_engine as te
-from accelerate.utils import TERecipeKwargs as Recipe
-
-current = te.common.recipe.Float8CurrentScaling(amax_history_len=16)  # !
-handler = Recipe(interval=4)  # !
-""",
-            fixed="""\
-import transformer_engine as te
-from accelerate.utils import TERecipeKwargs as Recipe
-
-current = te.common.recipe.Float8CurrentScaling()
-handler = Recipe()
-""",
-        ),
-        Bad(
-            """\
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling
-
-recipe = DelayedScaling(interval=4)  # !
-layer = te.TransformerLayer(1024, 4096, 16, config=Config(apply_query_key_layer_scaling=False))
-with te.autocast(recipe=recipe):
-    layer(x)
-""",
-            fixed="""\
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling
-
-recipe = DelayedScaling()
-layer = te.TransformerLayer(1024, 4096, 16, config=Config(apply_query_key_layer_scaling=False))
-with te.autocast(recipe=recipe):
-    layer(x)
-""",
-        ),
-        Bad(
-            """\
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling
-
-recipe = DelayedScaling(interval=4)  # !
-layer = te.TransformerLayer(1024, 4096, 16, attention_softmax_in_fp32=True)
-""",
-            files={"requirements.txt": "transformer-engine[pytorch]>=2.4\n", "pyproject.toml": ""},
-            fixed="""\
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling
-
-recipe = DelayedScaling()
-layer = te.TransformerLayer(1024, 4096, 16, attention_softmax_in_fp32=True)
-""",
-        ),
         Good(
             """\
 from intel_transformer_engine.recipe import DelayedScaling as Gaudi
@@ -157,47 +103,6 @@ h = DelayedScaling(interval=config.fp8_interval)
 f = TEDelayedScaling(config=config, override_linear_precision=(False, False, not config.fp8_wgrad))
 """
         ),
-        Good(
-            """\
-from transformer_engine.common.recipe import DelayedScaling
-
-recipe = DelayedScaling(interval=4)
-""",
-            files={"requirements.txt": "torch\ntransformer-engine[pytorch]==1.13.0\n", "pyproject.toml": ""},
-        ),
-        Good(
-            """\
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling
-
-recipe = DelayedScaling(interval=4)
-layer = te.TransformerLayer(1024, 4096, 16, apply_query_key_layer_scaling=False)
-with te.fp8_autocast(fp8_recipe=recipe):
-    layer(x)
-"""
-        ),
-        Good(
-            """\
-from layers import Attention
-from transformer_engine.common.recipe import DelayedScaling
-
-recipe = DelayedScaling(override_linear_precision=(False, False, True))
-attention = Attention(1024)
-""",
-            files={
-                "layers.py": """\
-import torch
-import transformer_engine.pytorch as te
-
-class Attention(torch.nn.Module):
-    def __init__(self, hidden):
-        super().__init__()
-        self.qkv = te.Linear(hidden, 3 * hidden, skip_weight_param_allocation=False)
-""",
-                "pyproject.toml": "",
-            },
-        ),
-        FP8_OPTION_UNUSED,
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

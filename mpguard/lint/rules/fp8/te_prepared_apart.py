@@ -21,30 +21,6 @@ from mpguard.lint import (
 
 #: Names of objects that are prepared and are neither a model nor an optimizer.
 _OTHERS = lazy_pattern(r"(?i)(?:loader|_dl|data|sched\w*|dataset)$")
-_FP8 = """\
-distributed_type: 'NO'
-mixed_precision: fp8
-fp8_config:
-  backend: {}
-"""
-_PROGRAM = """\
-import torch
-from accelerate import Accelerator
-
-def main(model, loader):
-    accelerator = Accelerator()
-    optimizer = torch.optim.AdamW(model.parameters())
-    {}
-    for x in loader:
-        accelerator.backward(model(x).mean())
-        optimizer.step()
-"""
-_APART = "model = accelerator.prepare(model)\n    optimizer, loader = accelerator.prepare(optimizer, loader)"
-_TOGETHER = "model, optimizer = accelerator.prepare(model, optimizer)\n    loader = accelerator.prepare(loader)"
-
-
-def _files(backend: str, line: str = "accelerate launch --config_file mp.yaml train.py") -> dict[str, str]:
-    return {"pyproject.toml": "", "mp.yaml": _FP8.format(backend), "run.sh": f"{line}\n"}
 
 
 class TePreparedApart(Rule):
@@ -71,22 +47,63 @@ class TePreparedApart(Rule):
     needs_config = True
     triggers = (any_of(b".prepare("), any_of(b"ccelerat"))
     examples = (
-        Bad(_PROGRAM.format(_APART + "  # !"), files=_files("TE"), name="train.py"),
-        Good(_PROGRAM.format(_TOGETHER), files=_files("TE"), name="train.py"),
-        Good(_PROGRAM.format(_APART), files=_files("AO"), name="train.py"),
-        Good(
-            _PROGRAM.format(_APART),
-            files=_files("TE", "accelerate launch --config_file mp.yaml --mixed_precision bf16 train.py"),
+        Bad(
+            """\
+import torch
+from accelerate import Accelerator
+
+def main(model, loader):
+    accelerator = Accelerator()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model = accelerator.prepare(model)
+    optimizer, loader = accelerator.prepare(optimizer, loader)  # !
+    for x in loader:
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+""",
             name="train.py",
+            files={
+                "pyproject.toml": "",
+                "mp.yaml": """\
+distributed_type: 'NO'
+mixed_precision: fp8
+fp8_config:
+  backend: TE
+""",
+                "run.sh": """\
+accelerate launch --config_file mp.yaml train.py
+""",
+            },
         ),
         Good(
-            _PROGRAM.format(_APART).replace("Accelerator()", 'Accelerator(mixed_precision="bf16")'),
-            files=_files("TE"),
+            """\
+import torch
+from accelerate import Accelerator
+
+def main(model, loader):
+    accelerator = Accelerator()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    loader = accelerator.prepare(loader)
+    for x in loader:
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+""",
             name="train.py",
+            files={
+                "pyproject.toml": "",
+                "mp.yaml": """\
+distributed_type: 'NO'
+mixed_precision: fp8
+fp8_config:
+  backend: TE
+""",
+                "run.sh": """\
+accelerate launch --config_file mp.yaml train.py
+""",
+            },
         ),
-        Good(_PROGRAM.format("net = model\n    net, optimizer = accelerator.prepare(optimizer, net)"),
-             files=_files("TE"), name="train.py"),
-    )  # fmt: skip
+    )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         configs = facts.project.configs_for(facts.path)

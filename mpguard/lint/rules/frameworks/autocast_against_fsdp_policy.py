@@ -64,53 +64,6 @@ for x in loader:
     loss.backward()
 """
         ),
-        Bad(
-            """\
-import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-HALF = torch.float16
-
-class Run:
-    def __init__(self, net):
-        self.net = net
-        fully_shard(self.net, mp_policy=MixedPrecisionPolicy(HALF, torch.float32))
-
-    def loss(self, x):
-        return self.net(x).sum()
-
-    def run(self, x, amp):
-        with torch.amp.autocast("cuda", torch.bfloat16, enabled=amp):  # !
-            loss = self.loss(x)
-        loss.backward()
-
-def local(net, loader):
-    fully_shard(net, mp_policy=MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32))
-    for x in loader:
-        with torch.autocast("cuda", dtype=torch.bfloat16):  # !
-            net(x).sum().backward()
-"""
-        ),
-        Bad(
-            """\
-import torch
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
-
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-class Engine:
-    def __init__(self, net, config):
-        self.config = config
-        dtype = PRECISIONS[config.get("param_dtype", "bf16")]
-        self.net = FSDP(net, mixed_precision=MixedPrecision(param_dtype=dtype))
-
-    def train(self, loader):
-        for x in loader:
-            with torch.autocast("cuda", dtype=torch.bfloat16):  # !
-                loss = self.net(x).sum()
-            loss.backward()
-"""
-        ),
         Good(
             """\
 import torch
@@ -148,44 +101,6 @@ class Full:
             with torch.autocast("cuda", dtype=torch.bfloat16):
                 loss = self.net(x).sum()
             loss.backward()
-"""
-        ),
-        Good(
-            """\
-import torch
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
-
-policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-model = FSDP(torch.nn.Linear(8, 8), mixed_precision=policy)
-for x in loader:
-    loss = model(x).sum()
-    loss.backward()
-"""
-        ),
-        Good(
-            """\
-import torch
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
-
-def main(args, net, loader, dtype, frozen):
-    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    reduces = MixedPrecision(reduce_dtype=torch.float32)
-    model, plain = FSDP(net, mixed_precision=policy), FSDP(net)
-    other = FSDP(net, mixed_precision=reduces)
-    low = torch.float16 if args.half else torch.bfloat16
-    chosen = FSDP(net, mixed_precision=MixedPrecision(param_dtype=low))
-    for x in loader:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = model(x).sum()
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = loss + plain(x).sum() + other(x).sum() + frozen(x)
-        with torch.autocast("cuda", dtype=dtype):
-            loss = loss + model(x).sum()
-        with torch.autocast("cuda", dtype=low):
-            loss = loss + chosen(x).sum()
-        with torch.autocast("cuda", enabled=False):
-            loss = loss + model(x).sum()
-        loss.backward()
 """
         ),
     )

@@ -20,43 +20,6 @@ from mpguard.lint import (
     python_edits,
 )
 
-_MODULE = """\
-import lightning as L
-
-class Gan(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, index):
-        g, d = self.optimizers()
-        loss = self.loss(batch)
-        {}
-        g.step()
-"""
-_FABRIC = """\
-from lightning.fabric import Fabric
-
-def main(model, optimizer, loader):
-    fabric = Fabric(devices=2, precision="{}")
-    model, optimizer = fabric.setup(model, optimizer)
-    train(fabric, model, optimizer, loader)
-
-def train(fabric, model, optimizer, loader):
-    for x in loader:
-        loss = model(x).sum()
-        {}
-        optimizer.step()
-"""
-
-
-_CPU = 'import lightning as L\n\nfrom gan import Gan\n\nL.Trainer(precision="32-true").fit(Gan())\n'
-
-
-def _trained(precision: str) -> dict[str, str]:
-    """Return the other files of a program that trains the module of `gan.py`."""
-    return {"pyproject.toml": "", "train.py": _CPU.replace("32-true", precision)}
-
 
 class BackwardOutsideLightning(Rule):
     """`loss.backward()` is called directly where Lightning steps through its own GradScaler.
@@ -91,131 +54,60 @@ class BackwardOutsideLightning(Rule):
     triggers_nearby = (any_of(b"lightning"), any_of(b"precision"))
     examples = (
         Bad(
-            _MODULE.format("loss.backward()  # !"),
-            files=_trained("16-mixed"),
-            name="gan.py",
-            fixed=_MODULE.format("self.manual_backward(loss)"),
-        ),
-        Bad(
-            _FABRIC.format("16-mixed", "(loss / 4).backward()  # !"),
-            fixed=_FABRIC.format("16-mixed", "fabric.backward(loss / 4)"),
-        ),
-        Bad(
             """\
 import lightning as L
-import pytorch_lightning as pl
-import torch
 
-class Lit(pl.LightningModule):
-    @property
-    def automatic_optimization(self):
-        return False
-
-    def training_step(self, batch, index):
-        optimizers = self.optimizers()
-        for place, optimizer in enumerate(optimizers):
-            self.loss(batch, place).backward()  # !
-            optimizer.step()
-
-pl.Trainer(gpus=1, precision=16).fit(Lit())
-
-class Run:
-    def __init__(self, model, precision="16-mixed"):
-        self.fabric = L.Fabric(precision=precision)
-        self.fabric.launch()
-        self.model = self.fabric.setup_module(model)
-        self.optimizer = self.fabric.setup_optimizers(torch.optim.Adam(model.parameters()))
-
-    def step(self, x):
-        loss = self.model(x).mean()
-        loss.backward()  # !
-        self.optimizer.step()
-""",
-            fixed="""\
-import lightning as L
-import pytorch_lightning as pl
-import torch
-
-class Lit(pl.LightningModule):
-    @property
-    def automatic_optimization(self):
-        return False
-
-    def training_step(self, batch, index):
-        optimizers = self.optimizers()
-        for place, optimizer in enumerate(optimizers):
-            self.manual_backward(self.loss(batch, place))
-            optimizer.step()
-
-pl.Trainer(gpus=1, precision=16).fit(Lit())
-
-class Run:
-    def __init__(self, model, precision="16-mixed"):
-        self.fabric = L.Fabric(precision=precision)
-        self.fabric.launch()
-        self.model = self.fabric.setup_module(model)
-        self.optimizer = self.fabric.setup_optimizers(torch.optim.Adam(model.parameters()))
-
-    def step(self, x):
-        loss = self.model(x).mean()
-        self.fabric.backward(loss)
-        self.optimizer.step()
-""",
-        ),
-        *(
-            Good(_MODULE.format("loss.backward()"), files=_trained(dtype), name="gan.py")
-            for dtype in ("bf16-mixed", "32")
-        ),
-        Good(_MODULE.format("loss.backward()"), files={**_trained("16-mixed"), "cpu.py": _CPU}, name="gan.py"),
-        Good(_MODULE.format("self.manual_backward(loss)"), files=_trained("16-mixed"), name="gan.py"),
-        Good(_FABRIC.format("bf16-mixed", "loss.backward()")),
-        Good(_FABRIC.format("16-mixed", "fabric.backward(loss)")),
-        Good(
-            """\
-import lightning as L
-import torch
-
-class Automatic(L.LightningModule):
-    def training_step(self, batch, index):
-        return self.loss(batch)
-
-    def attack(self, x):
-        self.loss(x).backward()
-        self.optimizers().step()
-
-class OwnOptimizer(L.LightningModule):
-    def __init__(self, net):
-        super().__init__()
-        self.automatic_optimization = False
-        self.own = torch.optim.SGD(net.parameters(), 0.1)
-
-    def training_step(self, batch, index):
-        raw = self.optimizers(use_pl_optimizer=False)
-        self.loss(batch).backward()
-        raw.step()
-        self.own.zero_grad()
-        self.loss(batch).backward()
-        self.own.step()
-
-class OwnScaler(L.LightningModule):
+class Gan(L.LightningModule):
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
 
     def training_step(self, batch, index):
-        optimizer = self.optimizers()
-        scaled = self.trainer.precision_plugin.scaler.scale(self.loss(batch))
-        scaled.backward()
-        optimizer.step()
+        g, d = self.optimizers()
+        loss = self.loss(batch)
+        loss.backward()  # !
+        g.step()
+""",
+            fixed="""\
+import lightning as L
 
-def main(args):
-    for module in (Automatic(), OwnOptimizer(args.net), OwnScaler()):
-        L.Trainer(precision="16-mixed").fit(module)
-    fabric = L.Fabric(precision="16-mixed")
-    model = fabric.setup(args.net)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model(args.x).sum().backward()
-    optimizer.step()
+class Gan(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        g, d = self.optimizers()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        g.step()
+""",
+            name="gan.py",
+            files={
+                "pyproject.toml": "",
+                "train.py": """\
+import lightning as L
+
+from gan import Gan
+
+L.Trainer(precision="16-mixed").fit(Gan())
+""",
+            },
+        ),
+        Good(
+            """\
+from lightning.fabric import Fabric
+
+def main(model, optimizer, loader):
+    fabric = Fabric(devices=2, precision="bf16-mixed")
+    model, optimizer = fabric.setup(model, optimizer)
+    train(fabric, model, optimizer, loader)
+
+def train(fabric, model, optimizer, loader):
+    for x in loader:
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
 """
         ),
     )

@@ -75,43 +75,6 @@ args = Seq2SeqTrainingArguments("out", learning_rate=2e-5, fp16=True)
 Seq2SeqTrainer(model, args, train_dataset=data).train()
 """
         ),
-        Bad(
-            """\
-import argparse
-
-import lightning as L
-from transformers import T5ForConditionalGeneration
-
-class Net(L.LightningModule):
-    def __init__(self, hparams):
-        super().__init__()
-        self.save_hyperparameters(hparams)
-        self.model = T5ForConditionalGeneration.from_pretrained(self.hparams.model_name_or_path)  # !
-
-    def training_step(self, batch, index):
-        return self.model(**batch).loss
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--model_name_or_path", default="google/flan-t5-xl")
-L.Trainer(precision="16-mixed").fit(Net(parser.parse_args()))
-"""
-        ),
-        Bad(
-            """\
-import torch
-from transformers import MT5ForConditionalGeneration
-
-def main(loader, scaler):
-    model = MT5ForConditionalGeneration.from_pretrained("google/mt5-base").cuda()  # !
-    optimizer = torch.optim.AdamW(model.parameters())
-    for batch in loader:
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = model(**batch).loss
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-"""
-        ),
         Good(
             """\
 import torch
@@ -125,73 +88,6 @@ def chosen(data, half):
     model = AutoModelForSeq2SeqLM.from_pretrained("google/mt5-base")
     args = Seq2SeqTrainingArguments("out", fp16=half and not torch.cuda.is_bf16_supported())
     Seq2SeqTrainer(model, args, train_dataset=data).train()
-"""
-        ),
-        Good(
-            """\
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Seq2SeqTrainer, Seq2SeqTrainingArguments, T5EncoderModel
-
-tokenizer = AutoTokenizer.from_pretrained("google/mt5-small")
-encoder = T5EncoderModel.from_pretrained("google/t5-v1_1-xxl")
-small = AutoModelForSeq2SeqLM.from_pretrained("t5-small")
-fresh = AutoModelForSeq2SeqLM.from_config(AutoModelForSeq2SeqLM.from_pretrained("google/t5-v1_1-small").config)
-args = Seq2SeqTrainingArguments("out", fp16=True)
-Seq2SeqTrainer(small, args, train_dataset=data(tokenizer, encoder)).train()
-"""
-        ),
-        *(
-            example(
-                "import lightning as L\nfrom transformers import T5ForConditionalGeneration\n\n"
-                f"class Net(L.LightningModule):\n    def __init__(self, name='google/{name}'):\n"
-                "        super().__init__()\n"
-                f"        self.model = T5ForConditionalGeneration.from_pretrained(name){marker}\n\n"
-                "    def training_step(self, batch, index):\n        return self.model(**batch).loss\n",
-                files={
-                    "pyproject.toml": "",
-                    "train.py": "import lightning as L\n\nfrom net import Net\n\n"
-                    "if __name__ == '__main__':\n"
-                    f"    L.Trainer(devices=4, precision={precision}).fit(Net(), data())\n",
-                },
-                name="net.py",
-            )
-            for example, name, precision, marker in (
-                (Bad, "flan-t5-xl", "'16'", "  # !"),
-                (Good, "flan-t5-xl", "'bf16-mixed'", ""),
-                (Good, "t5-small", "'16'", ""),
-            )
-        ),
-        Bad(
-            """\
-from peft import LoraConfig
-from transformers import AutoModelForCausalLM
-from trl import SFTConfig, SFTTrainer
-
-model = AutoModelForCausalLM.from_pretrained("google/gemma-3-1b-it")  # !
-SFTTrainer(model=model, args=SFTConfig("out", fp16=True), train_dataset=data, peft_config=LoraConfig()).train()
-"""
-        ),
-        Good(
-            """\
-from transformers import AutoModelForCausalLM
-from trl import SFTConfig, SFTTrainer
-
-def tuned(data, peft_config):
-    model = AutoModelForCausalLM.from_pretrained("google/gemma-2b-it")
-    SFTTrainer(model=model, args=SFTConfig("out", fp16=True), train_dataset=data, peft_config=peft_config).train()
-"""
-        ),
-        Good(
-            """\
-import torch
-from transformers import T5ForConditionalGeneration
-
-model = T5ForConditionalGeneration.from_pretrained("google/flan-t5-base")
-optimizer = torch.optim.AdamW(model.parameters())
-for batch in loader:
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = model(**batch).loss
-    loss.backward()
-    optimizer.step()
 """
         ),
     )

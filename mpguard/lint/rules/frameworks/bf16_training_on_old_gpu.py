@@ -61,30 +61,6 @@ Trainer(model, args, train_dataset=data).train()
 """,
             files={"setup_colab.sh": "# Colab, GPU runtime: Tesla T4 16GB\npip install -q peft\npython example.py\n"},
         ),
-        Bad(
-            """\
-import lightning as L
-from accelerate import Accelerator
-
-L.Trainer(precision="bf16-mixed").fit(model)  # !
-accelerator = Accelerator(mixed_precision="bf16")  # !
-""",
-            files={"job.sbatch": "#!/bin/bash\n#SBATCH --gres=gpu:v100:4\nsrun python example.py\n"},
-        ),
-        Bad(
-            """\
-import torch
-
-for x in loader:
-    with torch.autocast("cuda", dtype=torch.bfloat16):  # !
-        loss = model(x).sum()
-    loss.backward()
-    optimizer.step()
-with torch.autocast("cpu", dtype=torch.bfloat16):
-    print(model(x).sum())
-""",
-            files={"run.sh": "# Colab, GPU runtime: Tesla T4 16GB\npython example.py\n"},
-        ),
         Good(
             """\
 import torch
@@ -96,31 +72,6 @@ for x in loader:
     scaler.scale(loss).backward()
 """,
             files={"run.sh": "# Colab, GPU runtime: Tesla T4 16GB\npython example.py\n"},
-        ),
-        Good(
-            """\
-from transformers import Trainer, TrainingArguments
-
-args = TrainingArguments("out", bf16=True)
-Trainer(model, args, train_dataset=data).train()
-""",
-            files={
-                "a100.sbatch": "#SBATCH --gres=gpu:a100:4\nsrun python example.py\n",
-                "v100.sbatch": "#SBATCH --gres=gpu:v100:4\nsrun python other.py\n",
-            },
-        ),
-        Good(
-            """\
-import torch
-from transformers import Trainer, TrainingArguments
-
-args = TrainingArguments("out", bf16=torch.cuda.is_bf16_supported(), fp16=False)
-half = TrainingArguments("out", fp16=True)
-if torch.cuda.is_bf16_supported():
-    args = TrainingArguments("out", bf16=True)
-Trainer(model, args, train_dataset=data).train()
-""",
-            files={"job.sh": "#SBATCH --gres=gpu:v100:4\npython example.py\n"},
         ),
     )
 

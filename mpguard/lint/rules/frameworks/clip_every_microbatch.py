@@ -28,28 +28,6 @@ _UNSCALES = ("clip_grad_norm_", "clip_grad_value_", "unscale_gradients")
 _OPTION = lazy_pattern(r"(?i)clip|norm|grad_max")
 #: What follows the name of an option in a config, a launch line or a text that sets it.
 _ASKS = (": fp16", ': "fp16', "=fp16", '="fp16', " fp16", ' = "fp16', '": "fp16')
-_LOOP = """\
-from accelerate import Accelerator
-
-def main(args, model, optimizer, loader):
-    accelerator = Accelerator({})
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for x in loader:
-        with accelerator.accumulate(model):
-            loss = model(x).mean()
-            accelerator.backward(loss)
-            {}
-            optimizer.step()
-            optimizer.zero_grad()
-"""
-_OPTIONS = """
-
-def parse():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--accumulate", type=int, default=1)
-    return parser.parse_args()
-"""
-_CLIP = "accelerator.clip_grad_norm_(model.parameters(), 1.0)"
 
 
 class ClipEveryMicrobatch(Rule):
@@ -80,115 +58,42 @@ class ClipEveryMicrobatch(Rule):
     help = "clip once per step: {how}"
     triggers = (any_of(b"ccelerator"), any_of(*(f".{name}(".encode() for name in _UNSCALES)))
     examples = (
-        Bad(_LOOP.format('mixed_precision="fp16", gradient_accumulation_steps=args.steps', f"{_CLIP}  # !")),
-        Bad(
-            """\
-import argparse
-
-from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"])
-parser.add_argument("--max_norm", type=float)
-
-class Trainer:
-    def __init__(self, model, optimizer, args):
-        self.args = args
-        self.accelerator = Accelerator(
-            mixed_precision=args.mixed_precision,
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=4),
-        )
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-
-    def epoch(self, loader):
-        for x in loader:
-            with self.accelerator.accumulate(self.model):
-                self.accelerator.backward(self.model(x).mean())
-                if self.args.max_norm is not None:
-                    self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_norm)  # !
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-
-def main():
-    args = parser.parse_args()
-    Trainer(make_model(), make_optimizer(), args).epoch(make_loader())
-"""
-        ),
         Bad(
             """\
 from accelerate import Accelerator
 
-class Trainer:
-    def __init__(self, model, optimizer, config):
-        self.accelerator = Accelerator(mixed_precision=config.precision)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.every = config.every
-
-    def step(self, batches):
-        for _ in range(self.every):
-            loss = self.model(next(batches))
-            self.accelerator.backward(loss / self.every)
-            self.accelerator.clip_grad_value_(self.model.parameters(), 0.5)  # !
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-"""
-        ),
-        Bad(
-            _LOOP.format('mixed_precision="fp16", gradient_accumulation_steps=args.accumulate', f"{_CLIP}  # !")
-            + _OPTIONS,
-            files={"pyproject.toml": "", "run.sh": "accelerate launch train.py --accumulate 4\n"},
-            name="train.py",
-        ),
-        Good(_LOOP.format('mixed_precision="fp16", gradient_accumulation_steps=args.accumulate', _CLIP) + _OPTIONS),
-        Bad(
-            _LOOP.format("mixed_precision=args.precision, gradient_accumulation_steps=4", f"{_CLIP}  # !"),
-            files={"pyproject.toml": "", "config.yaml": "precision: fp16\n"},
-        ),
-        Good(
-            _LOOP.format("mixed_precision=args.precision, gradient_accumulation_steps=4", _CLIP),
-            files={"pyproject.toml": "", "config.yaml": "precision: bf16  # or fp16\n"},
-        ),
-        *(
-            Good(_LOOP.format(arguments, inner))
-            for arguments, inner in (
-                ('mixed_precision="fp16", gradient_accumulation_steps=4', f"if accelerator.sync_gradients: {_CLIP}"),
-                ('mixed_precision="bf16", gradient_accumulation_steps=4', _CLIP),
-                ('mixed_precision="fp16", gradient_accumulation_steps=1', _CLIP),
-                ('mixed_precision="fp16"', _CLIP),
-                ('mixed_precision="fp16", gradient_accumulation_steps=4', f"if args.last: {_CLIP}"),
-                ('mixed_precision="fp16", gradient_accumulation_steps=4, deepspeed_plugin=args.plugin', _CLIP),
-            )
-        ),
-        Good(
-            """\
-from accelerate import Accelerator
-
-def main(args, models, optimizers, loader):
-    accelerator = Accelerator(mixed_precision="fp16")
-    models = [accelerator.prepare(model) for model in models]
-    optimizer = accelerator.prepare(args.optimizer)
+def main(args, model, optimizer, loader):
+    accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=args.steps)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for x in loader:
-        for i in range(4):
-            accelerator.backward(models[0](x[i]).mean() / 4)
-        accelerator.clip_grad_norm_(models[0].parameters(), 1.0)
-        optimizer.step()
-    for epoch in range(3):
-        for x in loader:
-            accelerator.backward(models[0](x).mean())
-            accelerator.clip_grad_norm_(models[0].parameters(), 1.0)
+        with accelerator.accumulate(model):
+            loss = model(x).mean()
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)  # !
             optimizer.step()
+            optimizer.zero_grad()
+"""
+        ),
+        Good(
+            """\
+from accelerate import Accelerator
+
+def main(args, model, optimizer, loader):
+    accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=args.accumulate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for x in loader:
-        accelerator.backward(models[0](x).mean())
-        for model in models:
+        with accelerator.accumulate(model):
+            loss = model(x).mean()
+            accelerator.backward(loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    for x in loader:
-        for i in range(4):
-            accelerator.backward(models[0](x[i]).mean() / 4)
-            if i == 3:
-                accelerator.clip_grad_norm_(models[0].parameters(), 1.0)
-        optimizer.step()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def parse():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--accumulate", type=int, default=1)
+    return parser.parse_args()
 """
         ),
     )

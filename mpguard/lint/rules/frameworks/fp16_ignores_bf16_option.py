@@ -23,40 +23,6 @@ from mpguard.lint import (
 
 _BF16 = lazy_pattern(r"(?i)bf16|bfloat16|dtype|precision")
 
-_OPTIONS = """\
-import argparse
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--cpu", action="store_true")
-{option}
-args = parser.parse_args()
-"""
-_TRAINS = """\
-import shared
-from transformers import Trainer, TrainingArguments
-
-def train(model, data):
-    options = shared.args
-    Trainer(
-        model,
-        args=TrainingArguments(
-            "out",
-            num_train_epochs={epochs},
-            {precision}
-        ),
-        train_dataset=data,
-    ).train()
-"""
-_OPTION = 'parser.add_argument("--bf16", action="store_true", help="Load the model in bfloat16.")'
-
-
-def _program(
-    precision: str, option: str = _OPTION, epochs: str = "options.epochs", example: type[Bad | Good] = Good
-) -> Bad | Good:
-    code = _TRAINS.format(precision=precision, epochs=epochs)
-    return example(code, files={"pyproject.toml": "", "shared.py": _OPTIONS.format(option=option)}, name="train.py")
-
 
 class Fp16IgnoresBf16Option(Rule):
     """The program has an option `--bf16`, and its Trainer computes in FP16 with and without it.
@@ -80,29 +46,67 @@ class Fp16IgnoresBf16Option(Rule):
     triggers = (any_of(b"fp16"), any_of(b"TrainingArguments(", b"Config("))
     triggers_nearby = (any_of(b"bf16"), any_of(b"add_argument("))
     examples = (
-        _program("fp16=False if options.cpu else True,  # !", example=Bad),
-        _program("fp16=True,  # !", example=Bad),
-        _program("fp16=not options.bf16,"),
-        _program("fp16=not options.cpu, bf16=options.bf16,"),
-        _program("fp16=True,", option='parser.add_argument("--fp16", action="store_true")'),
-        _program("fp16=True,", epochs="3"),
-        _program("fp16=options.cpu,"),
-        _program("fp16=False,"),
-        Good(
+        Bad(
             """\
-import argparse
+import shared
+from transformers import Trainer, TrainingArguments
 
-from transformers import TrainingArguments
+def train(model, data):
+    options = shared.args
+    Trainer(
+        model,
+        args=TrainingArguments(
+            "out",
+            num_train_epochs=options.epochs,
+            fp16=False if options.cpu else True,  # !
+        ),
+        train_dataset=data,
+    ).train()
+""",
+            name="train.py",
+            files={
+                "pyproject.toml": "",
+                "shared.py": """\
+import argparse
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--bf16", action="store_true")
+parser.add_argument("--cpu", action="store_true")
+parser.add_argument("--bf16", action="store_true", help="Load the model in bfloat16.")
 args = parser.parse_args()
-if args.bf16:
-    settings = TrainingArguments("out", num_train_epochs=args.epochs, bf16=True)
-else:
-    settings = TrainingArguments("out", num_train_epochs=args.epochs, fp16=True)
-"""
+""",
+            },
+        ),
+        Good(
+            """\
+import shared
+from transformers import Trainer, TrainingArguments
+
+def train(model, data):
+    options = shared.args
+    Trainer(
+        model,
+        args=TrainingArguments(
+            "out",
+            num_train_epochs=options.epochs,
+            fp16=not options.bf16,
+        ),
+        train_dataset=data,
+    ).train()
+""",
+            name="train.py",
+            files={
+                "pyproject.toml": "",
+                "shared.py": """\
+import argparse
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--cpu", action="store_true")
+parser.add_argument("--bf16", action="store_true", help="Load the model in bfloat16.")
+args = parser.parse_args()
+""",
+            },
         ),
     )
 

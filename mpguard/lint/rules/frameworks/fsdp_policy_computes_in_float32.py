@@ -17,38 +17,6 @@ from mpguard.lint import (
     compatible,
 )
 
-_POLICY = """\
-import torch
-from torch.distributed.fsdp import MixedPrecision
-
-bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-mixed = MixedPrecision(
-    param_dtype=torch.float32,
-    reduce_dtype=torch.bfloat16,
-    buffer_dtype=torch.bfloat16,
-)
-"""
-_TRAIN = """\
-import torch
-from policies import bf16, mixed
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-def policy_of(config):
-    if config.mixed_precision:
-        return {}
-    return None
-
-def main(config, model, loader):
-    model = FSDP(model, mixed_precision=policy_of(config)){}
-    optimizer = torch.optim.AdamW(model.parameters())
-    for x in loader:
-        {}
-        loss.backward()
-        optimizer.step()
-"""
-_FILES = {"pyproject.toml": "", "policies.py": _POLICY}
-_LOSS = "loss = model(x).mean()"
-
 
 class FsdpPolicyComputesInFloat32(Rule):
     """An FSDP policy for mixed precision has `param_dtype=torch.float32`: all products run in FP32.
@@ -72,29 +40,73 @@ class FsdpPolicyComputesInFloat32(Rule):
     help = "set `param_dtype=torch.bfloat16`, and `reduce_dtype=torch.float32` to keep the reduction exact"
     triggers = (any_of(b"FullyShardedDataParallel", b"fully_shard"), any_of(b"mixed_precision", b"mp_policy"))
     examples = (
-        Bad(_TRAIN.format("mixed", "  # !", _LOSS), files=_FILES),
         Bad(
             """\
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from policies import bf16, mixed
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-def main(model, loader):
-    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.bfloat16)
-    fully_shard(model, mp_policy=policy)  # !
+def policy_of(config):
+    if config.mixed_precision:
+        return mixed
+    return None
+
+def main(config, model, loader):
+    model = FSDP(model, mixed_precision=policy_of(config))  # !
     optimizer = torch.optim.AdamW(model.parameters())
     for x in loader:
-        model(x).mean().backward()
+        loss = model(x).mean()
+        loss.backward()
         optimizer.step()
-"""
+""",
+            files={
+                "pyproject.toml": "",
+                "policies.py": """\
+import torch
+from torch.distributed.fsdp import MixedPrecision
+
+bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+mixed = MixedPrecision(
+    param_dtype=torch.float32,
+    reduce_dtype=torch.bfloat16,
+    buffer_dtype=torch.bfloat16,
+)
+""",
+            },
         ),
-        Good(_TRAIN.format("bf16", "", _LOSS), files=_FILES),
         Good(
-            _TRAIN.format("mixed", "", f"with torch.autocast('cuda', dtype=torch.bfloat16):\n            {_LOSS}"),
-            files=_FILES,
-        ),
-        Good(
-            _TRAIN.format("mixed", "", _LOSS),
-            files={**_FILES, "policies.py": _POLICY.replace("reduce_dtype=torch.bfloat16,\n    buffer", "buffer")},
+            """\
+import torch
+from policies import bf16, mixed
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+def policy_of(config):
+    if config.mixed_precision:
+        return bf16
+    return None
+
+def main(config, model, loader):
+    model = FSDP(model, mixed_precision=policy_of(config))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+""",
+            files={
+                "pyproject.toml": "",
+                "policies.py": """\
+import torch
+from torch.distributed.fsdp import MixedPrecision
+
+bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+mixed = MixedPrecision(
+    param_dtype=torch.float32,
+    reduce_dtype=torch.bfloat16,
+    buffer_dtype=torch.bfloat16,
+)
+""",
+            },
         ),
     )
 

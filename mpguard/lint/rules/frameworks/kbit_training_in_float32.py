@@ -8,30 +8,6 @@ _ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments")
 #: Arguments that set the precision, or hand it to a config.
 _SETS_PRECISION = frozenset({"bf16", "fp16", "deepspeed", "fsdp", "fsdp_config", "accelerator_config", "use_cpu"})
 
-_QLORA = """\
-import torch
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
-
-quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype={dtype})
-model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf", quantization_config=quantization)
-{prepare}
-model = get_peft_model(model, LoraConfig(r=8))
-args = TrainingArguments("out", learning_rate=2e-4{arguments}){marker}
-trainer = Trainer(model, args, train_dataset=data)
-{train}
-"""
-
-
-def _program(
-    dtype: str = "torch.bfloat16",
-    prepare: str = "model = prepare_model_for_kbit_training(model)",
-    arguments: str = "",
-    train: str = "trainer.train()",
-    marker: str = "",
-) -> str:
-    return _QLORA.format(dtype=dtype, prepare=prepare, arguments=arguments, train=train, marker=marker)
-
 
 class KbitTrainingInFloat32(Rule):
     """4-bit layers compute in BF16 or FP16, and the Trainer leaves everything else in FP32.
@@ -61,20 +37,35 @@ class KbitTrainingInFloat32(Rule):
         any_of(b"TrainingArguments("),
     )
     examples = (
-        Bad(_program(marker="  # !")),
-        Bad(_program("'float16'", marker="  # !")),
-        Good(_program(arguments=", bf16=True")),
-        Good(_program(arguments=", fp16=use_fp16")),
-        Good(_program("torch.float32")),
-        Good(_program(prepare="model.enable_input_require_grads()")),
-        Good(_program(train="with torch.autocast('cuda', dtype=torch.bfloat16):\n    trainer.train()")),
-        Good(_program(prepare="model = prepare_model_for_kbit_training(model)\nmodel.lm_head.to(torch.bfloat16)")),
-        Good(_program(arguments=", **extra")),
-        Good(_program(train="args.bf16 = True\ntrainer.train()")),
+        Bad(
+            """\
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+
+quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf", quantization_config=quantization)
+model = prepare_model_for_kbit_training(model)
+model = get_peft_model(model, LoraConfig(r=8))
+args = TrainingArguments("out", learning_rate=2e-4)  # !
+trainer = Trainer(model, args, train_dataset=data)
+trainer.train()
+"""
+        ),
         Good(
-            _program(),
-            files={"pyproject.toml": "", "run.sh": "accelerate launch --mixed_precision bf16 example.py\n"},
-            name="example.py",
+            """\
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+
+quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf", quantization_config=quantization)
+model = prepare_model_for_kbit_training(model)
+model = get_peft_model(model, LoraConfig(r=8))
+args = TrainingArguments("out", learning_rate=2e-4, bf16=True)
+trainer = Trainer(model, args, train_dataset=data)
+trainer.train()
+"""
         ),
     )
 

@@ -78,30 +78,6 @@ trainer = L.Trainer(precision="bf16-mixed", gradient_clip_val=1.0)
 trainer.fit(Lit())
 """,
         ),
-        Bad(
-            """\
-import pytorch_lightning as pl
-import torch
-from torch.nn.utils import clip_grad_norm_
-
-class Gan(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, index):
-        g, d = self.optimizers()
-        self.manual_backward(self.g_loss(batch))
-        self.clip_gradients(g, gradient_clip_val=0.5)  # !
-        g.step()
-        self.manual_backward(self.d_loss(batch))
-        clip_grad_norm_(self.d.parameters(), 0.5)  # !
-        d.step()
-
-def main():
-    pl.Trainer(precision="16-mixed", max_epochs=3).fit(Gan())
-"""
-        ),
         Good(
             """\
 import lightning as L
@@ -129,90 +105,6 @@ class InTheHook(L.LightningModule):
 
 L.Trainer(precision="16-mixed", gradient_clip_val=1.0).fit(Automatic())
 """
-        ),
-        Good(
-            """\
-import lightning as L
-import torch
-
-class Lit(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, index):
-        optimizer = self.optimizers()
-        self.manual_backward(self(batch))
-        self.clip_gradients(optimizer, gradient_clip_val=0.5)
-        optimizer.step()
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters())
-
-class Fused(L.LightningModule):
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
-
-def main(args):
-    L.Trainer(precision="bf16-mixed").fit(Lit())
-    L.Trainer(precision="32-true", gradient_clip_val=1.0).fit(Fused())
-    L.Trainer(precision=args.precision, gradient_clip_val=1.0).fit(Fused())
-    L.Trainer(precision="bf16-mixed", gradient_clip_val=0.0).fit(Fused())
-"""
-        ),
-        Bad(
-            """\
-import lightning as L
-import torch
-
-class Lit(L.LightningModule):
-    def __init__(self, model):
-        super().__init__()
-        self.automatic_optimization = False
-        self.model = model
-
-    def training_step(self, batch, batch_idx):
-        opt = self.optimizers()
-        loss = self.model(batch)
-        opt.zero_grad()
-        self.manual_backward(loss)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)  # !
-        opt.step()
-""",
-            files={
-                "pyproject.toml": "",
-                "train.py": "import lightning as L\n\nfrom module import Lit\n\n"
-                'trainer = L.Trainer(max_epochs=3, precision="16-mixed")\n'
-                "trainer.fit(Lit(model()), loader())\n",
-            },
-            name="module.py",
-        ),
-        Good(
-            """\
-import lightning as L
-import torch
-
-class Lit(L.LightningModule):
-    def __init__(self, model):
-        super().__init__()
-        self.automatic_optimization = False
-        self.model = model
-
-    def training_step(self, batch, batch_idx):
-        opt = self.optimizers()
-        loss = self.model(batch)
-        opt.zero_grad()
-        self.manual_backward(loss)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
-        opt.step()
-""",
-            files={
-                "pyproject.toml": "",
-                "train.py": "import lightning as L\n\nfrom module import Lit\n\n"
-                'trainer = L.Trainer(max_epochs=3, precision="bf16-mixed")\n'
-                "trainer.fit(Lit(model()), loader())\n",
-            },
-            name="module.py",
         ),
     )
 

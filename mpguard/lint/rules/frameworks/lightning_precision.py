@@ -88,150 +88,21 @@ import lightning as L
 trainer = L.Trainer(max_epochs=1, precision=16)  # !
 """
         ),
-        Bad(
+        Good(
             """\
-import pytorch_lightning as pl
+import argparse
+
+import lightning as L
 import torch
-from lightning.fabric import Fabric
-from pytorch_lightning import Trainer as Runs
-
-class Lit(pl.LightningModule):
-    def training_step(self, batch, index):
-        with torch.autocast("cuda", dtype=torch.bfloat16):  # !
-            return self.net(batch)
-
-class Run:
-    def __init__(self, args, fp16):
-        self.trainer = Runs(precision="bf16" if fp16 else 32)  # !
-        self.slow = pl.Trainer(
-            precision="bf16-true",  # !
-        )
-        self.slow.fit(Lit())
-
-def loop(loader, model):
-    fabric = Fabric(devices=2, precision="16-true")  # !
-    for x in loader:
-        fabric.backward(model(x).sum())
-"""
-        ),
-        *(
-            example(
-                "import argparse\n\nimport lightning as L\nimport torch\n\n"
-                "class Lit(L.LightningModule):\n    def configure_optimizers(self):\n"
-                "        return torch.optim.Adam(self.parameters(), lr=1e-3)\n\n"
-                f"parser = argparse.ArgumentParser()\nparser.add_argument('--precision', default='{default}')\n"
-                "args = parser.parse_args()\n"
-                f"L.Trainer(precision=args.precision).fit(Lit()){marker}\n"
-            )
-            for example, default, marker in ((Bad, "16-true", "  # !"), (Good, "16-mixed", ""), (Good, "16", ""))
-        ),
-        Good(
-            """\
-import lightning as L
-
-trainer = L.Trainer(max_epochs=1, precision="16-mixed")
-"""
-        ),
-        Good(
-            """\
-import lightning as L
-from lightning.fabric.strategies import DeepSpeedStrategy
-
-devices = 6
-fabric = L.Fabric(strategy=DeepSpeedStrategy(stage=3) if devices > 1 else "auto", precision="bf16-true")
-model, optimizer = fabric.setup(model, optimizer)
-for x in loader:
-    fabric.backward(model(x).sum())
-    optimizer.step()
-"""
-        ),
-        Good(
-            """\
-import lightning as L
-import pytorch_lightning as pl
-import torch
-from composer import Trainer
-from lightning.pytorch.cli import LightningCLI
 
 class Lit(L.LightningModule):
-    def training_step(self, batch, index):
-        with torch.autocast("cuda", enabled=False):
-            return self.net(batch.float())
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
-    def predict_step(self, batch, index):
-        with torch.autocast("cuda", dtype=torch.float16):
-            return self.net(batch)
-
-def supported(training):
-    return "16-mixed" if training else "16-true"
-
-def pretrain(model, loader, precision=None):
-    fabric = L.Fabric(precision=precision or supported(training=True))
-    for x in loader:
-        fabric.backward(model(x))
-
-def test_true_precision():
-    trainer = L.Trainer(precision="bf16-true", fast_dev_run=True)
-    trainer.fit(model)
-
-def main(args):
-    Trainer(precision="amp_fp16").fit()
-    L.Trainer(precision="bf16-mixed").fit(Lit())
-    pl.Trainer(precision=32).fit(Lit())
-    L.Trainer(precision=args.precision).fit(Lit())
-    predicts = L.Trainer(precision="bf16-true")
-    predicts.predict(Lit())
-    fabric = L.Fabric(precision="16-true")
-    print(fabric.device)
-"""
-        ),
-        Good(
-            """\
-import pytorch_lightning as pl
-
-trainer = pl.Trainer(gpus=2, precision=16)
-"""
-        ),
-        Good(
-            """\
-import pytorch_lightning as pl
-
-trainer = pl.Trainer(devices=2, precision=16)
-""",
-            files={"setup.py": "install_requires=['pytorch_lightning~=1.4.5', 'torch']"},
-        ),
-        *(
-            example(
-                "import pytorch_lightning as pl\nimport yaml\n\nconfig = yaml.safe_load(open('config.yaml'))\n"
-                f"pl.Trainer(devices=2, precision={given}).fit(model()){marker}\n",
-                files={
-                    "pyproject.toml": "",
-                    "requirements.txt": f"torch\npytorch-lightning{required}\n",
-                    "config.yaml": f"train:\n  precision: {value}\n",
-                },
-            )
-            for example, given, required, value, marker in (
-                (Bad, "'bf16-mixed'", "==1.9.5", 32, "  # !"),
-                (Bad, "config['train']['precision']", "<2", "16-mixed", "  # !"),
-                (Bad, "config.train.precision", "~=1.8", "bf16-mixed", "  # !"),
-                (Good, "config['train']['precision']", "<2", "bf16", ""),
-                (Good, "config['train']['precision']", ">=2", "16-mixed", ""),
-                (Good, "config['train']['precision']", "", "16-mixed", ""),
-                (Good, "config['valid']['dtype']", "<2", "16-mixed", ""),
-                (Good, "config.train.precision.replace('-mixed', '')", "<2", "16-mixed", ""),
-                (Good, "'16-mixed' if pl.__version__ >= '2' else 16", "<2", "16-mixed", ""),
-            )
-        ),
-        Good(
-            """\
-import lightning as L
-from litgpt.lora import mark_only_lora_as_trainable
-
-def main(model, loader):
-    fabric = L.Fabric(precision="bf16-true")
-    mark_only_lora_as_trainable(model)
-    for x in loader:
-        fabric.backward(model(x))
+parser = argparse.ArgumentParser()
+parser.add_argument('--precision', default='16-mixed')
+args = parser.parse_args()
+L.Trainer(precision=args.precision).fit(Lit())
 """
         ),
     )

@@ -26,20 +26,6 @@ _FABRIC = frozenset({"setup", "setup_module", "setup_optimizers"})
 #: Classes of Lightning whose methods set up models for a subclass.
 _RUNNERS = ("LightningLite", "Fabric")
 
-_LOOP = """\
-import torch
-from lightning.fabric import Fabric
-
-def main(model, loader):
-    fabric = Fabric(devices=2, precision="bf16-mixed")
-    optimizer = torch.optim.AdamW(model.parameters())
-    {}
-    for x in loader:
-        loss = model(x).sum()
-        fabric.backward(loss)
-        optimizer.step()
-"""
-
 
 class SetupResultDropped(Rule):
     """The model that `fabric.setup` or `accelerator.prepare` returns is dropped, and the loop uses the other one.
@@ -70,101 +56,45 @@ class SetupResultDropped(Rule):
     triggers_nearby = (any_of(b"abric", b"LightningLite", b"Accelerator"),)
     examples = (
         Bad(
-            _LOOP.format("fabric.setup(model, optimizer)  # !"),
-            fixed=_LOOP.format("model, optimizer = fabric.setup(model, optimizer)"),
-        ),
-        Bad(
             """\
-from accelerate import Accelerator
-from pytorch_lightning.lite import LightningLite
-
-class Lite(LightningLite):
-    def run(self, model, optimizer, loader):
-        self.setup(model, optimizer)  # !
-        loader = self.setup_dataloaders(loader)
-        for x in loader:
-            self.backward(model(x).sum())
-            optimizer.step()
-
-class Run:
-    def fit(self, loader):
-        accelerator = Accelerator(mixed_precision="fp16")
-        accelerator.prepare(self.model, self.optimizer)  # !
-        for x in loader:
-            accelerator.backward(self.model(x).sum())
-            self.optimizer.step()
-""",
-            fixed="""\
-from accelerate import Accelerator
-from pytorch_lightning.lite import LightningLite
-
-class Lite(LightningLite):
-    def run(self, model, optimizer, loader):
-        model, optimizer = self.setup(model, optimizer)
-        loader = self.setup_dataloaders(loader)
-        for x in loader:
-            self.backward(model(x).sum())
-            optimizer.step()
-
-class Run:
-    def fit(self, loader):
-        accelerator = Accelerator(mixed_precision="fp16")
-        self.model, self.optimizer = accelerator.prepare(self.model, self.optimizer)
-        for x in loader:
-            accelerator.backward(self.model(x).sum())
-            self.optimizer.step()
-""",
-        ),
-        Good(_LOOP.format("model, optimizer = fabric.setup(model, optimizer)")),
-        Good(
-            """\
-import lightning as L
 import torch
-from accelerate import Accelerator
 from lightning.fabric import Fabric
 
-class Lit(L.LightningModule):
-    def training_step(self, batch, index):
-        self.setup(self.net, "fit")
-        loss = self.net(batch).sum()
-        self.manual_backward(loss)
-        return loss
-
-def again(model, optimizer, loader):
-    fabric = Fabric(precision="bf16-mixed")
-    fabric.setup(model, optimizer)
-    model = fabric.setup_module(model)
-    optimizer = fabric.setup_optimizers(optimizer)
+def main(model, loader):
+    fabric = Fabric(devices=2, precision="bf16-mixed")
+    optimizer = torch.optim.AdamW(model.parameters())
+    fabric.setup(model, optimizer)  # !
     for x in loader:
-        fabric.backward(model(x).sum())
+        loss = model(x).sum()
+        fabric.backward(loss)
         optimizer.step()
+""",
+            fixed="""\
+import torch
+from lightning.fabric import Fabric
 
-def tracked(model, optimizer, loader, scheduler):
-    accelerator = Accelerator()
-    model, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.prepare(scheduler)
+def main(model, loader):
+    fabric = Fabric(devices=2, precision="bf16-mixed")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = fabric.setup(model, optimizer)
     for x in loader:
-        accelerator.backward(model(x).sum())
+        loss = model(x).sum()
+        fabric.backward(loss)
         optimizer.step()
-
-def returned(accelerator, model, optimizer):
-    return accelerator.prepare(model, optimizer)
-"""
+""",
         ),
         Good(
             """\
-from accelerate import Accelerator
+import torch
+from lightning.fabric import Fabric
 
-def evaluate(model, loader):
-    accelerator = Accelerator()
-    accelerator.prepare(model)
-    return [model(x) for x in loader]
-
-def train(model, optimizer, loader):
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+def main(model, loader):
+    fabric = Fabric(devices=2, precision="bf16-mixed")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = fabric.setup(model, optimizer)
     for x in loader:
-        accelerator.backward(model(x).sum())
+        loss = model(x).sum()
+        fabric.backward(loss)
         optimizer.step()
 """
         ),

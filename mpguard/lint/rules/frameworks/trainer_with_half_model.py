@@ -45,27 +45,6 @@ trainer = Trainer(model=model, args=args, train_dataset=data)
 trainer.train()
 """
         ),
-        Bad(
-            """\
-import torch as th
-from transformers import AutoModelForCausalLM as Auto, Seq2SeqTrainer, Seq2SeqTrainingArguments
-from trl import SFTConfig, SFTTrainer
-
-HALF = th.half
-
-def load(name):
-    return Auto.from_pretrained(name, torch_dtype="float16", device_map="auto")  # !
-
-def main(data):
-    SFTTrainer(load("gpt2"), args=SFTConfig(fp16=True, output_dir="out"), train_dataset=data).train()
-
-class Run:
-    def __init__(self, data, mixed):
-        self.args = Seq2SeqTrainingArguments("out", fp16=True)
-        self.model = Auto.from_pretrained("t5", torch_dtype=HALF if mixed else None)  # !
-        self.trainer = Seq2SeqTrainer(self.model, self.args, train_dataset=data)
-"""
-        ),
         Good(
             """\
 import torch
@@ -75,42 +54,6 @@ model = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float32)
 args = TrainingArguments(output_dir="out", fp16=True)
 trainer = Trainer(model=model, args=args, train_dataset=data)
 trainer.train()
-"""
-        ),
-        Good(
-            """\
-import torch
-from peft import get_peft_model
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-from trl import SFTConfig, SFTTrainer
-
-def main(args, data, lora):
-    whole = AutoModelForCausalLM.from_pretrained("gpt2")
-    Trainer(whole, TrainingArguments("out", fp16=True), train_dataset=data).train()
-    brain = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.bfloat16)
-    Trainer(brain, TrainingArguments("out", bf16=True), train_dataset=data).train()
-    base = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float16)
-    base = get_peft_model(base, lora)
-    Trainer(base, TrainingArguments("out", fp16=True), train_dataset=data).train()
-    eight = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float16, load_in_8bit=True)
-    Trainer(eight, TrainingArguments("out", fp16=True), train_dataset=data).train()
-    outside = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float16)
-    Trainer(outside, args, train_dataset=data).train()
-    other = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float16)
-    SFTTrainer(other, args=SFTConfig(fp16=True), train_dataset=data, peft_config=lora).train()
-    low = torch.float16 if args.low == "fp16" else torch.bfloat16
-    chosen = AutoModelForCausalLM.from_pretrained("gpt2", dtype=low)
-    Trainer(chosen, TrainingArguments("out", fp16=args.low == "fp16"), train_dataset=data).train()
-"""
-        ),
-        Good(
-            """\
-import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-
-model = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float16)
-trainer = Trainer(model=model, args=TrainingArguments("out", fp16=True), eval_dataset=data)
-print(trainer.evaluate())
 """
         ),
     )

@@ -11,13 +11,6 @@ _PRECISION = lazy_pattern(
 )
 #: Defaults that ask for low precision.
 _LOW = lazy_pattern(r"(?i)(?:torch\.)?(?:fp16|bf16|fp8|float16|bfloat16|half|16|16-mixed|bf16-mixed|tf32|amp)")
-_TRAINING = {
-    "pyproject.toml": "",
-    "loop.py": "import torch\n\ndef train(args, model, loader):\n"
-    "    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)\n"
-    "    for x in loader:\n        model(x).mean().backward()\n        optimizer.step()\n",
-    "run.sh": "torchrun example.py --lr 1e-4 --mixed_precision=bf16\n",
-}
 
 
 class UnreadPrecisionOption(Rule):
@@ -65,7 +58,21 @@ args = parser.parse_args()
 print(vars(args))
 train(args, build(), data())
 """,
-            files=_TRAINING,
+            files={
+                "pyproject.toml": "",
+                "loop.py": """\
+import torch
+
+def train(args, model, loader):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    for x in loader:
+        model(x).mean().backward()
+        optimizer.step()
+""",
+                "run.sh": """\
+torchrun example.py --lr 1e-4 --mixed_precision=bf16
+""",
+            },
         ),
         Good(
             """\
@@ -83,51 +90,21 @@ accelerator = Accelerator(mixed_precision=args.mixed_precision)
 scale = getattr(args, "use_amp")
 train(args, build(), data())
 """,
-            files=_TRAINING,
-        ),
-        Good(
-            """\
-import argparse
+            files={
+                "pyproject.toml": "",
+                "loop.py": """\
+import torch
 
-from own import Config
-from loop import train
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--mixed_precision", default="bf16")
-args = parser.parse_args()
-train(Config(**vars(args)), build(), data())
+def train(args, model, loader):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    for x in loader:
+        model(x).mean().backward()
+        optimizer.step()
 """,
-            files=_TRAINING,
-        ),
-        Good(
-            """\
-import argparse
-
-from loop import train
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--mixed_precision", default="bf16")
-args = parser.parse_args()
-train(args, build(args), data())
+                "run.sh": """\
+torchrun example.py --lr 1e-4 --mixed_precision=bf16
 """,
-            files={**_TRAINING, "models/__init__.py": "def make(args):\n    return 1 if args.mixed_precision else 2\n"},
-        ),
-        Good(
-            """\
-import argparse
-
-from loop import train
-
-def add_options(parser):
-    parser.add_argument("--mixed_precision", default="bf16")
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--use_amp", default=True, dest="half")
-add_options(parser)
-options = parser.parse_args().__dict__
-train(options["lr"], options.get("half"))
-""",
-            files=_TRAINING,
+            },
         ),
     )
 

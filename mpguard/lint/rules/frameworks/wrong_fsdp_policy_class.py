@@ -81,67 +81,6 @@ policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo
 fully_shard(model, mp_policy=policy)
 """,
         ),
-        Bad(
-            """\
-import torch
-import torch.distributed.fsdp as fsdp
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-class Loop:
-    def __init__(self, model):
-        self.policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        self.model = FSDP(model, mixed_precision=self.policy)  # !
-""",
-            fixed="""\
-import torch
-import torch.distributed.fsdp as fsdp
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-class Loop:
-    def __init__(self, model):
-        self.policy = fsdp.MixedPrecision(torch.bfloat16, torch.float32)
-        self.model = FSDP(model, mixed_precision=self.policy)
-""",
-        ),
-        Bad(
-            """\
-import torch
-from torch.distributed.fsdp import MixedPrecision, fully_shard
-
-def one(model):
-    return fully_shard(model, mp_policy=MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.float32))  # !
-
-def blocks(model):
-    policy = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)  # !
-    return fully_shard(model, mp_policy=policy)  # !
-""",
-            fixed="""\
-import torch
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
-
-def one(model):
-    return fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-
-def blocks(model):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
-""",
-        ),
-        Bad(
-            """\
-import torch
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
-
-def two(model):
-    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    FullyShardedDataParallel(model, mixed_precision=policy)
-    fully_shard(model, mp_policy=policy)  # !
-"""
-        ),
         Good(
             """\
 import torch

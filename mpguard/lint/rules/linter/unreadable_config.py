@@ -37,35 +37,6 @@ mixed_precision: fp16  # !
 """,
             name="mp.yaml",
         ),
-        Bad(
-            """\
-{
-  "bf16": {"enabled": true},
-  "zero_optimization": {"stage": 2},  # !
-}
-""",
-            name="ds_config.json",
-        ),
-        Bad(
-            """\
-base_model: meta-llama/Llama-3.2-1B
-bf16: true
-micro_batch_size: 2
-bf16: false  # !
-""",
-            name="finetune.yaml",
-        ),
-        Bad(
-            """{
-  "zero_optimization": {
-    "stage": 3,
-    "stage3_prefetch_bucket_size": "auto",
-    "stage3_prefetch_bucket_size": 5e8  # !
-  }
-}
-""",
-            name="zero3.yaml",
-        ),
         Good(
             """\
 base_model: meta-llama/Llama-3.2-1B
@@ -74,68 +45,5 @@ bf16: true
 micro_batch_size: 4
 """,
             name="finetune.yaml",
-        ),
-        Good(
-            """\
-compute_environment: LOCAL_MACHINE
-distributed_type: 'NO'
-mixed_precision: bf16
-num_processes: 1
-""",
-            name="mp.yaml",
-        ),
-        Good(
-            """\
-{
-  // read by deepspeed.initialize alone
-  "bf16": {"enabled": true}
-  "zero_optimization": {"stage": 2},
-}
-""",
-            name="ds_config.json",
-            files={
-                "pyproject.toml": "[project]\nname = 'translate'\n",
-                "translate.py": """\
-import deepspeed
-
-engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
-""",
-            },
-        ),
-        # A command gives it to DeepSpeed itself; other programs of the project use a Trainer.
-        Good(
-            '{\n"bf16": {"enabled": true},\n"zero_optimization": {"stage": 2},\n}\n',
-            name="ds_config.json",
-            files={
-                "pyproject.toml": "[project]\nname = 'translate'\n",
-                "run.sh": "deepspeed main.py --deepspeed --deepspeed_config ds_config.json\n",
-                "other.py": "from transformers import Trainer, TrainingArguments\n",
-            },
-        ),
-        Bad(
-            '{\n"bf16": {"enabled": true},\n"zero_optimization": {"stage": 2},  # !\n}\n',
-            name="ds_config.json",
-            files={
-                "pyproject.toml": "[project]\nname = 'translate'\n",
-                "run.sh": "deepspeed main.py --deepspeed ds_config.json\n",
-                "main.py": "from transformers import Trainer, TrainingArguments\n",
-            },
-        ),
-        Bad(
-            '{\n"bf16": {"enabled": true},\n"zero_optimization": {"stage": 2},  # !\n}\n',
-            name="ds_config.json",
-            files={
-                "pyproject.toml": "[project]\nname = 'translate'\n",
-                "run.sh": "accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json main.py\n",
-            },
-        ),
-        Bad(
-            '{\n"bf16": {"enabled": true},\n"zero_optimization": {"stage": 2},  # !\n}\n',
-            name="ds_config.json",
-            files={
-                "pyproject.toml": "[project]\nname = 'translate'\n",
-                "run.sh": "deepspeed main.py --deepspeed_config ds_config.json\n",
-                "main.py": "import json\n\nconfig = json.load(open(args.deepspeed_config))\n",
-            },
         ),
     )

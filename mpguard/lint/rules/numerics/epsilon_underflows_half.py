@@ -75,90 +75,6 @@ def normalize(x):
     return x / (x.norm(dim=-1, keepdim=True).float() + 1e-8)
 """,
         ),
-        Bad(
-            """\
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-
-EPS = 1e-10
-
-class Linear(nn.Module):
-    def __init__(self, eps=1e-12):
-        super().__init__()
-        self.eps = eps
-        self.q = nn.Linear(8, 8)
-
-    def forward(self, x):
-        q = F.relu(self.q(x))
-        one = q / (q.mean(-1, keepdim=True) + self.eps)  # !
-        two = 1.0 / q.clamp(min=EPS)  # !
-        three = torch.clamp(q, 1e-9)  # !
-        four = q.clamp_min(2 ** -40).log()  # !
-        return one + two + three + four + q.add(1e-9)  # !
-
-def train(loader, optimizer, scaler):
-    model = Linear()
-    for x in loader:
-        with torch.autocast(device_type="cuda"):
-            loss = model(x).mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-""",
-            fixed="""\
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-
-EPS = 1e-10
-
-class Linear(nn.Module):
-    def __init__(self, eps=1e-12):
-        super().__init__()
-        self.eps = eps
-        self.q = nn.Linear(8, 8)
-
-    def forward(self, x):
-        q = F.relu(self.q(x))
-        one = q / (q.mean(-1, keepdim=True).float() + self.eps)
-        two = 1.0 / q.float().clamp(min=EPS)
-        three = torch.clamp(q.float(), 1e-9)
-        four = q.float().clamp_min(2 ** -40).log()
-        return one + two + three + four + q.float().add(1e-9)
-
-def train(loader, optimizer, scaler):
-    model = Linear()
-    for x in loader:
-        with torch.autocast(device_type="cuda"):
-            loss = model(x).mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-""",
-        ),
-        Bad(
-            """\
-import torch
-
-def shift(x):
-    x = x.half()
-    x += 1e-8  # !
-    return x
-"""
-        ),
-        Bad(
-            """\
-import torch
-
-def main(loader):
-    model = torch.nn.Linear(8, 8).cuda().half()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)  # !
-    for x in loader:
-        model(x).sum().backward()
-        optimizer.step()
-"""
-        ),
         Good(
             """\
 import deepspeed
@@ -199,41 +115,6 @@ def main(loader, eps):
         optimizer.step()
         careful.step()
 """
-        ),
-        Good(
-            """\
-import torch
-
-def normalize(x, eps=1e-8):
-    x = x.half()
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps)
-""",
-            name="ops.py",
-            files={
-                "pyproject.toml": "",
-                "index.py": 'import torch\nfrom ops import normalize\n\nnormalize(torch.load("x.pt"), eps=1e-3)\n',
-            },
-        ),
-        Bad(
-            """\
-import torch
-
-def normalize(x, eps=1e-3):
-    x = x.half()
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps)  # !
-""",
-            name="ops.py",
-            files={
-                "pyproject.toml": "",
-                "index.py": 'import torch\nfrom ops import normalize\n\nnormalize(torch.load("x.pt"), eps=1e-8)\n',
-            },
-            fixed="""\
-import torch
-
-def normalize(x, eps=1e-3):
-    x = x.half()
-    return x / (x.pow(2).mean(-1, keepdim=True).float() + eps)
-""",
         ),
     )
 

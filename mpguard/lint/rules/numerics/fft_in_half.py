@@ -16,43 +16,6 @@ from mpguard.lint import (
 )
 
 _TRANSFORMS = frozenset(f"{kind}fft{ends}" for kind in ("", "i", "r", "ir", "h", "ih") for ends in ("", "2", "n"))
-_MIXER = """\
-import torch
-from torch import nn
-
-class Mixing(nn.Module):
-    def forward(self, x):
-        return torch.fft.fft(torch.fft.fft({}, dim=-1), dim=-2).real{}
-
-class Layer(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.mixing, self.dense = Mixing(), nn.Linear(dim, dim)
-
-    def forward(self, x):
-        return self.mixing(self.dense(x))
-
-class Net(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(dim) for _ in range(12))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-def train(loader):
-    model = Net(768).cuda()
-    optimizer = torch.optim.AdamW(model.parameters())
-    scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        with torch.autocast("cuda", dtype=torch.{}):
-            loss = model(x).mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-"""
 
 
 class FftInHalf(Rule):
@@ -78,33 +41,82 @@ class FftInHalf(Rule):
     triggers = (any_of(b"fft(", b"fft2(", b"fftn("), any_of(*CASTS_LOW_PRECISION, b"forward", b"autocast"))
     triggers_nearby = (any_of(*MENTIONS_LOW_PRECISION),)
     examples = (
-        Bad(_MIXER.format("x", "  # !", "float16")),
-        Bad(
-            _MIXER.format("x", "  # !", "bfloat16").replace(
-                "layer in self.layers", "i, layer in enumerate(self.layers)"
-            )
-        ),
         Bad(
             """\
 import torch
+from torch import nn
 
-def spectrum(x):
-    return torch.fft.rfft(x.bfloat16(), norm="ortho").abs()  # !
+class Mixing(nn.Module):
+    def forward(self, x):
+        return torch.fft.fft(torch.fft.fft(x, dim=-1), dim=-2).real  # !
+
+class Layer(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.mixing, self.dense = Mixing(), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        return self.mixing(self.dense(x))
+
+class Net(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(dim) for _ in range(12))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+def train(loader):
+    model = Net(768).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
 """
         ),
-        Good(_MIXER.format("x.float()", "", "float16")),
         Good(
             """\
 import torch
+from torch import nn
 
-def spectrum(x, layer):
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        h = layer(x)
-        with torch.autocast("cuda", enabled=False):
-            h = torch.fft.rfft(h.float(), norm="ortho").abs()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        h = h + torch.fft.rfft(torch.matmul(x, x)).abs()
-    return h + torch.fft.rfft(x).abs()
+class Mixing(nn.Module):
+    def forward(self, x):
+        return torch.fft.fft(torch.fft.fft(x.float(), dim=-1), dim=-2).real
+
+class Layer(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.mixing, self.dense = Mixing(), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        return self.mixing(self.dense(x))
+
+class Net(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(dim) for _ in range(12))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+def train(loader):
+    model = Net(768).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
 """
         ),
     )

@@ -76,59 +76,6 @@ def rms_norm(x, weight):
     return weight * x * torch.rsqrt(variance + 1e-6)
 """,
         ),
-        Bad(
-            """\
-import torch
-
-def layer_norm(q, k):
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        h = q @ k
-        return h.var(-1, unbiased=False)  # !
-""",
-            fixed="""\
-import torch
-
-def layer_norm(q, k):
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        h = q @ k
-        return h.float().var(-1, unbiased=False)
-""",
-        ),
-        Bad(
-            """\
-import torch
-
-def layer_norm(q, k):
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        h = q @ k
-        return (h * h).mean(-1)  # !
-"""
-        ),
-        Bad(
-            """\
-import torch
-
-def standardize(x):
-    x = x.to(torch.float16)
-    return torch.mean(x ** 2, dim=-1)  # !
-""",
-            fixed="""\
-import torch
-
-def standardize(x):
-    x = x.to(torch.float16)
-    return torch.mean(x.float() ** 2, dim=-1)
-""",
-        ),
-        Bad(
-            """\
-import torch
-
-def standardize(x):
-    x = x.to(torch.float16)
-    return (x - x.mean()).square().sum()  # !
-"""
-        ),
         Good(
             """\
 import torch

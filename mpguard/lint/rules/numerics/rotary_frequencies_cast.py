@@ -79,41 +79,6 @@ model = LlamaForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf")
 model.to(torch.bfloat16)  # !
 """
         ),
-        Bad(
-            """\\
-import torch
-from transformers import AutoModelForCausalLM, MistralForCausalLM
-
-NAME = "Qwen/Qwen2.5-7B"
-
-def load(path, half):
-    model = MistralForCausalLM.from_pretrained(path, torch_dtype=torch.float16)
-    if half:
-        model = model.half().cuda()  # !
-    return model
-
-other = AutoModelForCausalLM.from_pretrained(NAME).to("cuda", dtype=torch.bfloat16)  # !
-"""
-        ),
-        Bad(
-            """\
-import torch
-
-class Rotary(torch.nn.Module):
-    def __init__(self, dim, precision=torch.half):
-        super().__init__()
-        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, dim, 2).float() / dim))
-        self.precision = precision
-
-    def forward(self, x):
-        t = torch.arange(x.shape[1], device=x.device).type_as(self.inv_freq)
-        freqs = torch.einsum("i,j->ij", t, self.inv_freq)
-        emb = torch.cat((freqs, freqs), dim=-1)
-        if self.precision == torch.bfloat16:
-            emb = emb.float()  # !
-        return emb.cos(), emb.sin()
-"""
-        ),
         Good(
             """\
 import torch
@@ -146,32 +111,6 @@ class Plain(torch.nn.Module):
     def forward(self, x):
         t = torch.arange(x.shape[1], device=x.device).type_as(self.inv_freq)
         return torch.outer(t, self.inv_freq).float().cos()
-"""
-        ),
-        Good(
-            """\\
-import torch
-from transformers import AutoModelForCausalLM, BertModel, GPT2LMHeadModel, LlamaForCausalLM
-
-one = LlamaForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf", torch_dtype=torch.bfloat16).to("cuda")
-two = AutoModelForCausalLM.from_pretrained("gpt2").half()
-three = AutoModelForCausalLM.from_pretrained(path).half()
-four = GPT2LMHeadModel.from_pretrained("gpt2").bfloat16()
-five = BertModel.from_pretrained("bert-base-uncased").half()
-six = LlamaForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf").to(torch.float32)
-head = LlamaForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf")
-head.lm_head.to(torch.bfloat16)
-"""
-        ),
-        Good(
-            """\\
-import torch
-from transformers import LlamaForCausalLM
-
-model = LlamaForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf")
-kept = model.model.rotary_emb.inv_freq.clone()
-model.to(torch.bfloat16)
-model.model.rotary_emb.inv_freq = kept
 """
         ),
     )

@@ -77,57 +77,6 @@ def train(model, loader, optimizer):
         optimizer.step()
 """,
         ),
-        Bad(
-            """\
-import torch
-
-def attend(q, k, v):
-    scores = q.to(torch.bfloat16) @ k.to(torch.bfloat16).transpose(-1, -2)
-    weights = scores.softmax(-1)  # !
-    other = torch.softmax(scores / 8, -1)  # !
-    return (weights + other).float() @ v
-
-def train(loader, w):
-    optimizer = torch.optim.SGD([w], lr=0.1)
-    for x in loader:
-        attend(x * w, x, x).sum().backward()
-        optimizer.step()
-""",
-            fixed="""\
-import torch
-
-def attend(q, k, v):
-    scores = q.to(torch.bfloat16) @ k.to(torch.bfloat16).transpose(-1, -2)
-    weights = scores.softmax(-1, dtype=torch.float32)
-    other = torch.softmax(scores / 8, -1, dtype=torch.float32)
-    return (weights + other).float() @ v
-
-def train(loader, w):
-    optimizer = torch.optim.SGD([w], lr=0.1)
-    for x in loader:
-        attend(x * w, x, x).sum().backward()
-        optimizer.step()
-""",
-        ),
-        Bad(
-            """\
-import torch
-
-def attend(q, k, v):
-    scores = q.to(torch.bfloat16) @ k.to(torch.bfloat16).transpose(-1, -2)
-    return torch.nn.Softmax(dim=-1)(scores).float() @ v  # !
-
-def train(loader, w):
-    optimizer = torch.optim.SGD([w], lr=0.1)
-    for x in loader:
-        z = (x * w).half()
-        loss = attend(x * w, x, x).sum()
-        loss = loss + z.exp().sum()  # !
-        loss = loss + torch.logsumexp(z, -1).sum()  # !
-        loss.backward()
-        optimizer.step()
-"""
-        ),
         Good(
             """\
 import torch
@@ -145,29 +94,6 @@ def step(model, loader, optimizer, scaler):
 @torch.no_grad()
 def predict(model, x):
     return model(x).half().softmax(-1)
-"""
-        ),
-        Good(
-            """\
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-
-class Head(nn.Module):
-    def forward(self, x):
-        return x.half().softmax(-1)
-
-def train(model, loader, optimizer, teacher):
-    for x, y in loader:
-        logits = model(x).half()
-        one = F.log_softmax(logits, dim=-1, dtype=torch.float32)
-        two = F.softmax(logits.float(), dim=-1)
-        three = F.softmax(model(x), dim=-1)
-        seen = logits.softmax(-1).argmax(-1)
-        loss = one.mean() + two.mean() + three.mean()
-        loss.backward()
-        optimizer.step()
-        print(seen)
 """
         ),
     )

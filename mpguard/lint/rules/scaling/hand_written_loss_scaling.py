@@ -69,39 +69,6 @@ for x in loader:
     optimizer.step()
 """
         ),
-        Bad(
-            """\
-import torch
-
-LOSS_SCALE = 2.0 ** 16
-
-def train(model, loader, optimizer):
-    for x in loader:
-        scaled = LOSS_SCALE * model(x)
-        scaled.backward()  # !
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad.data.mul_(1.0 / LOSS_SCALE)
-        optimizer.step()
-
-def assigned(model, loader, optimizer):
-    for x in loader:
-        loss = model(x)
-        loss = loss * 128.0
-        loss.backward()  # !
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = p.grad / 128.0
-        optimizer.step()
-
-def method(model, loader, optimizer, loss_scale):
-    for x in loader:
-        (model(x) * loss_scale).backward()  # !
-        for p in model.parameters():
-            p.grad.div_(loss_scale)
-        optimizer.step()
-"""
-        ),
         Good(
             """\
 import torch
@@ -141,32 +108,6 @@ def scaler(model, loader, optimizer, scaler):
         scaler.step(optimizer)
         scaler.update()
 """
-        ),
-        Good(
-            """\
-from mmcv.runner import OptimizerHook
-
-class ScaledStep(OptimizerHook):
-    def after_iteration(self, runner):
-        scaled = runner.outputs["loss"] * self.loss_scale
-        scaled.backward()
-        for param in runner.model.parameters():
-            param.grad.div_(self.loss_scale)
-        runner.optimizer.step()
-""",
-        ),
-        Bad(
-            """\
-import torch
-
-class ScaledStep:
-    def after_iteration(self, runner):
-        scaled = runner.outputs["loss"] * self.loss_scale
-        scaled.backward()  # !
-        for param in runner.model.parameters():
-            param.grad.div_(self.loss_scale)
-        runner.optimizer.step()
-""",
         ),
     )
 

@@ -62,31 +62,6 @@ for i, x in enumerate(loader):
     scaler.update()  # !
 """
         ),
-        Bad(
-            """\
-import torch
-
-scaler = torch.amp.GradScaler("cuda")
-for i, x in enumerate(loader):
-    scaler.scale(model(x).sum() / 4).backward()
-    if (i + 1) % 4 == 0 or (i + 1) == len(loader):
-        scaler.step(optimizer)
-        optimizer.zero_grad()
-    scaler.update()  # !
-"""
-        ),
-        Bad(
-            """\
-def train(args, model, loader, optimizer, scaler):
-    for i, x in enumerate(loader):
-        accumulated = (i + 1) % args.accumulate == 0
-        scaler.scale(model(x) / args.accumulate).backward()
-        scaler.step(optimizer)  # !
-        scaler.update()
-        if accumulated:
-            optimizer.zero_grad()
-"""
-        ),
         Good(
             """\
 def right(args, model, loader, optimizer, scaler):
@@ -117,54 +92,6 @@ def critic_now_and_then(generator, critic, loader, one, two, scaler):
         scaler.update()
         one.zero_grad()
 """
-        ),
-        Bad(
-            """\
-import torch
-
-def train(model, optimizer, loader, accumulation_steps):
-    scaler = torch.amp.GradScaler("cuda")
-    for i, x in enumerate(loader):
-        with torch.autocast("cuda"):
-            loss = model(x).sum()
-        scaler.scale(loss).backward()
-        if i >= accumulation_steps:
-            if i % accumulation_steps == 0:
-                scaler.step(optimizer)
-                optimizer.zero_grad()
-            scaler.update()  # !
-"""
-        ),
-        Bad(
-            """\
-class Hook:
-    def after_iteration(self, solver):
-        solver.scaler.scale(solver.loss / self.accumulate).backward()
-        self.count += 1
-        if self.count % self.accumulate == 0:
-            solver.scaler.step(solver.optimizer)
-            solver.optimizer.zero_grad()
-        solver.scaler.update()  # !
-""",
-        ),
-        Good(
-            """\
-class Hook:
-    def after_iteration(self, solver):
-        solver.scaler.scale(solver.loss / self.accumulate).backward()
-        self.count += 1
-        if self.count % self.accumulate == 0:
-            solver.scaler.step(solver.optimizer)
-            solver.scaler.update()
-            solver.optimizer.zero_grad()
-
-    def accumulated(self, solver, parts):
-        for i, part in enumerate(parts):
-            solver.scaler.scale(solver.model(part) / len(parts)).backward()
-        if len(parts) % self.accumulate == 0:
-            solver.scaler.step(solver.optimizer)
-        solver.scaler.update()
-""",
         ),
     )
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import rule_cases
 
 from mpguard.lint.facts.values import project_words
 from mpguard.lint.facts.values.project_words import ProjectWord
@@ -38,7 +39,7 @@ def packages() -> set[str]:
 
 def examples(code: str) -> str:
     """Return the code of all examples of a rule."""
-    return "\n".join(example.code for example in rules()[code].examples)
+    return "\n".join(example.code for example in rule_cases.examples(rules()[code]))
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from rule_cases import expected_difference, named_examples
 
 from mpguard.cli import main
 from mpguard.lint.model.result import FileReport
@@ -42,11 +43,9 @@ def as_python(text: str) -> str:
 
 
 JSONS = [
-    pytest.param(rule, example, id=f"{code}-{number}")
-    for code, rule in CONFIG_RULES.items()
-    if "deepspeed" in rule.kinds
-    for number, example in enumerate(rule.examples)
-    if isinstance(example, Bad) and example.name.endswith(".json") and not example.files
+    pytest.param(rule, example, id=name)
+    for rule, example, name in named_examples(CONFIG_RULES)
+    if "deepspeed" in rule.kinds and isinstance(example, Bad) and example.name.endswith(".json") and not example.files
 ]
 
 
@@ -63,15 +62,17 @@ def test_a_dict_gets_the_findings_of_the_file_at_the_same_lines(
     assert [each[:2] for each in found(code, rule.code)] == [each[:2] for each in in_file]
 
 
-@pytest.mark.parametrize(("rule", "example"), [each for each in JSONS if each.values[1].fixed is not None])  # type: ignore[union-attr]
+@pytest.mark.parametrize(("rule", "example"), [each for each in JSONS if expected_difference(each.values[1])])  # type: ignore[arg-type]
 def test_a_dict_is_fixed_like_the_file(rule: type[ConfigRule], example: Bad, tmp_path: Path) -> None:
-    code = tmp_path / "train.py"
-    code.write_text(as_python(example.code.replace("  # !", "")))
-    result = lint(code, rule.code, fix="unsafe").fix_result
-    assert result is not None
+    text = example.code.replace("  # !", "")
+    file, code = tmp_path / "ds_config.json", tmp_path / "train.py"
+    file.write_text(text)
+    code.write_text(as_python(text))
+    fixed_file, fixed_code = (lint(path, rule.code, fix="unsafe").fix_result for path in (file, code))
+    assert fixed_file is not None and fixed_code is not None
     namespace: dict[str, object] = {}
-    exec(result.after.decode(), namespace)
-    assert namespace["config"] == json.loads(example.fixed or "")
+    exec(fixed_code.after.decode(), namespace)
+    assert namespace["config"] == json.loads(fixed_file.after)
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from distributions import install
+from rule_cases import examples
 
 from mpguard.cli import main
 from mpguard.core import tracked_fs
@@ -425,7 +426,7 @@ def test_a_rule_of_others_is_installed_changed_and_removed(tmp_path: Path, monke
 def _examples() -> list[Any]:
     found = []
     for code, rule in sorted(rules(own_only=True).items()):
-        for number, example in enumerate(rule.examples):
+        for number, example in enumerate(examples(rule)):
             if example.files:
                 found.append(pytest.param(example, id=f"{code}-{number}"))
     return found
@@ -467,7 +468,7 @@ def test_any_edits_of_any_tree(seed: int, lint: Linted, monkeypatch: pytest.Monk
     monkeypatch.setattr(tracked_fs, "SETTLED_NS", -1 if seed % 2 else tracked_fs.SETTLED_NS)
     texts: list[tuple[str, str]] = []
     for rule in rules(own_only=True).values():
-        for example in rule.examples:
+        for example in examples(rule):
             texts.append((example.name or "train.py", example.code))
             texts += example.files.items()
     folders = ["", "src", "src/inner", "conf"]
