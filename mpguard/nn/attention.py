@@ -67,64 +67,74 @@ def switch(on: bool) -> None:
 # -- wrappers of transformers' functions ---------------------------------------------------------
 
 
-def skip_while_compiling(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `_ignore_causal_mask_sdpa`, which returns False in older versions while it is traced.
+def skip_causal_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `_ignore_causal_mask_sdpa`, which returns False where it would have to read a padding mask to return True.
 
-    Without a padding mask and with as many queries as keys it returns True in eager code, unless a window is shorter.
+    The number of queries is the parameter before `kv_length`: `query_length` in transformers 5.0, `q_length` later.
     """
     import torch
+    from torch._dynamo.comptime import comptime
 
     names = list(inspect.signature(original).parameters)
     queries = names[names.index("kv_length") - 1]
+    decided = torch.compiler.assume_constant_result(_decided)  # type: ignore[no-untyped-call]
 
     @functools.wraps(original)
     def _ignore_causal_mask_sdpa(*args: Any, **kwargs: Any) -> Any:
         if _applies(torch):
             given = dict(zip(names, args, strict=False), **kwargs)
             length, window = given.get("kv_length"), given.get("local_attention_size")
-            known = given.get("padding_mask") is None and not isinstance(given.get("q_offset"), torch.Tensor)
-            if known and length == given.get(queries) and (window is None or length < window):
-                return True
+            plain = not isinstance(given.get("q_offset"), torch.Tensor) and length == given.get(queries)
+            if plain and (window is None or length < window):
+                padding_mask = given.get("padding_mask")
+                if padding_mask is None:
+                    return True
+                comptime(_decide_mask)
+                if decided():
+                    return True
         return original(*args, **kwargs)
 
     return _ignore_causal_mask_sdpa
 
 
-def drop_without_effect(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that creates a causal mask: it gets no position ids and no padding mask that change nothing.
+def find_no_packed_sequences(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `find_packed_sequence_indices`: None, which means none, for position ids that count up in the graph."""
+    import torch
+    from torch._dynamo.comptime import comptime
 
-    With any padding mask, eager code does not look for packed sequences. A function that dynamo would compile alone,
-    because it leaves the caller's loop over FSDP2's blocks to eager code, is eager as well.
+    decided = torch.compiler.assume_constant_result(_decided)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(original)
+    def find_packed_sequence_indices(position_ids: Any) -> Any:
+        if _applies(torch):
+            comptime(_decide_positions)
+            if decided():
+                return None
+        return original(position_ids)
+
+    return find_packed_sequence_indices
+
+
+def leave_to_eager_code(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that creates a causal mask: dynamo does not compile it alone.
+
+    It would, where the caller's loop over FSDP2's blocks is left to eager code. There masks can be read.
     """
     import torch
     from torch._dynamo.comptime import comptime
 
-    names = list(inspect.signature(original).parameters)
-    embeds = next(name for name in names if name.endswith("embeds"))
-    decided = torch.compiler.assume_constant_result(_decided)  # type: ignore[no-untyped-call]
     eager = torch.compiler.disable(original)  # type: ignore[no-untyped-call]
 
     @functools.wraps(original)
     def create_mask(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False), **kwargs)
-        if not _switch.on or getattr(given.get("config"), "_attn_implementation", None) != SDPA:
+        config = args[0] if args else kwargs.get("config")
+        if not _switch.on or getattr(config, "_attn_implementation", None) != SDPA:
             return original(*args, **kwargs)
         if not torch.compiler.is_compiling():
             return eager(*args, **kwargs)
-        if not _applies(torch):
-            return original(*args, **kwargs)
-        comptime(_skip_if_alone)
-        position_ids, attention_mask = given.get("position_ids"), given.get("attention_mask")
-        if _is_empty(given.get("past_key_values")):
-            if attention_mask is None and position_ids is not None:
-                comptime(_decide_positions)
-                if decided():
-                    given["position_ids"] = None
-            elif _fits(attention_mask, given.get(embeds)):
-                comptime(_decide_mask)
-                if decided():
-                    given["attention_mask"] = given["position_ids"] = None
-        return original(**given)
+        if _applies(torch):
+            comptime(_skip_if_alone)
+        return original(*args, **kwargs)
 
     return create_mask
 
@@ -132,16 +142,6 @@ def drop_without_effect(original: Callable[..., Any]) -> Callable[..., Any]:
 def _applies(torch: Any) -> bool:
     """True in compiled code. False in `torch.export`, whose program has other inputs later, or if that is not known."""
     return _switch.on and torch.compiler.is_compiling() and not getattr(torch.compiler, "_is_exporting_flag", True)
-
-
-def _is_empty(cache: Any) -> bool:
-    """True if keys and values are those of this call only. Other caches than this one count in tensors."""
-    return cache is None or (type(cache).__name__ == "DynamicCache" and cache.get_seq_length() == 0)
-
-
-def _fits(mask: Any, embeds: Any) -> bool:
-    """True if a padding mask has an element for each position, and nothing more."""
-    return getattr(mask, "ndim", 0) == 2 and embeds is not None and mask.shape[1] == embeds.shape[1]
 
 
 # -- what dynamo's graph shows -------------------------------------------------------------------
@@ -154,7 +154,7 @@ def _decide_positions(context: Any) -> None:
 
 
 def _decide_mask(context: Any) -> None:
-    _decide(_is_all_ones, context, "attention_mask")
+    _decide(_is_all_ones, context, "padding_mask")
 
 
 def _skip_if_alone(context: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import warnings
 
@@ -23,8 +22,6 @@ def header(plan: Plan) -> str:
         parts.append(plan.strategy)
     if plan.processes:
         parts.append(f"{plan.processes} process{'es' if plan.processes > 1 else ''}")
-    if plan.policy.attention_fix and importlib.util.find_spec("transformers") is not None:
-        parts.append("is_causal kept under torch.compile (attention_fix)")
     return " · ".join([*parts, str(hardware.detect())])
 
 

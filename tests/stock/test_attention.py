@@ -27,4 +27,4 @@ def test_s38_compiled_attention_gets_a_mask(tmp_path: Path) -> None:
         assert results(run)[0]["losses"] == pytest.approx(results(stock)[0]["losses"], rel=1e-5)
         assert proof(tmp_path / "p.json")["rows"]["attention mask"]["found"] == f"kernel takes {kernel}"
         assert f"attention mask kernel takes {kernel}" in run.stderr, "a row of the table"
-        assert ("is_causal kept under torch.compile (attention_fix)" in run.stderr) is (found == "is_causal"), "header"
+        assert "is_causal" not in run.stderr.splitlines()[0], "the header does not claim what no graph has shown yet"

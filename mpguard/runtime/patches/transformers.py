@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from mpguard.nn.attention import drop_without_effect, skip_while_compiling
+from mpguard.nn.attention import find_no_packed_sequences, leave_to_eager_code, skip_causal_mask
 from mpguard.nn.grouped_mm import autocast_grouped_mm
 from mpguard.runtime import checkpoints
 from mpguard.runtime import guard as guards
@@ -94,17 +94,26 @@ PATCHES = (
         ("padding_mask", "kv_length", "local_attention_size"),
         "under torch.compile attention gets a mask in place of `is_causal` (S38)",
         "transformers 5.23.0",
-        skip_while_compiling,
+        skip_causal_mask,
+        traced=True,
+    ),
+    Patch(
+        "transformers.masking_utils",
+        "find_packed_sequence_indices",
+        ("position_ids",),
+        "the same: it does not read position ids while it is compiled (S38)",
+        "transformers 5.23.0",
+        find_no_packed_sequences,
         traced=True,
     ),
     *(
         Patch(
             "transformers.masking_utils",
             target,
-            ("config", "attention_mask", "past_key_values", "position_ids"),
-            "the same: it does not read position ids and padding masks while it is compiled (S38)",
+            ("config",),
+            "the same: dynamo compiles it alone where the loop over FSDP2's blocks is eager (S38)",
             "transformers 5.23.0",
-            drop_without_effect,
+            leave_to_eager_code,
             traced=True,
         )
         for target in ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
