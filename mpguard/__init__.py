@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from mpguard.policy.recipes import recipe, recipes, register
     from mpguard.runtime.activation import activate
     from mpguard.runtime.guard import prove
-    from mpguard.runtime.proof.compare import Proof
+    from mpguard.runtime.proof.report import Proof
     from mpguard.targets.inject import Change, inject
     from mpguard.watching.api import watch
 
@@ -118,7 +118,7 @@ _LAZY = {
     "mpguard.policy.recipes": ("recipe", "recipes", "register"),
     "mpguard.runtime.activation": ("activate",),
     "mpguard.runtime.guard": ("prove",),
-    "mpguard.runtime.proof.compare": ("Proof",),
+    "mpguard.runtime.proof.report": ("Proof",),
     "mpguard.targets.inject": ("Change", "inject"),
     "mpguard.watching.api": ("watch",),
 }  # fmt: skip

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as error:  # argparse
         return error.code if isinstance(error.code, int) else 2
     except NotInForce as error:
-        print_message(f"not in force: {error}")
+        print_message(f"{error.verdict}: {error}")
         return 1
     except MpguardError as error:
         return _error(str(error))

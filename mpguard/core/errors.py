@@ -65,7 +65,14 @@ class ExtensionError(MpguardError):
 
 
 class NotInForce(MpguardError, RuntimeError):
-    """The precision of a run is not, or would not be, what the policy declares. Exit status 1."""
+    """The precision of a run is not, or would not be, what the policy declares. Exit status 1.
+
+    Attribute `verdict`: "not in force", or "not proven" if the precision could not be observed.
+    """
+
+    def __init__(self, message: str, *, verdict: str = "not in force") -> None:
+        self.verdict = verdict
+        super().__init__(message)
 
 
 class MpguardWarning(UserWarning):

@@ -15,7 +15,7 @@ from mpguard.core.errors import NotInForce
 from mpguard.runtime.containment import contained, report_own_failure
 from mpguard.runtime.crashes import print_cause
 from mpguard.runtime.guard import Guard
-from mpguard.runtime.messages import failure_message
+from mpguard.runtime.messages import failure_message, not_in_force
 from mpguard.runtime.proof import consensus, profiler
 from mpguard.runtime.ranks import had_group, is_reporting_rank, is_started_by_script, rank
 from mpguard.runtime.reporter import below_progress_bars
@@ -31,27 +31,27 @@ def finish(guard: Guard, status: int = 0) -> int:
     if os.getpid() != guard.process:
         return status  # a process that the script forked
     if guard.finished:
-        return status or int(guard.failure is not None)
+        return status or int(guard.refusal is not None)
     guard.finished = True
     profiler.stop_in_this_thread()
     if guard.meter is not None:
         with contained("the measurement of the run"):
             guard.meter.write()
-    failure = guard.failure
-    if failure is None:
+    error = not_in_force(guard.refusal) if guard.refusal is not None else None
+    if error is None:
         try:
             guard.finalize(status)
-        except NotInForce as error:
-            failure, status = str(error), status or 1
-            print_failure(guard, failure)
-        except Exception as error:
-            report_own_failure("the end of the proof", error)
+        except NotInForce as raised:
+            error, status = raised, status or 1
+            print_failure(guard, error)
+        except Exception as failed:
+            report_own_failure("the end of the proof", failed)
         finally:
             guard.recorder.stop()
     elif not status:
-        print_failure(guard, failure)
+        print_failure(guard, error)
     consensus.forget_store()
-    return status or int(failure is not None)
+    return status or int(error is not None)
 
 
 def leave_together(guard: Guard) -> None:
@@ -68,13 +68,13 @@ def leave_together(guard: Guard) -> None:
     os._exit(status)
 
 
-def print_failure(guard: Guard, failure: str) -> None:
+def print_failure(guard: Guard, error: NotInForce) -> None:
     """Print a failure: on rank 0 for all, and on a rank that is alone with it."""
     if is_reporting_rank():
         with below_progress_bars():
-            print_line(f"mpguard: {failure_message(failure)}")
+            print_line(f"mpguard: {failure_message(error)}")
     elif guard.alone and not consensus.is_left_to_rank_0():
-        print_line(f"mpguard: rank {rank()}: {failure_message(failure)}")
+        print_line(f"mpguard: rank {rank()}: {failure_message(error)}")
 
 
 def patch_os_exit(guard: Guard) -> None:
@@ -103,7 +103,7 @@ class ExitHooks:
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             self.crashed = True
             if isinstance(error, NotInForce):
-                print_failure(self.guard, str(error))
+                print_failure(self.guard, error)
             else:
                 former(kind, error, trace)
                 print_cause(error)

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpguard.core.errors import NotInForce
 from mpguard.nn.compile import untraced
 from mpguard.policy.allow import BF16, IDLE_RANKS, ranks_of
 from mpguard.policy.dtype import Dtype
@@ -31,12 +30,13 @@ from mpguard.policy.recipes import given
 from mpguard.runtime import casts
 from mpguard.runtime.checkpoints import Loaded
 from mpguard.runtime.containment import contained, contained_hook, has_failed
-from mpguard.runtime.messages import overridable
+from mpguard.runtime.messages import not_in_force
 from mpguard.runtime.meter import Meter
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.progress import Budget, Progress
-from mpguard.runtime.proof import account, compare, consensus
-from mpguard.runtime.proof.compare import Proof, Row
+from mpguard.runtime.proof import account, checks, consensus
+from mpguard.runtime.proof.checks.common import is_unsynchronized
+from mpguard.runtime.proof.checks.optimizer import ROUNDED_WEIGHTS
 from mpguard.runtime.proof.gradients import safely
 from mpguard.runtime.proof.inferred import Inferred, products_behind
 from mpguard.runtime.proof.master_values import addresses
@@ -53,7 +53,18 @@ from mpguard.runtime.proof.observe import (
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
 from mpguard.runtime.proof.remarks import overflows
+from mpguard.runtime.proof.report import Proof
 from mpguard.runtime.proof.script_updates import ScriptSteps
+from mpguard.runtime.proof.verdict import (
+    IN_FORCE,
+    NOT_IN_FORCE,
+    NOT_PROVEN,
+    Failure,
+    FailureKind,
+    Refusal,
+    Row,
+    names_of,
+)
 from mpguard.runtime.ranks import declare_idle, is_forked_after_cuda, is_idle, rank
 from mpguard.runtime.reporter import Reporter, unproven_at_exit
 from mpguard.runtime.scaler_use import ScalerUse
@@ -94,7 +105,7 @@ BACKWARD_LIMIT = 10_000
 class Guard:
     """Enforces a plan in this process: schedules the proof of each optimizer, and raises `NotInForce`. See `activate`.
 
-    proof: the current proof; None until there is one. failure: the message of the `NotInForce` that was raised.
+    proof: the current proof; None until there is one. refusal: why `NotInForce` was raised; None if it was not.
     alone: True if the other ranks do not have that failure, as far as this one knows.
     step_calls: calls of `step` of any optimizer. switches: models that were switched to evaluation.
     engine_depth: nested calls of an engine that calls its optimizer itself. spawned: True if the script started this
@@ -110,7 +121,7 @@ class Guard:
         declare_idle(each for text in plan.allowed(IDLE_RANKS) for each in ranks_of(text))
         self.reporter = Reporter()
         self.proof: Proof | None = None
-        self.failure: str | None = None
+        self.refusal: Refusal | None = None
         self.alone = False
         self.step_calls = 0
         self.switches = 0
@@ -176,7 +187,7 @@ class Guard:
             set_current(None)
             return
         self.process, self.spawned, self.finished = os.getpid(), True, False
-        self.proof = self.failure = self._previous_proof = None
+        self.proof = self.refusal = self._previous_proof = None
         self.step_calls = self.switches = self._newcomer_steps = self._repetition = 0
         self.run, self.budget, self._script = [], Budget(), ScriptSteps()
         for known in (
@@ -216,8 +227,8 @@ class Guard:
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self.step_calls += 1
-        if self.failure is not None:
-            raise NotInForce(self.failure)  # at every step, for a script that catches it
+        if self.refusal is not None:
+            raise not_in_force(self.refusal)  # at every step, for a script that catches it
         if self.plan.enforce == "off":
             return
         around = account.steps_around(optimizer)
@@ -279,7 +290,7 @@ class Guard:
         if self.waiting:
             self.recorder.begin_step(optimizer)
         progress = self._progress.get(optimizer)
-        if progress is None or not progress.proven or progress.failed or progress.cast or self.failure is not None:
+        if progress is None or not progress.proven or progress.failed or progress.cast or self.refusal is not None:
             return
         memory = safely(addresses, optimizer) or ()
         moved, progress.memory = bool(progress.memory) and memory != progress.memory, memory
@@ -288,12 +299,12 @@ class Guard:
         if not moved or progress.moves & (progress.moves - 1) or self.plan.policy.master_dtype is not Dtype.FP32:
             return
         for dtype in self.recorder.values.rounded_now(optimizer):
-            self._fail_alone(
-                progress,
-                f"step {progress.applied + progress.skipped + 1}: optimizer: {progress.name}, weights fp32 rounded to "
-                f"{dtype} since the last step (`parameter.data = ...` has replaced their values); asked: weights and "
-                f"states fp32. {compare.ROUNDED_WEIGHTS}",
+            text = (
+                f"optimizer: {progress.name}, weights fp32 rounded to {dtype} since the last step (`parameter.data = "
+                "...` has replaced their values); asked: weights and states fp32"
             )
+            failure = Failure(FailureKind.WRONG, text, "optimizer", advice=ROUNDED_WEIGHTS)
+            self._fail_alone(progress, failure, before=f"step {progress.applied + progress.skipped + 1}: ")
 
     def step_skipped(self, optimizer: Any) -> None:
         """Count a step that was skipped because of an overflow. Raises `NotInForce` beyond the limit."""
@@ -341,7 +352,7 @@ class Guard:
             return
         optimizer = innermost(optimizer)
         progress = self._progress_of(optimizer)
-        if is_idle() and self.failure is None:
+        if is_idle() and self.refusal is None:
             self.alone = True
             self._conclude_unproven(f"allow: idle_ranks names rank {rank()}, and {progress.name} was stepped there")
         progress.applied += 1
@@ -375,7 +386,7 @@ class Guard:
                 pending = self._publish(optimizer, progress, model)
                 wait = consensus.REPEATED_WAIT if self._previous_proof else consensus.AGREEMENT_WAIT
             everywhere = pending.agreement.result(wait)
-            unsynchronized = compare.is_unsynchronized(pending.seen)
+            unsynchronized = is_unsynchronized(pending.seen)
             if everywhere is None and (unsynchronized or not pending.agreement.failures):
                 # A rank may skip this step, or train a small model for itself while others wait for it in a collective.
                 return
@@ -420,8 +431,8 @@ class Guard:
             kept=self.plan.allowed(BF16),
             step=progress.applied + progress.skipped,
         )
-        rows = compare.compare(seen, self.plan)
-        failures = compare.failures(rows, self.plan, seen)
+        rows = checks.compare(seen, self.plan)
+        failures = checks.failures(rows, self.plan, seen)
         self._rounds["unrecorded"] += 1
         name = f"{self._number}/unrecorded/{self._repetition}/{self._rounds['unrecorded']}"
         agreement = consensus.Round(name, failures, _fingerprint(seen), self.recorder.backwards)
@@ -430,9 +441,9 @@ class Guard:
     def _publish(self, optimizer: Any, progress: Progress, model: nn.Module | None) -> _Pending:
         """Observe the first applied step of an optimizer, and publish the failures of this rank."""
         seen = self._observe(optimizer, progress, model)
-        rows = compare.compare(seen, self.plan)
+        rows = checks.compare(seen, self.plan)
         self._report_loaded(optimizer)
-        failures = compare.failures(rows, self.plan, seen)
+        failures = checks.failures(rows, self.plan, seen)
         moment = self.recorder.backwards
         agreement = consensus.Round(self._next_round(optimizer, seen), failures, _fingerprint(seen), moment)
         pending = self._pending[optimizer] = _Pending(rows, seen, agreement, progress)
@@ -562,8 +573,8 @@ class Guard:
         """Prove what was observed, after the script itself has updated the weights."""
         progress = self._progress_of(self._script.update)
         progress.applied = max(seen.step for seen in self._script.seen.values())
-        found = [(compare.compare(seen, self.plan), seen) for seen in self._script.seen.values()]
-        each = [compare.failures(rows, self.plan, seen) for rows, seen in found]
+        found = [(checks.compare(seen, self.plan), seen) for seen in self._script.seen.values()]
+        each = [checks.failures(rows, self.plan, seen) for rows, seen in found]
         failures = list(dict.fromkeys(failure for own in each for failure in own))
         rows, seen = next((pair for pair, own in zip(found, each, strict=True) if own), found[-1])
         with self.recorder.ignoring_collectives():
@@ -586,7 +597,8 @@ class Guard:
         if not any(other.proven for other in self.run):
             self._conclude_unproven(reason)
         elif progress.proven:
-            self._fail_alone(progress, f"step {progress.applied + progress.skipped}: {reason}")
+            failure = Failure(FailureKind.WRONG, reason, "scaler")
+            self._fail_alone(progress, failure, before=f"step {progress.applied + progress.skipped}: ")
 
     def observing_load(self, record: Callable[[], None]) -> None:
         """Record what a checkpoint has loaded; a failure of that is not one of the run."""
@@ -616,7 +628,7 @@ class Guard:
 
     def rearm(self) -> None:
         """Repeat the proof at the next applied step: a loaded checkpoint can change dtypes."""
-        if self.proof is None or self.failure is not None:
+        if self.proof is None or self.refusal is not None:
             return
         self.recorder.stop()
         self._previous_proof, self.proof = self.proof, None
@@ -683,7 +695,7 @@ class Guard:
                 report = consensus.Report(failures, _fingerprint(seen) if seen else None, next_look=proposal)
                 point = f"look/{progress.number}/{progress.applied}"
                 agreement = consensus.agree(point, report, consensus.LOOK_TIMEOUT)
-                rows, failures = compare.unsynchronized(rows, agreement.failures, self.plan)
+                rows, failures = checks.unsynchronized(rows, agreement.failures, self.plan)
                 progress.next_look = agreement.next_look
                 if agreement.missing:
                     progress.agrees = False
@@ -707,36 +719,36 @@ class Guard:
 
     def _observe_again(
         self, optimizer: Any, progress: Progress, model: nn.Module | None
-    ) -> tuple[tuple[Row, ...], Observed | None, list[str]]:
+    ) -> tuple[tuple[Row, ...], Observed | None, list[Failure]]:
         """Return rows, facts and failures of a step; no facts if mpguard's own code fails, which must not end a run."""
         try:
             seen = self._observe(optimizer, progress, model)
-            rows = compare.compare(seen, self.plan)
-            return rows, seen, compare.failures(rows, self.plan, seen)
+            rows = checks.compare(seen, self.plan)
+            return rows, seen, checks.failures(rows, self.plan, seen)
         except Exception as error:
             self.reporter.report_error(progress, error)
             return (), None, []
 
     def _conclude_look(
-        self, progress: Progress, rows: tuple[Row, ...], seen: Observed | None, failures: list[str], *, agreed: bool
+        self, progress: Progress, rows: tuple[Row, ...], seen: Observed | None, failures: list[Failure], *, agreed: bool
     ) -> None:
         """Record the result of a look, and fail if there are failures. agreed: True if all ranks have the same."""
-        wrong = [failure for failure in failures if "not proven: " not in failure]
+        wrong = [failure for failure in failures if failure.kind is FailureKind.WRONG]
         if not wrong:
-            in_force = seen is not None and compare.verdict_on(rows, self.plan, failures) == "in force"
+            in_force = seen is not None and checks.verdict_on(rows, self.plan, failures) == IN_FORCE
             progress.looks += [progress.applied] if in_force else []
             progress.without_result += not in_force
             self.reporter.report_look(self.proof, self.run, failures)
             return
         last = f"; step {progress.looks[-1]} was in force" if progress.looks else ""
-        self.proof = Proof(compare.verdict_of(wrong), self.plan, rows, tuple(wrong), seen)
+        self.proof = Proof(NOT_IN_FORCE, self.plan, rows, tuple(wrong), seen)
         self.reporter.report_proof(self.proof, first=True, repeated=False, optimizers=1, run=self.run)
-        message = f"step {progress.applied + progress.skipped}: {'; '.join(wrong)}{last}"
+        before = f"step {progress.applied + progress.skipped}: "
         if agreed:
             progress.failed = True
-            self.fail(message)
+            self.fail(Refusal(tuple(wrong), before, last))
         else:
-            self._fail_alone(progress, message)
+            self._fail_alone(progress, *wrong, before=before, after=last)
 
     def switch_to_evaluation(self) -> None:
         """Look at a step after the one that follows: a model was switched to evaluation."""
@@ -748,13 +760,13 @@ class Guard:
         self._optimizer_existed = True
         self.optimizers.add(optimizer)
         self._unstepped[optimizer] = 0
-        if self._listening and self.proof is not None and self.failure is None and not self.engine_depth:
+        if self._listening and self.proof is not None and self.refusal is None and not self.engine_depth:
             self._await(self._progress_of(optimizer))
 
     def group_added(self, optimizer: Any) -> None:
         """Look at the next step of an optimizer that has got another group of parameters."""
         progress = self._progress.get(optimizer)
-        if progress is not None and progress.proven and not progress.failed and self.failure is None:
+        if progress is not None and progress.proven and not progress.failed and self.refusal is None:
             self._models.pop(optimizer, None)
             progress.next_look = progress.applied + 1
             self._open_look(optimizer, progress)
@@ -784,8 +796,9 @@ class Guard:
 
     def _refuse_cast(self, advice: str, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         progress = self._progress_of(optimizer)
-        if progress.cast is not None and not progress.failed and self.failure is None:
-            self._fail_alone(progress, f"weights: {progress.cast}, and training continued with them. {advice}")
+        if progress.cast is not None and not progress.failed and self.refusal is None:
+            text = f"weights: {progress.cast}, and training continued with them"
+            self._fail_alone(progress, Failure(FailureKind.WRONG, text, "weights", advice=advice))
 
     def tensors_are_exchanged(self, tensors: Collection[torch.Tensor]) -> None:
         """Release weak references to tensors that are going to be exchanged: torch refuses it where there are any."""
@@ -808,25 +821,25 @@ class Guard:
 
         Models that a rank trains for itself are counted separately.
         """
-        kind = "alone" if compare.is_unsynchronized(seen) else "together"
+        kind = "alone" if is_unsynchronized(seen) else "together"
         if optimizer in self._observed:
             kind = f"again/{self._repetition}/{kind}"
         self._observed.add(optimizer)
         self._rounds[kind] += 1
         return f"{self._number}/{kind}/{self._rounds[kind]}"
 
-    def _conclude(self, pending: _Pending, everywhere: list[str] | None, progress: Progress) -> None:
+    def _conclude(self, pending: _Pending, everywhere: list[Failure] | None, progress: Progress) -> None:
         """Report the proof, and fail if there are failures. everywhere: of all ranks; None if ranks are missing."""
         if everywhere is None:
             self.alone = True
-            missing = consensus.names_of(pending.agreement.missing())
-            everywhere = list(pending.agreement.failures)
-            everywhere.append(f"not proven: no result from {missing}: no step of this optimizer was applied there")
-        rows, everywhere = compare.unsynchronized(pending.rows, everywhere, self.plan)
-        verdict = compare.verdict_on(rows, self.plan, everywhere)
+            missing = names_of(pending.agreement.missing())
+            text = f"no result from {missing}: no step of this optimizer was applied there"
+            everywhere = [*pending.agreement.failures, Failure(FailureKind.UNPROVEN, text)]
+        rows, everywhere = checks.unsynchronized(pending.rows, everywhere, self.plan)
+        verdict = checks.verdict_on(rows, self.plan, everywhere)
         proof = Proof(verdict, self.plan, rows, tuple(everywhere), pending.seen)
         first = self.proof is None
-        if first or proof.verdict != "in force":
+        if first or not proof.in_force:
             self.proof = proof
         if everywhere:
             self.recorder.stop()
@@ -838,34 +851,38 @@ class Guard:
             optimizers=sum(each.proven for each in self.run), run=self.run,
         )  # fmt: skip
         if everywhere:
-            self.fail("; ".join(everywhere))
+            self.fail(Refusal(tuple(everywhere)))
 
     def _conclude_unproven(self, reason: str) -> None:
         """Report a failure that is found before there is anything to compare, and fail."""
-        message = f"not proven: {reason}"
-        proof = Proof("not proven", self.plan, failures=(message,))
+        failure = Failure(FailureKind.UNPROVEN, reason)
+        proof = Proof(NOT_PROVEN, self.plan, failures=(failure,))
         self.proof = self.proof or proof
         self.recorder.stop()
         self.reporter.report_proof(proof, first=True, repeated=False, optimizers=0, run=self.run)
-        self.fail(message)
+        self.fail(Refusal((failure,)))
 
-    def _fail_alone(self, progress: Progress, message: str) -> None:
-        """Fail on this rank: the others may not have the failure, or not at this step. Raises `NotInForce`."""
+    def _fail_alone(self, progress: Progress, *failures: Failure, before: str = "", after: str = "") -> None:
+        """Fail on this rank: the others may not have the failure, or not at this step. Raises `NotInForce`.
+
+        before, after: text around the failures, see `Refusal`.
+        """
         progress.failed = self.alone = True
         self._looking.discard(progress)
+        refusal = Refusal(failures, before, after)
         if self.proof is not None:
-            self.proof = dataclasses.replace(self.proof, verdict="not in force", failures=(message,))
+            self.proof = dataclasses.replace(self.proof, verdict=NOT_IN_FORCE, failures=tuple(refusal.published()))
             self.reporter.update_proof(self.proof, self.run)
-        self.fail(message)
+        self.fail(refusal)
 
-    def fail(self, message: str) -> None:
-        """Raise `NotInForce`; with `enforce` warn or off, report the failure and return."""
+    def fail(self, refusal: Refusal) -> None:
+        """Raise `NotInForce`; with `enforce` warn or off, report the failures and return."""
         if self.plan.enforce == "error":
             self.recorder.stop()  # a profiler that still runs crashes the process at its end
-            self.failure = overridable(message)
-            consensus.publish_end(message)
-            raise NotInForce(self.failure)
-        self.reporter.warn_failure(message, self.plan.enforce)
+            self.refusal = refusal
+            consensus.publish_end(refusal.published())
+            raise not_in_force(refusal)
+        self.reporter.warn_failure(refusal, self.plan.enforce)
 
     def leave_out(self, field: str, reason: str, optimizer: Any = None) -> None:
         """Report, now and in the proof, that the run goes without what its recipe would like.
@@ -910,7 +927,7 @@ class Guard:
             self._finalize_open(self._open[0])
             return
         trained, enforced = self.trained, self.plan.enforce != "off"
-        message = unproven_at_exit(
+        failure = unproven_at_exit(
             enforced=enforced,
             trained=trained,
             # A scaler calls a fused optimizer at the steps that it skips, too.
@@ -920,13 +937,13 @@ class Guard:
             status=status,
             first_scale=self.first_scale,
         )
-        self.proof = Proof("not proven", self.plan, failures=(message,))
+        self.proof = Proof(NOT_PROVEN, self.plan, failures=(failure,))
         if trained or not self.spawned:
             self.reporter.write_proof(self.proof, self.run, replace=trained)
-        consensus.publish_end(message)
+        consensus.publish_end([failure])
         if trained and not status and not has_failed():
             self.alone = True
-            self.fail(message)
+            self.fail(Refusal((failure,)))
         elif enforced and not status and not self.spawned:
             self.reporter.report_no_training()
 
@@ -943,7 +960,7 @@ class Guard:
 
     def _finalize_unrecorded(self, status: int) -> None:
         """Fail if an optimizer has stepped, but never while its step was recorded."""
-        if status or self.failure is not None or not (self.proof and self.proof.in_force):
+        if status or self.refusal is not None or not (self.proof and self.proof.in_force):
             return
         for progress, pending in self._unrecorded.items():
             if progress.unrecorded:
@@ -952,13 +969,14 @@ class Guard:
         unseen = [progress for progress in self.run if progress.unrecorded]
         if not unseen:
             return
-        message = (
-            f"not proven: {', '.join(sorted({each.name for each in unseen}))} stepped only once, or rarely, after the "
-            "others were proven, so nothing of its step was recorded. Create it right before it is used"
+        text = (
+            f"{', '.join(sorted({each.name for each in unseen}))} stepped only once, or rarely, after the others were "
+            "proven, so nothing of its step was recorded"
         )
-        self.proof = dataclasses.replace(self.proof, verdict="not proven", failures=(message,))
+        failure = Failure(FailureKind.UNPROVEN, text, advice="Create it right before it is used")
+        self.proof = dataclasses.replace(self.proof, verdict=NOT_PROVEN, failures=(failure,))
         self.reporter.update_proof(self.proof, self.run)
-        self.fail(message)
+        self.fail(Refusal((failure,)))
 
 
 def _only_initializes(optimizer: torch.optim.Optimizer) -> bool:
@@ -1023,16 +1041,16 @@ def prove(model: nn.Module, optimizer: Any, policy: Policy | str) -> Proof:
     recorder = _current.recorder if _current is not None else Recorder()
     with recorder.ignoring_collectives():
         seen = observe(recorder, [] if model is None else [model], optimizer, policy=policy)
-        rows = compare.compare(seen, plan)
-        own = compare.failures(rows, plan, seen)
+        rows = checks.compare(seen, plan)
+        own = checks.failures(rows, plan, seen)
         observed = _current is not None and _current.plan.policy == policy and _current.was_observed(optimizer)
         if observed:
-            own = [failure for failure in own if "could not be observed" not in failure]
+            own = [failure for failure in own if failure.kind is FailureKind.WRONG]
         agreement = consensus.Round(f"prove/{next(_calls)}", own, _fingerprint(seen))
         everywhere = agreement.result(consensus.PROVE_WAIT)
-        missing = consensus.names_of(agreement.missing()) if everywhere is None else ""
-        failures = [*own, f"not proven: {missing} did not call prove"] if everywhere is None else everywhere
-    if failures:
-        raise NotInForce("; ".join(failures))
-    verdict = "in force" if observed else compare.verdict_on(rows, plan, failures)
-    return Proof(verdict, plan, rows, tuple(failures), seen)
+        if everywhere is None:
+            everywhere = [*own, Failure(FailureKind.UNPROVEN, f"{names_of(agreement.missing())} did not call prove")]
+    if everywhere:
+        raise not_in_force(Refusal(tuple(everywhere)), overridden=False)
+    verdict = IN_FORCE if observed else checks.verdict_on(rows, plan, [])
+    return Proof(verdict, plan, rows, (), seen)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 
 from mpguard.core.documentation import page_url
-from mpguard.core.errors import NotProven
+from mpguard.core.errors import NotInForce, NotProven
 from mpguard.policy import hardware
 from mpguard.policy.policy import Policy
 from mpguard.policy.recipes import AUTO
 from mpguard.runtime.plan import Plan
+from mpguard.runtime.proof.verdict import NOT_PROVEN, Refusal
 
 
 def header(plan: Plan) -> str:
@@ -50,9 +50,15 @@ def overridable(message: str) -> str:
     return f"{message}  (use --enforce warn to continue)"
 
 
-def failure_message(message: str) -> str:
-    """Prefix a failure with `not in force: `, unless it already begins with `not proven`."""
-    return message if re.match(r"(rank [\d, ]+(and \d+ more)?: )?not proven", message) else f"not in force: {message}"
+def not_in_force(refusal: Refusal, *, overridden: bool = True) -> NotInForce:
+    """Return the exception of a refusal. overridden: True if `--enforce warn` continues in spite of it."""
+    text = str(refusal)
+    return NotInForce(overridable(text) if overridden else text, verdict=refusal.verdict)
+
+
+def failure_message(error: NotInForce) -> str:
+    """Return what an exception prints: `not in force: ...`, or `not proven: ...`."""
+    return str(error) if error.verdict == NOT_PROVEN else f"{error.verdict}: {error}"
 
 
 def warn_not_proven(message: str) -> None:

@@ -17,9 +17,9 @@ from mpguard.runtime.containment import report_own_failure
 from mpguard.runtime.messages import warn_not_proven
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.progress import Progress, summary
-from mpguard.runtime.proof.compare import Proof
-from mpguard.runtime.proof.consensus import names_of
 from mpguard.runtime.proof.remarks import Remark
+from mpguard.runtime.proof.report import Proof
+from mpguard.runtime.proof.verdict import NOT_PROVEN, Failure, FailureKind, Refusal, names_of
 from mpguard.runtime.ranks import rank
 from mpguard.targets.inject import Change
 
@@ -139,10 +139,10 @@ class Reporter:
 
     # -- the whole run -----------------------------------------------------------------------
 
-    def report_look(self, proof: Proof | None, run: Sequence[Progress], unobserved: Sequence[str]) -> None:
+    def report_look(self, proof: Proof | None, run: Sequence[Progress], unobserved: Sequence[Failure]) -> None:
         """Update the proof file after a look that found nothing wrong. unobserved: what it could not observe."""
         if unobserved:
-            self.print_once(f"mpguard: a look had no result: {'; '.join(unobserved)}")
+            self.print_once(f"mpguard: a look had no result: {'; '.join(map(str, unobserved))}")
         if proof is not None:
             self.update_proof(proof, run)
 
@@ -198,14 +198,15 @@ class Reporter:
 
     # -- failures ----------------------------------------------------------------------------
 
-    def warn_failure(self, message: str, enforce: str) -> None:
+    def warn_failure(self, refusal: Refusal, enforce: str) -> None:
         """Report a failure that does not end the run: warn `NotProven`, or print that the run is not in force."""
         if rank() != 0:
             return
-        if message.startswith("not proven"):
+        message = f"{refusal.verdict} (continuing: enforce is {enforce}): {refusal.reasons}"
+        if refusal.verdict == NOT_PROVEN:
             warn_not_proven(message)
         else:
-            print_line(f"mpguard: not in force (continuing: enforce is {enforce}): {message}")
+            print_line(f"mpguard: {message}")
 
     def report_no_training(self) -> None:
         """Print that a run ended without training in this process."""
@@ -245,8 +246,8 @@ def unproven_at_exit(
     skipped: int,
     status: int,
     first_scale: float | None = None,
-) -> str:
-    """Return the message for a run that ends without a proof.
+) -> Failure:
+    """Return the failure of a run that ends without a proof.
 
     trained: True if gradients were computed. without_gradients: True if optimizers were stepped and none of their
     parameters had a gradient. without_optimizer: True if there was none. skipped: steps that were skipped. status: the
@@ -273,4 +274,4 @@ def unproven_at_exit(
     scale = f": the loss scale began at {first_scale:g} and is halved by a skip" if first_scale else ""
     skips = f" ({skipped} steps were skipped{scale})" if skipped else ""
     end = f"; the script ended with status {status}" if status else ""
-    return f"not proven: {reason}{skips}; what was in force could not be observed{end}"
+    return Failure(FailureKind.UNPROVEN, f"{reason}{skips}; what was in force could not be observed{end}")

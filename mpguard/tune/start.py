@@ -18,7 +18,7 @@ def main(words: list[str]) -> int:
     try:
         return launcher.run(words[1:], json.loads(words[0]))
     except NotInForce as error:
-        print_line(f"mpguard: not in force: {error}")
+        print_line(f"mpguard: {error.verdict}: {error}")
         return 1
     except MpguardError as error:
         print_line(f"mpguard: {error}")

@@ -1309,7 +1309,7 @@ def prove(function: Case, strategy: str | None, recipe: str, overrides: dict[str
     proof = guard.proof
     assert proof is not None
     rows = {row.name: f"{row.found} | {row.verdict}" for row in proof.rows}
-    return {"verdict": proof.verdict, "failures": list(proof.failures), "rows": rows}
+    return {"verdict": proof.verdict, "failures": list(map(str, proof.failures)), "rows": rows}
 
 
 def main(words: list[str]) -> int:

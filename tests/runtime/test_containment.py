@@ -20,7 +20,7 @@ from mpguard.runtime import containment
 BROKEN = {
     "tf32": ("mpguard.runtime.proof.tf32", "read"),
     "models": ("mpguard.runtime.proof.observe", "models_of"),
-    "compare": ("mpguard.runtime.proof.compare", "_reduction"),
+    "compare": ("mpguard.runtime.proof.checks.gradients", "reduction"),
     "consensus": ("mpguard.runtime.proof.consensus", "Round"),
     "backward": ("mpguard.runtime.proof.recorder", "Recorder.record_backward"),
     "exit": ("mpguard.runtime.guard", "Guard.finalize"),
@@ -32,7 +32,7 @@ def run_broken(words: list[str]) -> int:
     import importlib
 
     from mpguard import run
-    from mpguard.runtime.proof import compare
+    from mpguard.runtime.proof import checks
 
     def broken(*_: Any, **__: Any) -> Any:
         raise KeyError("broken")
@@ -44,9 +44,9 @@ def run_broken(words: list[str]) -> int:
         owner = getattr(owner, each)
     former = getattr(owner, name)
     setattr(owner, name, broken)
-    for row, function in compare.COMPARISONS.items():
+    for row, function in checks.CHECKS.items():
         if function is former:
-            compare.COMPARISONS[row] = broken
+            checks.CHECKS[row] = broken
     return run.main(words[1:])
 
 

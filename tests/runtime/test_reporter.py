@@ -14,8 +14,9 @@ import pytest
 
 import mpguard
 from mpguard.runtime.plan import Plan
-from mpguard.runtime.proof.compare import Proof
 from mpguard.runtime.proof.observe import Observed
+from mpguard.runtime.proof.report import Proof
+from mpguard.runtime.proof.verdict import Failure, FailureKind, Refusal
 from mpguard.runtime.reporter import REPORTED_OPTIMIZERS, Reporter, unproven_at_exit
 from mpguard.targets.inject import Change
 
@@ -49,7 +50,7 @@ def test_other_ranks_print_nothing_and_log_overrides_for_debugging(
     proof = dataclasses.replace(PROOF, plan=dataclasses.replace(PLAN, proof_json=str(path)))
     reporter.print_once("a line")
     reporter.report_proof(proof, first=True, repeated=False, optimizers=1)
-    reporter.warn_failure("compute: fp32", "warn")
+    reporter.warn_failure(Refusal.wrong("compute: fp32"), "warn")
     reporter.report_no_training()
     reporter.log_override("Accelerator", Change("mixed_precision", "no", "bf16"))
     assert capsys.readouterr().err == "" and not path.exists()
@@ -120,9 +121,10 @@ def test_the_table_begins_on_a_line_of_its_own_under_a_progress_bar(capsys: pyte
 
 
 def test_a_failure_that_does_not_end_the_run_is_a_warning_or_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(mpguard.NotProven, match="not proven: reason"):
-        Reporter().warn_failure("not proven: reason", "warn")
-    Reporter().warn_failure("compute: fp32; asked: bf16", "warn")
+    unproven = Failure(FailureKind.UNPROVEN, "reason")
+    with pytest.warns(mpguard.NotProven, match=r"not proven \(continuing: enforce is warn\): reason"):
+        Reporter().warn_failure(Refusal((unproven,)), "warn")
+    Reporter().warn_failure(Refusal.wrong("compute: fp32; asked: bf16"), "warn")
     expected = "mpguard: not in force (continuing: enforce is warn): compute: fp32; asked: bf16\n"
     assert capsys.readouterr().err == expected
 
@@ -143,4 +145,4 @@ def test_a_failure_that_does_not_end_the_run_is_a_warning_or_a_line(capsys: pyte
 def test_the_message_of_a_run_that_ends_unproven(changes: dict[str, bool], message: str) -> None:
     state = {"enforced": True, "trained": True, "without_gradients": False, "without_optimizer": False, **changes}
     state = {"skipped": 0, "status": 0, **state}
-    assert message in unproven_at_exit(**state)  # type: ignore[arg-type]
+    assert message in str(unproven_at_exit(**state))  # type: ignore[arg-type]

@@ -82,7 +82,7 @@ OURS: Mapping[int, tuple[str, ...]] = {
     34: ("mpguard.runtime.patches.accelerate:_enable_fp16_on_cpu",),
     35: ("mpguard.runtime.patches.torch:_compiled_backward",),
     36: ("mpguard.runtime.patches.fsdp_gradients:_take_gradient",),
-    37: ("mpguard.runtime.proof.compare:_accumulation_advice",),
+    37: ("mpguard.runtime.proof.checks.gradients:accumulation",),
     38: ("mpguard.nn.attention",),
     39: ("mpguard.runtime.patches.torch:_drop_stale_copies",),
 }

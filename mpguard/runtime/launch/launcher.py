@@ -31,9 +31,10 @@ from mpguard.document import mp_yaml, read
 from mpguard.policy.allow import allowances
 from mpguard.runtime.launch import preflight
 from mpguard.runtime.launch.build_locks import remove_own, stale_locks
-from mpguard.runtime.messages import header, overridable
+from mpguard.runtime.messages import failure_message, header, overridable
 from mpguard.runtime.plan import Plan, absolute, enforcement, refuse_config_after_script, strategy_of
-from mpguard.runtime.proof.compare import Proof
+from mpguard.runtime.proof.report import Proof
+from mpguard.runtime.proof.verdict import NOT_IN_FORCE, Failure, FailureKind
 from mpguard.targets.capabilities import left_out_at_start, require_supported
 from mpguard.targets.inject import Change, differences
 from mpguard.targets.settings import Setting, merged, show
@@ -200,7 +201,8 @@ def _refuse(plan: Plan, reasons: list[str]) -> None:
         return
     message = "\n  ".join(reasons)
     if plan.proof_json:
-        Proof("not in force", plan, failures=tuple(reasons)).write(plan.proof_json)
+        failures = tuple(Failure(FailureKind.WRONG, reason) for reason in reasons)
+        Proof(NOT_IN_FORCE, plan, failures=failures).write(plan.proof_json)
     raise NotInForce(overridable(f"{message}."))
 
 
@@ -419,7 +421,7 @@ def rewrite(argv: list[str], parser_factory: ParserFactory, environment: dict[st
             return
         prepared = prepare(argv, parser_factory)
     except NotInForce as error:
-        print_line(f"mpguard: not in force: {error}")
+        print_line(f"mpguard: {failure_message(error)}")
         raise SystemExit(1) from None
     except MpguardError as error:
         print_line(f"mpguard: {error}")

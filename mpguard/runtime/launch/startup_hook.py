@@ -91,7 +91,7 @@ def _activate_worker(_torch: ModuleType) -> None:
     try:
         exit_hooks.ExitHooks(activation.start(plan, launched=not is_started_by_script())).install()
     except NotInForce as error:
-        print_line(f"mpguard: {failure_message(str(error))}")
+        print_line(f"mpguard: {failure_message(error)}")
         raise SystemExit(1) from None
     except MpguardError as error:
         print_line(f"mpguard: {error}")

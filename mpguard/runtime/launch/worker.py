@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None, *, around: Around) -> int:
         guard = activation.start(plan)
         entered.enter_context(around(plan))
     except NotInForce as error:
-        return _refuse(failure_message(str(error)), 1)
+        return _refuse(failure_message(error), 1)
     except MpguardError as error:
         return _refuse(str(error), 2)
     with entered:
@@ -116,7 +116,7 @@ def _run(options: argparse.Namespace, guard: Guard) -> int:
             _run_file(Path(options.script))
     except NotInForce as error:
         _record(error)
-        exit_hooks.print_failure(guard, str(error))
+        exit_hooks.print_failure(guard, error)
         return 1
     except MpguardError as error:
         _record(error)

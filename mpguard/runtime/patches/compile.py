@@ -15,6 +15,7 @@ from mpguard.runtime import guard as guards
 from mpguard.runtime.guard import Guard
 from mpguard.runtime.patches.patch import AnyFunction
 from mpguard.runtime.proof.observe import models_of, updated_by
+from mpguard.runtime.proof.verdict import Refusal
 from mpguard.targets.inject import Change
 
 if TYPE_CHECKING:
@@ -31,15 +32,13 @@ def compile_models(guard: Guard, optimizer: torch.optim.Optimizer) -> None:
     parameters = updated_by(optimizer)
     policy = guard.plan.policy.decided(fp8_param=any(map(is_kept_in_fp8, parameters)))
     chosen = compilation.wants_compile(policy)
-    if not chosen.on or not guard.compiles_models or guard.failure is not None:
+    if not chosen.on or not guard.compiles_models or guard.refusal is not None:
         return
     for model in models_of(parameters):
         if missing := compilation.missing_requirement(model):
             if policy.compile is True:
-                guard.fail(
-                    f"compile: {missing}, and the policy has compile=True. To compile where possible: "
-                    "mpguard_overrides: {compile: auto}"
-                )
+                without = "To compile where possible: mpguard_overrides: {compile: auto}"
+                guard.fail(Refusal.wrong(f"compile: {missing}, and the policy has compile=True", "compile", without))
             else:
                 guard.reporter.print_once(f"mpguard: compile: auto is off here: {missing}, though {chosen.reason}")
         elif compilation.compile_in_place(model, reporting_failures(guard)):

@@ -18,6 +18,7 @@ from mpguard.policy.policy import Policy
 from mpguard.runtime.containment import contained_hook
 from mpguard.runtime.guard import Guard
 from mpguard.runtime.proof.observe import engine_of, models_of, updated_by
+from mpguard.runtime.proof.verdict import Refusal
 from mpguard.runtime.ranks import rank, world_size
 from mpguard.targets.capabilities import FP8_WEIGHTS, fp8_weights, without_fp8_weights
 
@@ -81,16 +82,15 @@ def _convert(guard: Guard, root: nn.Module, policy: Policy, optimizer: Any = Non
     if without_ends:
         guard.leave_out("first_last_layers_bf16", "the model has no ModuleList or Sequential of blocks", optimizer)
     for field in conversion.not_carried(policy):
-        guard.fail(
-            f"{field}={policy.format_field(field)}: converted Linear layers do not support it. "
-            f"To go without: mpguard_overrides: {{{field}: {str(not getattr(policy, field)).lower()}}}"
-        )
+        text = f"{field}={policy.format_field(field)}: converted Linear layers do not support it"
+        without = f"To go without: mpguard_overrides: {{{field}: {str(not getattr(policy, field)).lower()}}}"
+        guard.fail(Refusal.wrong(text, "fp8", without))
     try:
         with guard.recorder.account.interrupted():
             report = conversion.convert_named(root, modules, policy)
     except NotInForce as error:
         if policy.fp8_required:
-            guard.fail(str(error))
+            guard.fail(Refusal.wrong(str(error), "fp8"))
         else:
             guard.leave_out("fp8", str(error).removeprefix("convert: "), optimizer)
         return
@@ -181,7 +181,8 @@ def keeps_fp8_weights(
     if reason is None:
         return True
     if not wish:
-        guard.fail(f"fp8_param: {reason}. To go without: mpguard_overrides: {{fp8_param: null}}")
+        without = "To go without: mpguard_overrides: {fp8_param: null}"
+        guard.fail(Refusal.wrong(f"fp8_param: {reason}", "fp8 weights", without))
         return False
     guard.leave_out("fp8_param", reason, optimizer)
     from mpguard.nn.fp8.convert import keep_plain_weights

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.runtime.guard import Guard
 from mpguard.runtime.proof.observe import engine_of, models_of, shards_of, updated_by
+from mpguard.runtime.proof.verdict import Refusal
 from mpguard.runtime.ranks import world_size
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def _wanted(guard: Guard) -> bool:
 
 def keep_in_optimizer(guard: Guard, optimizer: torch.optim.Optimizer) -> None:
     """Keep the master weights of an optimizer in it, and round the parameters. Raises `NotInForce`."""
-    if not _wanted(guard) or guard.failure is not None:
+    if not _wanted(guard) or guard.refusal is not None:
         return
     from mpguard.nn import master_weights
 
@@ -38,7 +39,8 @@ def keep_in_optimizer(guard: Guard, optimizer: torch.optim.Optimizer) -> None:
     if engine_of(roots, guard.recorder, world_size()[0]).startswith(SHARDED):
         return
     if reason := _unfit(optimizer, parameters):
-        guard.fail(f"master_weights: {reason}. To go without: mpguard_overrides: {{master_weights: model}}")
+        without = "To go without: mpguard_overrides: {master_weights: model}"
+        guard.fail(Refusal.wrong(f"master_weights: {reason}", "optimizer", without))
         return
     master_weights.keep(optimizer, _dtype(guard), _exact(roots))
 

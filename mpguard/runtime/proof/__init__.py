@@ -11,7 +11,9 @@
     reductions  which gradients are reduced, over which dimension, and which are not
     optimizer_state, tf32  what an optimizer keeps; how torch multiplies FP32
     observe    `observe`: all facts about a process after an optimizer step, as plain data (`Observed`)
-    compare    `compare`: those facts against the plan, as rows; the `Proof` as a table and as JSON
+    checks     those facts against the plan, as rows: one function per row, with its allowance and advice
+    verdict    `Row`, `Failure` and `Refusal`: the types of what is found
+    report     the `Proof`, as a table and as JSON
     consensus  makes all ranks agree on the failures
 
 Importing this package imports nothing else.

@@ -18,6 +18,7 @@ from typing import Any
 
 from mpguard.core.console import print_line
 from mpguard.runtime.proof.reductions import Fingerprint, compare_ranks
+from mpguard.runtime.proof.verdict import Failure, FailureKind, names_of, read_failure
 from mpguard.runtime.ranks import numbers_of, rank, world_size
 
 #: Seconds that a rank waits at the first proof for the reports of the others. Gradients were reduced just before, so
@@ -47,9 +48,6 @@ LOOK_TIMEOUT = 10.0
 #: Polls of a waiting rank are so far apart that all ranks together send at most this many per second to the store.
 POLLS_PER_SECOND = 10_000
 
-#: Ranks that a message names.
-NAMED_RANKS = 8
-
 #: The counter of the ranks that have ended.
 ENDED = "mpguard/number of ended ranks"
 
@@ -63,19 +61,27 @@ class Report:
     moment than the others.
     """
 
-    failures: list[str]
+    failures: list[Failure]
     fingerprint: Fingerprint | None = None
     next_look: int | None = None
     moment: int | None = None
+
+    def data(self) -> dict[str, Any]:
+        """Return the report as plain data, for `_read_report`."""
+        return {**dataclasses.asdict(self), "failures": [failure.data() for failure in self.failures]}
 
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
     """The same on every rank. failures: of all ranks, see `combine`. missing: ranks without a report."""
 
-    failures: list[str]
+    failures: list[Failure]
     missing: list[int] = dataclasses.field(default_factory=list)
     next_look: int | None = None
+
+    def data(self) -> dict[str, Any]:
+        """Return the agreement as plain data, for `_read_agreement`."""
+        return {**dataclasses.asdict(self), "failures": [failure.data() for failure in self.failures]}
 
 
 class Round:
@@ -84,7 +90,7 @@ class Round:
     It keeps the store, so that the agreement can follow after the script has destroyed the process group.
     """
 
-    def __init__(self, name: str, failures: list[str], fingerprint: Fingerprint | None, moment: int = 0) -> None:
+    def __init__(self, name: str, failures: list[Failure], fingerprint: Fingerprint | None, moment: int = 0) -> None:
         """Publish the report of this rank.
 
         fingerprint: what must be the same on all ranks at one moment. moment: counts backward passes; a rank that has
@@ -100,7 +106,7 @@ class Round:
         if self.store is not None:
             _write(self.store, name, self.own)
 
-    def result(self, wait: float) -> list[str] | None:
+    def result(self, wait: float) -> list[Failure] | None:
         """Return the failures of all ranks, with those that show between ranks only; the same list on every rank.
 
         None if a rank has not reported within `wait` seconds: ask again at a later step.
@@ -112,19 +118,17 @@ class Round:
         try:
             return self._result(wait)
         except Exception as error:  # the process that hosts the store has ended
-            return [
-                *self.failures,
-                f"not proven: no result from rank 0: its process has ended ({type(error).__name__})",
-            ]
+            ended = f"no result from rank 0: its process has ended ({type(error).__name__})"
+            return [*self.failures, Failure(FailureKind.UNPROVEN, ended)]
 
-    def _result(self, wait: float) -> list[str] | None:
+    def _result(self, wait: float) -> list[Failure] | None:
         if self.rank == 0:
             return self._combine_all() if self._wait_for(self._reported, wait) else None
         if not self._wait_for(self._decided, wait):
             return None
-        everywhere = json.loads(self.store.get(self._decided()))
+        everywhere = _read_failures(json.loads(self.store.get(self._decided())))
         self.store.add(f"mpguard/{self._point}/read", 1)
-        return list(everywhere)
+        return everywhere
 
     def missing(self) -> list[int]:
         """Return the ranks that have not reported, and have not ended."""
@@ -156,7 +160,7 @@ class Round:
 
         return _poll(condition, wait, self.size, notice)
 
-    def _combine_all(self) -> list[str]:
+    def _combine_all(self) -> list[Failure]:
         """Collect the reports on rank 0, publish the combined list, and return it."""
         absent = set(_missing(self.store, self._point, self.ranks))
         present = [other for other in self.ranks if other not in absent]
@@ -168,7 +172,7 @@ class Round:
             reports = {each: dataclasses.replace(report, fingerprint=None) for each, report in reports.items()}
         everywhere = combine([reports.get(each) for each in range(self.ranks[-1] + 1)])
         wait = READ_TIMEOUT if everywhere else READ_TIMEOUT_IN_FORCE
-        _publish(self.store, self._point, everywhere, len(present) - 1, wait)
+        _publish(self.store, self._point, [each.data() for each in everywhere], len(present) - 1, wait)
         return everywhere
 
 
@@ -188,7 +192,7 @@ def agree(point: str, report: Report, wait: float) -> Agreement:
     with contextlib.suppress(Exception):
         _write(store, point, report)
         # Rank 0 publishes the agreement after its own wait for the slowest rank.
-        agreement = Agreement(**_read(store, f"mpguard/{point}/verdict", 2 * wait))
+        agreement = _read_agreement(_read(store, f"mpguard/{point}/verdict", 2 * wait))
         if agreement.failures:
             store.add(f"mpguard/{point}/read", 1)
         return agreement
@@ -197,14 +201,25 @@ def agree(point: str, report: Report, wait: float) -> Agreement:
 
 def _write(store: Any, point: str, report: Report) -> None:
     """Write the report of this rank, and count it."""
-    store.set(f"mpguard/{point}/{rank()}", json.dumps(dataclasses.asdict(report)))
+    store.set(f"mpguard/{point}/{rank()}", json.dumps(report.data()))
     store.add(f"mpguard/{point}/reports", 1)
 
 
 def _read_report(text: bytes) -> Report:
+    """Return the report of another rank. What another version has added is ignored."""
     fields = json.loads(text)
-    plain = fields.pop("fingerprint")
-    return Report(fingerprint=Fingerprint(**plain) if plain is not None else None, **fields)
+    known = {field.name for field in dataclasses.fields(Fingerprint)}
+    plain = fields.get("fingerprint")
+    fingerprint = Fingerprint(**{name: plain[name] for name in known & plain.keys()}) if plain is not None else None
+    return Report(_read_failures(fields["failures"]), fingerprint, fields.get("next_look"), fields.get("moment"))
+
+
+def _read_agreement(fields: dict[str, Any]) -> Agreement:
+    return Agreement(_read_failures(fields["failures"]), fields.get("missing", []), fields.get("next_look"))
+
+
+def _read_failures(published: Sequence[object]) -> list[Failure]:
+    return [read_failure(each) for each in published]
 
 
 def _read(store: Any, key: str, timeout: float) -> Any:
@@ -258,7 +273,7 @@ def _collect(store: Any, point: str, own: Report, wait: float) -> Agreement:
     agreement = Agreement(combine(reports), absent, own.next_look)
     with contextlib.suppress(Exception):
         wait = READ_TIMEOUT if agreement.failures else 0
-        _publish(store, point, dataclasses.asdict(agreement), len(others) - len(absent), wait)
+        _publish(store, point, agreement.data(), len(others) - len(absent), wait)
     return agreement
 
 
@@ -279,42 +294,36 @@ def _get_all(store: Any, keys: list[str]) -> list[bytes]:
     return [store.get(key) for key in keys]
 
 
-def names_of(ranks: Sequence[int]) -> str:
-    """Return `rank 1`, or `ranks 1, 2, 3 and 5 more`."""
-    return f"rank{'s' * (len(ranks) > 1)} {_numbers(ranks)}"
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - NAMED_RANKS} more" if len(ranks) > NAMED_RANKS else ""
-    return f"{', '.join(map(str, ranks[:NAMED_RANKS]))}{more}"
-
-
-def combine(reports: Sequence[Report | None]) -> list[str]:
+def combine(reports: Sequence[Report | None]) -> list[Failure]:
     """Return the failures of all ranks as one list, each with its ranks.
 
     reports: one per rank, in order; None for a rank that has sent none.
     """
     present = [(rank_, report) for rank_, report in enumerate(reports) if report is not None]
-    collected: dict[str, list[int]] = {}
+    collected: dict[Failure, list[int]] = {}
     for rank_, report in present:
         for failure in report.failures:
             collected.setdefault(failure, []).append(rank_)
     everywhere = [
-        text if len(ranks) == len(present) else f"rank {_numbers(ranks)}: {text}" for text, ranks in collected.items()
+        failure if failure.ranks or len(ranks) == len(present) else dataclasses.replace(failure, ranks=tuple(ranks))
+        for failure, ranks in collected.items()
     ]
     fingerprints = [report.fingerprint for _, report in present if report.fingerprint is not None]
     if len(fingerprints) == len(present):
-        explained = any("reduction: " in text for text in everywhere)
+        explained = any(failure.row == "reduction" and failure.kind is FailureKind.WRONG for failure in everywhere)
         everywhere += compare_ranks(fingerprints, explained=explained)
     return everywhere
 
 
-def publish_end(message: str) -> None:
+def publish_end(failures: Sequence[Failure]) -> None:
     """Publish why this rank ends, as its report in every round, so that no other rank waits for it."""
     with contextlib.suppress(Exception):
-        report = [f"rank 0: {message}"] if rank() == 0 else dataclasses.asdict(Report([message]))
+        if rank() == 0:
+            report: object = [dataclasses.replace(each, ranks=each.ranks or (0,)).data() for each in failures]
+        else:
+            report = Report(list(failures)).data()
         key, store = f"mpguard/ended/{rank()}", default_store()
-        if not store.check([key]):  # the first message is the cause
+        if not store.check([key]):  # the first report is the cause
             store.set(key, json.dumps(report))
             store.add(ENDED, 1)
 

@@ -16,14 +16,15 @@ from mpguard.nn.fp8.filters import plain_name
 from mpguard.runtime.proof import rounding
 from mpguard.runtime.proof.gradients import Gradients, local, sample
 from mpguard.runtime.proof.products import short
+from mpguard.runtime.proof.verdict import Failure, FailureKind
 from mpguard.runtime.ranks import world_size
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-#: The beginning of the failure of ranks whose gradients differ.
-NOT_REDUCED = "reduction: the gradients differ between ranks"
+#: `row` of the failure of ranks whose gradients differ: it shows between ranks only.
+BETWEEN_RANKS = "reduction between ranks"
 
 #: Relative difference between gradients that differ in the order of summation only.
 TOLERANCE = 1e-3
@@ -306,8 +307,8 @@ def _checksum(part: list[tuple[str, torch.Tensor]]) -> tuple[float, float]:
     return square**0.5, added
 
 
-def compare_ranks(fingerprints: Sequence[Fingerprint], *, explained: bool = False) -> list[str]:
-    """Return the failures that show only between ranks, as messages.
+def compare_ranks(fingerprints: Sequence[Fingerprint], *, explained: bool = False) -> list[Failure]:
+    """Return the failures that show only between ranks.
 
     fingerprints: of all ranks, in order. explained: True if it is known why gradients are rounded.
     """
@@ -323,34 +324,37 @@ def compare_ranks(fingerprints: Sequence[Fingerprint], *, explained: bool = Fals
     parts = outside if outside & own_starts and _have_parts_of_their_own(fingerprints) else set()
     shared = [name for name in fingerprints[0].alone if name not in (parts if name in outside else own_starts)]
     if shared:
-        failures.append(
+        text = (
             f"coverage: the gradients of {_names(shared)} are not reduced: they belong to no engine, and no collective "
-            "had them; asked: every trained parameter in the engine, or reduced by the script. Put them into the "
-            "wrapped model, or reduce their gradients with torch.distributed.all_reduce"
+            "had them; asked: every trained parameter in the engine, or reduced by the script"
         )
+        advice = "Put them into the wrapped model, or reduce their gradients with torch.distributed.all_reduce"
+        failures.append(Failure(FailureKind.WRONG, text, "coverage", advice=advice))
     dtypes = {each.rounded for each in fingerprints}
     losses = [each.loss for each in fingerprints]
-    means = not any(failure.startswith(NOT_REDUCED) for failure in failures)  # gradients of one rank may be exact
+    means = all(failure.row != BETWEEN_RANKS for failure in failures)  # gradients of one rank may be exact
     if means and not explained and len(dtypes) == 1 and None not in dtypes and all(losses) and len(set(losses)) > 1:
-        failures.append(
-            f"gradients: rounded to {dtypes.pop()} before the step, although their dtype is wider; asked: not rounded. "
-            "Their means over ranks are not exact in it: they were reduced in it, or cast afterwards"
+        text = (
+            f"gradients: rounded to {dtypes.pop()} before the step, although their dtype is wider; asked: not rounded"
         )
+        advice = "Their means over ranks are not exact in it: they were reduced in it, or cast afterwards"
+        failures.append(Failure(FailureKind.WRONG, text, "gradients", advice=advice))
     return failures
 
 
-def _differing(ranks: Sequence[Mapping[str, tuple[float, ...]]]) -> list[str]:
-    """Return a message if gradients that should be the same are not. ranks: norms and sums by name."""
+def _differing(ranks: Sequence[Mapping[str, tuple[float, ...]]]) -> list[Failure]:
+    """Return a failure if gradients that should be the same are not. ranks: norms and sums by name."""
     names = [name for name in ranks[0] if _differ([sums.get(name) for sums in ranks])]
     if not names:
         return []
     norms = [f"{sums[names[0]][0]:.4g} on rank {rank}" for rank, sums in enumerate(ranks[:4]) if names[0] in sums]
     some = f"{_names(names)}: " if len(names) < len(ranks[0]) else ""
-    return [
-        f"{NOT_REDUCED} after the step ({some}norm {', '.join(norms)}); asked: reduced over all. Each rank trains a "
-        "model of its own. Call the wrapped model, and run the last backward pass before a step outside no_sync(); or "
-        "allow it: mpguard_allow: [local_sgd]"
-    ]
+    found = f"the gradients differ between ranks after the step ({some}norm {', '.join(norms)})"
+    advice = (
+        "Each rank trains a model of its own. Call the wrapped model, and run the last backward pass before a step "
+        "outside no_sync(); or allow it: mpguard_allow: [local_sgd]"
+    )
+    return [Failure(FailureKind.WRONG, f"reduction: {found}; asked: reduced over all", BETWEEN_RANKS, advice=advice)]
 
 
 def _are_stages(fingerprints: Sequence[Fingerprint]) -> bool:

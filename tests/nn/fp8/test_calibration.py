@@ -23,9 +23,10 @@ from mpguard.nn.fp8 import convert as conversion
 from mpguard.nn.fp8.amax_history import AmaxHistoryMixin
 from mpguard.policy.policy import Policy
 from mpguard.runtime.plan import Plan
-from mpguard.runtime.proof.compare import Row, compare
+from mpguard.runtime.proof.checks import compare
 from mpguard.runtime.proof.fp8 import find_fp8_layers
 from mpguard.runtime.proof.observe import Observed
+from mpguard.runtime.proof.verdict import Row, Verdict
 
 PLAIN = fake_delayed_scaling.POLICY
 CALIBRATED = PLAIN.replace(fp8_calibration=True)
@@ -193,13 +194,13 @@ def rows(model: nn.Module, policy: Policy) -> list[Row]:
 
 def test_the_proof_shows_which_layers_began_calibrated() -> None:
     model = network(CALIBRATED)
-    assert [row.ok for row in rows(model, CALIBRATED)] == [None]
+    assert [row.verdict for row in rows(model, CALIBRATED)] == [Verdict.UNPROVEN]
     gradients(model)
-    assert [(row.found, row.ok) for row in rows(model, CALIBRATED)] == [("3 of 3 layers", True)]
+    assert [(row.found, row.verdict) for row in rows(model, CALIBRATED)] == [("3 of 3 layers", Verdict.AS_ASKED)]
     assert rows(model, PLAIN) == []
     plain = network(PLAIN)
     gradients(plain)
-    assert [row.ok for row in rows(plain, CALIBRATED)] == [False], "layers that were not calibrated"
+    assert [row.verdict for row in rows(plain, CALIBRATED)] == [Verdict.WRONG], "layers that were not calibrated"
 
 
 def test_only_delayed_scaling_has_first_scales() -> None:

@@ -22,10 +22,11 @@ from mpguard.nn.fp8.padding import Padding, PaddingState
 from mpguard.policy import hardware
 from mpguard.policy.policy import Policy
 from mpguard.runtime.plan import Plan
-from mpguard.runtime.proof.compare import Row, compare
+from mpguard.runtime.proof.checks import compare
 from mpguard.runtime.proof.fp8 import Fp8Layers, find_fp8_layers
 from mpguard.runtime.proof.observe import Observed
 from mpguard.runtime.proof.recorder import Recorder
+from mpguard.runtime.proof.verdict import Row, Verdict
 from mpguard.targets.capabilities import SHARDED_WEIGHTS, require_supported
 
 POLICY = mpguard.Policy(bf16=True, fp8="hybrid", fp8_weight_cache=True)
@@ -178,31 +179,40 @@ def of_model(layer: Layer) -> Row:
 def test_the_proof_counts_passes_and_roundings() -> None:
     layer = Layer()
     layer.fp8_meta = {"recipe": None}  # type: ignore[assignment]
-    assert (of_model(layer).found, of_model(layer).ok) == ("no copy is kept", False)
+    assert (of_model(layer).found, of_model(layer).verdict) == ("no copy is kept", Verdict.WRONG)
     for _ in range(3):
         run(layer)
-    assert (of_model(layer).found, of_model(layer).ok) == ("1 of 1 layers rounded once in 3 passes of a step", True)
+    assert (of_model(layer).found, of_model(layer).verdict) == (
+        "1 of 1 layers rounded once in 3 passes of a step",
+        Verdict.AS_ASKED,
+    )
     in_place(layer)
     run(layer)
-    assert (of_model(layer).found, of_model(layer).ok) == ("1 of 1 layers rounded 2 times in 4 passes of a step", None)
+    assert (of_model(layer).found, of_model(layer).verdict) == (
+        "1 of 1 layers rounded 2 times in 4 passes of a step",
+        Verdict.NOT_ASKED,
+    )
     step(layer)
     for _ in range(2):
         run(layer)
         in_place(layer)
-    assert (of_model(layer).found, of_model(layer).ok) == ("layer rounded in each pass", False)
+    assert (of_model(layer).found, of_model(layer).verdict) == ("layer rounded in each pass", Verdict.WRONG)
     step(layer)
     run(layer)
-    assert (of_model(layer).found, of_model(layer).ok) == ("1 of 1 layers rounded once in 1 pass of a step", True)
+    assert (of_model(layer).found, of_model(layer).verdict) == (
+        "1 of 1 layers rounded once in 1 pass of a step",
+        Verdict.AS_ASKED,
+    )
     layer.__dict__["_mpguard_fp8"].stale = torch.tensor(0.3)
     stale = of_model(layer)
-    assert (stale.found, stale.ok) == ("30 % of a copy is not that of its weight", False)
-    assert of_model(layer).ok, "each look has its own comparison"
+    assert (stale.found, stale.verdict) == ("30 % of a copy is not that of its weight", Verdict.WRONG)
+    assert of_model(layer).verdict is Verdict.AS_ASKED, "each look has its own comparison"
 
 
 def test_there_is_a_row_only_where_it_was_asked_for() -> None:
     assert row(Fp8Layers("te", ["layer"]), POLICY.replace(fp8_weight_cache=False)) is None
     kept = row(Fp8Layers("te", ["layer"], kept={"Float8CurrentScalingQuantizer": 1}))
-    assert kept is not None and kept.ok is None
+    assert kept is not None and kept.verdict is Verdict.NOT_ASKED
 
 
 def test_the_policy_takes_transformer_engine() -> None:

@@ -27,8 +27,9 @@ from mpguard.policy import hardware
 from mpguard.runtime.guard import Guard
 from mpguard.runtime.patches import fp8_conversion
 from mpguard.runtime.plan import Plan
-from mpguard.runtime.proof import compare
+from mpguard.runtime.proof.checks.fp8 import _weights as compare_weights
 from mpguard.runtime.proof.fp8 import Fp8Layers
+from mpguard.runtime.proof.verdict import Verdict
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(padded to|on padding).*:mpguard.MpguardWarning")
 
@@ -312,15 +313,15 @@ def test_without_transformer_engine_it_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_the_proof_checks_the_storage_of_the_weights(changes: dict[str, Any], ok: bool, message: str) -> None:
     """The quantizer is that of the recipe, all layers have it, masters are FP32 and were made from exact weights."""
     facts = {"kept": {"Float8CurrentScalingQuantizer": 2}, "masters": {"fp32": 2}, **changes}
-    (row,) = compare._fp8_weights(Fp8Layers("te", ["0", "1"], **facts), Plan(fake_te_weights.CURRENT))
-    assert row.ok is ok and message in row.found and row.asked.startswith("all kept in FP8")
+    (row,) = compare_weights(Fp8Layers("te", ["0", "1"], **facts), Plan(fake_te_weights.CURRENT))
+    assert row.verdict is Verdict.of(ok) and message in row.found and row.asked.startswith("all kept in FP8")
 
 
 def test_weights_in_fp8_without_fp8_param_are_reported() -> None:
     plain = Plan(fake_te_weights.CURRENT.replace(fp8_param=False))
-    (row,) = compare._fp8_weights(Fp8Layers("te", ["0"], kept={"Float8Quantizer": 1}, inexact=["0"]), plain)
-    assert row.ok is False and row.asked == "in high precision"
-    assert compare._fp8_weights(Fp8Layers("te", ["0"]), plain) == []
+    (row,) = compare_weights(Fp8Layers("te", ["0"], kept={"Float8Quantizer": 1}, inexact=["0"]), plain)
+    assert row.verdict is Verdict.WRONG and row.asked == "in high precision"
+    assert compare_weights(Fp8Layers("te", ["0"]), plain) == []
 
 
 def test_the_guard_refuses_an_optimizer_without_masters_as_it_is_made() -> None:

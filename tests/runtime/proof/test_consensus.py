@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +17,25 @@ import torch.distributed as dist
 
 from mpguard.runtime.proof import consensus
 from mpguard.runtime.proof.consensus import Agreement, Report
-from mpguard.runtime.proof.reductions import Fingerprint
+from mpguard.runtime.proof.reductions import BETWEEN_RANKS, Fingerprint
+from mpguard.runtime.proof.verdict import (
+    NOT_IN_FORCE,
+    NOT_PROVEN,
+    Failure,
+    FailureKind,
+    Refusal,
+    read_failure,
+    verdict_of,
+)
 
 SIZE, SAME = 24, Fingerprint({"weight": (1.0, 0.5)})
+
+WRONG = Failure(FailureKind.WRONG, "compute: fp32; asked: bf16", "compute", advice="Run it inside autocast")
+UNPROVEN = Failure(FailureKind.UNPROVEN, "compute could not be observed; asked: bf16", "compute")
+
+
+def on(*ranks: int, failure: Failure = WRONG) -> Failure:
+    return dataclasses.replace(failure, ranks=ranks)
 
 
 class Counting:
@@ -50,9 +68,9 @@ def agreed(
 
 
 def test_all_ranks_agree_and_none_reads_the_others_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    reports = {rank: Report(["wrong"] if rank == 5 else [], SAME, 8 + rank) for rank in range(SIZE)}
+    reports = {rank: Report([WRONG] if rank == 5 else [], SAME, 8 + rank) for rank in range(SIZE)}
     found = agreed(monkeypatch, reports, 20.0)
-    assert {str(agreement) for agreement, _ in found.values()} == {str(Agreement(["rank 5: wrong"], [], 8))}
+    assert {str(agreement) for agreement, _ in found.values()} == {str(Agreement([on(5)], [], 8))}
     assert found[0][1]["multi_get"] == 1 and not found[0][1]["get"] and not found[0][1]["check"]
     for _, requests in list(found.values())[1:]:
         assert (requests["set"], requests["get"], requests["add"], requests["multi_get"]) == (1, 1, 2, 0)
@@ -70,21 +88,74 @@ def test_a_proof_asks_the_store_a_few_times_however_many_ranks_there_are(monkeyp
     monkeypatch.setattr(consensus, "world_size", lambda: (SIZE, SIZE))
     monkeypatch.setattr(consensus, "default_store", lambda: here.store)
 
-    def run(rank: int) -> tuple[list[str] | None, Counter[str]]:
+    def run(rank: int) -> tuple[list[Failure] | None, Counter[str]]:
         here.rank, here.store = rank, Counting(store)
         if rank == 3:
-            consensus.publish_end("it has ended")
+            consensus.publish_end([UNPROVEN])
             return None, here.store.requests
-        found = consensus.Round("a proof", ["wrong"] if rank == 5 else [], SAME, 7).result(20.0)
+        found = consensus.Round("a proof", [WRONG] if rank == 5 else [], SAME, 7).result(20.0)
         return found, here.store.requests
 
     with ThreadPoolExecutor(SIZE) as pool:
         found = list(pool.map(run, range(SIZE)))
-    assert {str(failures) for failures, _ in found if failures} == {"['rank 3: it has ended', 'rank 5: wrong']"}
+    assert all(failures == [on(3, failure=UNPROVEN), on(5)] for failures, _ in found if failures)
     assert found[0][1]["multi_get"] == 1
     assert all(requests["set"] == 1 and requests["get"] <= 1 for _, requests in found[1:])
 
 
 def test_without_rank_0_a_look_is_this_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = agreed(monkeypatch, {4: Report(["wrong"], None, 16)}, 0.1).values()
-    assert found[0] == Agreement(["wrong"], [0], 16)
+    (found,) = agreed(monkeypatch, {4: Report([WRONG], None, 16)}, 0.1).values()
+    assert found[0] == Agreement([WRONG], [0], 16)
+
+
+# -- what the ranks conclude ---------------------------------------------------------------------
+
+
+def test_a_rank_that_is_wrong_decides_over_one_that_is_not_proven() -> None:
+    everywhere = consensus.combine([Report([UNPROVEN]), Report([WRONG])])
+    refusal = Refusal(tuple(everywhere))
+    assert (everywhere, refusal.verdict) == ([on(0, failure=UNPROVEN), on(1)], NOT_IN_FORCE)
+    assert str(refusal).startswith("rank 0: not proven: compute could") and "; rank 1: compute: fp32" in str(refusal)
+
+
+def test_ten_of_twelve_ranks_that_are_not_proven_are_not_wrong() -> None:
+    everywhere = consensus.combine([Report([UNPROVEN] if rank < 10 else []) for rank in range(12)])
+    assert everywhere == [on(*range(10), failure=UNPROVEN)] and verdict_of(everywhere) == NOT_PROVEN
+    text = "not proven: rank 0, 1, 2, 3, 4, 5, 6, 7 and 2 more: compute could not be observed; asked: bf16"
+    assert str(Refusal(tuple(everywhere))) == text
+
+
+def test_what_all_ranks_have_names_none() -> None:
+    assert consensus.combine([Report([WRONG]), None, Report([WRONG])]) == [WRONG]
+    assert consensus.combine([Report([on(1)]), Report([])]) == [on(1)], "it was agreed on before"
+
+
+def test_a_failure_that_is_explained_is_reported_once() -> None:
+    """Gradients that are all rounded are explained by a reduction in 16 bits, not by an unproven one."""
+    fingerprints = [Fingerprint({"w": (1.0, 0.5)}, loss=loss, rounded="bf16") for loss in (1.0, 2.0)]
+    for failure, expected in (
+        (Failure(FailureKind.WRONG, "reduction: bf16; asked: fp32", "reduction"), ["reduction"]),
+        (Failure(FailureKind.UNPROVEN, "reduction could not be observed", "reduction"), ["reduction", "gradients"]),
+    ):
+        found = consensus.combine([Report([failure], each) for each in fingerprints])
+        assert [each.row for each in found] == expected
+    differing = [Fingerprint({"w": (norm, 0.5)}, rounded="bf16", loss=norm) for norm in (1.0, 2.0)]
+    assert [each.row for each in consensus.combine([Report([], each) for each in differing])] == [BETWEEN_RANKS]
+
+
+@pytest.mark.parametrize("failure", [WRONG, UNPROVEN, on(1, 3), Failure(FailureKind.WRONG, "not proven: a name")])
+def test_failures_are_exchanged_as_data(failure: Failure) -> None:
+    assert read_failure(json.loads(json.dumps(failure.data()))) == failure
+
+
+@pytest.mark.parametrize("published", ["compute: fp32; asked: bf16", {"kind": "wrong"}, 3, None, {"text": 1}])
+def test_what_another_version_publishes_ends_no_run_as_wrong(published: object) -> None:
+    assert read_failure(published).kind is FailureKind.UNPROVEN
+
+
+def test_a_report_with_fields_that_are_not_known_is_read() -> None:
+    data = Report([WRONG], SAME, 8, 3).data()
+    data["fingerprint"]["later"], data["later"] = 1, 2
+    assert consensus._read_report(json.dumps(data).encode()) == Report(
+        [WRONG], Fingerprint({"weight": [1.0, 0.5]}), 8, 3
+    )  # type: ignore[dict-item, list-item]

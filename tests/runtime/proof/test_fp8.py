@@ -14,8 +14,9 @@ from torch import nn
 import mpguard
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof import fp8
-from mpguard.runtime.proof.compare import compare, failures
+from mpguard.runtime.proof.checks import compare, failures
 from mpguard.runtime.proof.observe import Computed, Observed
+from mpguard.runtime.proof.verdict import Verdict
 
 
 class Linear(nn.Module):
@@ -75,11 +76,14 @@ def test_the_head_and_fast_accumulation_are_in_the_layers_and_proven() -> None:
             assert getattr(model.body.config, name).use_fast_accum is converted.fp8_fast_accum
         seen = Observed(fp8=fp8.find_fp8_layers(list(model.named_modules()), asked, []))
         rows[converted.fp8_head] = {row.name: row for row in compare(seen, Plan(asked))}
-    assert rows[True]["fp8"].ok and rows[True]["fp8"].found == "2 of 2 Linear (torchao tensorwise, emulated)"
-    assert rows[False]["fp8"].ok is False
+    assert (
+        rows[True]["fp8"].verdict is Verdict.AS_ASKED
+        and rows[True]["fp8"].found == "2 of 2 Linear (torchao tensorwise, emulated)"
+    )
+    assert rows[False]["fp8"].verdict is Verdict.WRONG
     assert rows[False]["fp8"].found.endswith("fast_accumulation_in_gradients is False, not True")
-    assert (rows[False]["not in fp8"].found, rows[False]["not in fp8"].ok) == ("lm_head", False)
-    assert (rows[True]["fp8 head"].found, rows[True]["fp8 head"].ok) == ("lm_head in fp8", True)
+    assert (rows[False]["not in fp8"].found, rows[False]["not in fp8"].verdict) == ("lm_head", Verdict.WRONG)
+    assert (rows[True]["fp8 head"].found, rows[True]["fp8 head"].verdict) == ("lm_head in fp8", Verdict.AS_ASKED)
 
 
 def llama(vocabulary: int, tied: bool) -> Any:
@@ -93,14 +97,16 @@ def llama(vocabulary: int, tied: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "tied", "found", "ok"),
+    ("vocabulary", "tied", "found", "verdict"),
     [
-        (64, True, "lm_head in fp8", True),
-        (64, False, "lm_head in fp8", True),
-        (57, False, "left in bf16 (lm_head: 57 is not a multiple of 16)", None),
+        (64, True, "lm_head in fp8", Verdict.AS_ASKED),
+        (64, False, "lm_head in fp8", Verdict.AS_ASKED),
+        (57, False, "left in bf16 (lm_head: 57 is not a multiple of 16)", Verdict.NOT_ASKED),
     ],
 )
-def test_heads_of_transformers_are_in_fp8_tied_ones_too(vocabulary: int, tied: bool, found: str, ok: bool) -> None:
+def test_heads_of_transformers_are_in_fp8_tied_ones_too(
+    vocabulary: int, tied: bool, found: str, verdict: Verdict
+) -> None:
     pytest.importorskip("torchao")
     policy = mpguard.Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True, fp8_head=True)
     ids = torch.randint(0, vocabulary, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -117,7 +123,7 @@ def test_heads_of_transformers_are_in_fp8_tied_ones_too(vocabulary: int, tied: b
     assert cosine > 0.98, "the gradients of both uses of a tied weight"
     seen = Observed(fp8=fp8.find_fp8_layers(list(model.named_modules()), policy, []))
     row = next(row for row in compare(seen, Plan(policy)) if row.name == "fp8 head")
-    assert (row.found, row.ok) == (found, ok)
+    assert (row.found, row.verdict) == (found, verdict)
 
 
 def test_experts_have_a_row_with_what_they_multiplied_in() -> None:
@@ -137,24 +143,32 @@ def test_experts_have_a_row_with_what_they_multiplied_in() -> None:
         return {row.name: row for row in compare(Observed(fp8=layers, computed=computed), Plan(policy))}
 
     mpguard.convert(model, plain)
-    assert (rows(asked)["not in fp8"].ok, "fp8 experts" in rows(plain)) == (False, False)
+    assert (rows(asked)["not in fp8"].verdict, "fp8 experts" in rows(plain)) == (Verdict.WRONG, False)
     assert name in rows(asked)["not in fp8"].found
     mpguard.convert(mpguard.revert(model), asked)
     found = rows(asked)
-    assert found["fp8"].ok and found["fp8 experts"].ok and "not in fp8" not in found
+    assert (
+        found["fp8"].verdict is Verdict.AS_ASKED
+        and found["fp8 experts"].verdict is Verdict.AS_ASKED
+        and "not in fp8" not in found
+    )
     assert found["fp8 experts"].found == f"{name}, model.layers.1.mlp.experts in fp8 (e4m3, a scale per row)"
     assert rows(asked, "bf16")["fp8 experts"].found == f"{name} multiplied in bf16"
-    assert rows(asked, "bf16")["fp8 experts"].ok is False
-    assert rows(asked.replace(fp8_exclude=("*layers.0.mlp.experts",)))["fp8_exclude"].ok is False, "in FP8 all the same"
+    assert rows(asked, "bf16")["fp8 experts"].verdict is Verdict.WRONG
+    assert rows(asked.replace(fp8_exclude=("*layers.0.mlp.experts",)))["fp8_exclude"].verdict is Verdict.WRONG, (
+        "in FP8 all the same"
+    )
     alone = asked.replace(fp8_exclude=("*_proj", "*lm_head"))
     mpguard.convert(mpguard.revert(model), alone)
     found = rows(alone)
-    assert (found["fp8"].ok, found["fp8"].found) == (True, "0 of 9 Linear (torchao, emulated)")
-    assert found["fp8 experts"].ok
+    assert (found["fp8"].verdict, found["fp8"].found) == (Verdict.AS_ASKED, "0 of 9 Linear (torchao, emulated)")
+    assert found["fp8 experts"].verdict is Verdict.AS_ASKED
     mpguard.convert(mpguard.revert(model), asked)
     model.set_experts_implementation("eager")
     left = rows(asked)["fp8 experts"]
-    assert left.ok is None and left.found.startswith(f"left in bf16 ({name}: are computed by the implementation eager")
+    assert left.verdict is Verdict.NOT_ASKED and left.found.startswith(
+        f"left in bf16 ({name}: are computed by the implementation eager"
+    )
 
 
 def share(fp8_flops: int, *, required: bool = True) -> Any:
@@ -172,9 +186,9 @@ def share(fp8_flops: int, *, required: bool = True) -> Any:
 
 def test_a_model_in_which_fp8_covers_almost_nothing_is_refused() -> None:
     row, messages = share(3)
-    assert row.ok is False and row.found == "0.3 % of the products; the others are in body (Conv2d of Net)"
-    assert "asked: at least 5 %: FP8 saves no time here. Only Linear layers become FP8" in messages[0]
+    assert row.verdict is Verdict.WRONG and row.found == "0.3 % of the products; the others are in body (Conv2d of Net)"
+    assert "asked: at least 5 %: FP8 saves no time here. Only Linear layers become FP8" in str(messages[0])
     row, messages = share(3, required=False)
-    assert row.ok is None and row.found.startswith("0.3 %") and not messages
+    assert row.verdict is Verdict.NOT_ASKED and row.found.startswith("0.3 %") and not messages
     row, messages = share(60)
-    assert (row.found, row.ok, messages) == ("6 % of the products", None, [])
+    assert (row.found, row.verdict, messages) == ("6 % of the products", Verdict.NOT_ASKED, [])

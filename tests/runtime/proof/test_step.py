@@ -22,7 +22,7 @@ from shared import made_once
 from torch import nn
 
 from mpguard.runtime.proof import collectives, gradients, optimizer_state, reductions, rounding, tf32
-from mpguard.runtime.proof.compare import _names
+from mpguard.runtime.proof.checks.common import format_names
 from mpguard.runtime.proof.observe import Observed
 from mpguard.runtime.proof.reductions import Fingerprint
 
@@ -288,7 +288,7 @@ def test_a_gradient_that_differs_is_named() -> None:
     other = Fingerprint({"body.weight": (1e6, 3.0), "head.weight": (1.1, 0.5)})
     assert reductions.compare_ranks([one, Fingerprint(dict(one.gradients))]) == []
     (found,) = reductions.compare_ranks([one, other])
-    assert "differ between ranks after the step (head.weight: norm 1 on rank 0, 1.1 on rank 1)" in found
+    assert "differ between ranks after the step (head.weight: norm 1 on rank 0, 1.1 on rank 1)" in found.text
 
 
 def test_rounding_needs_losses_that_differ() -> None:
@@ -296,7 +296,7 @@ def test_rounding_needs_losses_that_differ() -> None:
     same = [Fingerprint(loss=0.5, rounded="bf16")] * 2
     assert reductions.compare_ranks(same) == []
     differing = [Fingerprint(loss=0.5, rounded="bf16"), Fingerprint(loss=0.7, rounded="bf16")]
-    assert "rounded to bf16" in reductions.compare_ranks(differing)[0]
+    assert "rounded to bf16" in reductions.compare_ranks(differing)[0].text
     assert reductions.compare_ranks(differing, explained=True) == []
     assert reductions.compare_ranks([differing[0], Fingerprint(loss=0.0, rounded="bf16")]) == [], (
         "one rank adds nothing"
@@ -344,8 +344,8 @@ def test_tf32_is_compared_for_each_library() -> None:
 
 def test_long_lists_of_names_are_cut_with_a_count() -> None:
     lora = [f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_A.default" for n in range(250)]
-    assert _names(lora) == f"{lora[0]} and 249 more"
-    assert _names(["5", "4", "lm_head", "b"], Observed(modules={"5": "Linear of Net", "4": "Linear of Net"})) == (
+    assert format_names(lora) == f"{lora[0]} and 249 more"
+    assert format_names(["5", "4", "lm_head", "b"], Observed(modules={"5": "Linear of Net", "4": "Linear of Net"})) == (
         "`5` (Linear of Net), `4` (Linear of Net), lm_head and 1 more"
     )
 

@@ -1,0 +1,115 @@
+"""The checks of the proof: each compares one fact with the plan. `compare` runs all of them.
+
+    processes  the engine and the number of processes
+    compute    what was computed: products, attention, frozen parts, FP32 modules, TF32
+    fp8        FP8 layers
+    gradients  gradients, accumulation, reduction, loss scale
+    optimizer  the weights that the optimizer updates, and its states
+    model      parameters, buffers, output, compilation
+    common     shares, and numbers and names as text
+
+A check returns its row, or rows, with the verdict, the allowance that it needs and the advice. To add one: a function
+in the module of its subject, and its line in `CHECKS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from mpguard.policy.allow import LOCAL_SGD
+from mpguard.runtime.containment import has_failed
+from mpguard.runtime.plan import Plan
+from mpguard.runtime.proof.checks import compute, fp8, gradients, model, optimizer, processes
+from mpguard.runtime.proof.observe import Observed
+from mpguard.runtime.proof.reductions import BETWEEN_RANKS
+from mpguard.runtime.proof.verdict import IN_FORCE, NOT_PROVEN, Failure, Row, Verdict, not_observed, verdict_of
+
+#: Rows without which a low-precision run is not proven.
+REQUIRED_ROWS = ("compute", "reduction")
+
+#: The checks in the order of their rows, by the name of the (first) row. The name is that of an error in `Observed`.
+CHECKS: dict[str, Callable[[Observed, Plan], Row | list[Row]]] = {
+    "engine": processes.engine,
+    "processes": processes.processes,
+    "parameters": model.parameters,
+    "compute": compute.compute,
+    "attention": compute.attention,
+    "frozen parts": compute.frozen,
+    "fp8": fp8.fp8,
+    "fp32 modules": compute.fp32_modules,
+    "gradients": gradients.gradients,
+    "accumulation": gradients.accumulation,
+    "reduction": gradients.reduction,
+    "coverage": gradients.coverage,
+    "optimizer": optimizer.optimizer,
+    "scaler": gradients.scaler,
+    "buffers": model.buffers,
+    "output": model.output,
+    "tf32": compute.tf32,
+    "compile": model.compiled,
+    "attention mask": model.attention_mask,
+    "kept in bf16": model.kept,
+}
+
+
+def compare(seen: Observed, plan: Plan) -> tuple[Row, ...]:
+    """Return one row per fact. Does not need torch."""
+    rows: list[Row] = []
+    for name, check in CHECKS.items():
+        found: Row | list[Row] = []
+        if name not in seen.errors:
+            with seen.observing(name):
+                found = check(seen, plan)
+        if name in seen.errors:
+            found = not_observed(name)
+        rows += found if isinstance(found, list) else [found]
+    rows += [Row(field, f"off: {reason}", "", Verdict.NOT_ASKED) for field, reason in seen.left_out.items()]
+    return (*rows, *_not_needed(rows, plan))
+
+
+def _not_needed(rows: Iterable[Row], plan: Plan) -> list[Row]:
+    """Return a row for the allowances that no row needs. `unsynchronized` decides about local SGD."""
+    needed = {name for row in rows for name in row.allowed.split("; ")}
+    names = [str(each) for each in plan.allow if each.kind != LOCAL_SGD and str(each) not in needed]
+    return [Row("allow", f"not needed: {', '.join(names)}", "", Verdict.NOT_ASKED)] if names else []
+
+
+def unsynchronized(
+    rows: Iterable[Row], failures: Sequence[Failure], plan: Plan
+) -> tuple[tuple[Row, ...], list[Failure]]:
+    """Return rows and failures of all ranks where ranks may step without reducing each time: `allow: local_sgd`."""
+    rows = tuple(rows)
+    if not plan.allowed(LOCAL_SGD):
+        return rows, list(failures)
+    others = [failure for failure in failures if failure.row != BETWEEN_RANKS]
+    if len(others) < len(failures):
+        found = "the gradients differ between ranks"
+        row = Row("local sgd", found, "reduced over all", Verdict.ALLOWED, LOCAL_SGD)
+    elif any(row.allowed == LOCAL_SGD for row in rows):
+        return rows, others
+    else:
+        row = Row("allow", f"not needed: {LOCAL_SGD}", "", Verdict.NOT_ASKED)
+    return (*rows, row), others
+
+
+def failures(rows: Iterable[Row], plan: Plan, seen: Observed) -> list[Failure]:
+    """Return the failures of wrong rows; if there are none, those of the rows that must be observed and were not."""
+    rows = list(rows)
+    wrong = [row.failure() for row in rows if row.verdict is Verdict.WRONG]
+    if wrong or has_failed():
+        return wrong
+    excused = ("compute",) if seen.inferred else ()  # that operators cannot be recorded must not end a training
+    return [row.failure() for row in _missing(rows, plan) if row.name not in excused]
+
+
+def _missing(rows: Iterable[Row], plan: Plan) -> list[Row]:
+    """Return the rows that must be observed, and were not."""
+    if not plan.policy.low_precision:
+        return []
+    return [row for row in rows if row.name in REQUIRED_ROWS and row.verdict is Verdict.UNPROVEN]
+
+
+def verdict_on(rows: Iterable[Row], plan: Plan, failures: Iterable[Failure]) -> str:
+    """Return `verdict_of` the failures; `not proven` if a required row is missing because mpguard's own code failed."""
+    verdict = verdict_of(failures)
+    return NOT_PROVEN if verdict == IN_FORCE and _missing(rows, plan) else verdict

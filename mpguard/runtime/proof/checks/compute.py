@@ -1,0 +1,240 @@
+"""Checks of what was computed: the dtypes of products, attention, frozen parts, FP32 modules, and TF32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mpguard.nn.fp8.filters import pattern_around
+from mpguard.policy.allow import FP32, FROZEN, QUANTIZED, Allowance
+from mpguard.policy.dtype import Dtype
+from mpguard.runtime.plan import Plan
+from mpguard.runtime.proof import tf32 as switches
+from mpguard.runtime.proof.checks.common import (
+    UNKNOWN_SHARE,
+    allowed_dtypes,
+    by_dtype,
+    format_counts,
+    format_names,
+    format_places,
+    format_share,
+    narrower,
+    products_of,
+)
+from mpguard.runtime.proof.observe import Computed, Observed
+from mpguard.runtime.proof.verdict import Row, Verdict, not_observed
+
+#: At most this share of the products may be in a wider dtype than the policy's: a router, a small head. None may be in
+#: a narrower one.
+WIDER_SHARE = 0.1
+
+#: The same where the products are inferred from autograd's graph, which shows neither attention nor what functions do.
+INFERRED_SHARE = 0.5
+
+#: So many elements of gradients that backward casts to a narrower dtype and back are refused, however large the model.
+MANY = 256
+
+#: What is found where an optimizer updates only scalars and vectors (a temperature), and no product leads to them.
+NO_PRODUCTS = "none: no matrix is trained"
+
+#: What is found where TF32 is asked for on a CPU.
+NO_TF32 = "none: the model is on the CPU, which has no TF32"
+
+
+def compute(seen: Observed, plan: Plan) -> Row:
+    """Compare the dtypes of the products whose results reach a gradient. `allow: fp32` accepts some in FP32."""
+    name, asked = "compute", plan.policy.compute_dtype.short + (" or fp8" if plan.policy.fp8 else "")
+    products = products_of(seen, trained=True)
+    total = sum(each.flops for each in products)
+    if not total and not seen.matrices and seen.passes and not seen.compiled:
+        return Row(name, NO_PRODUCTS, "", Verdict.NOT_ASKED)
+    if not total:
+        return not_observed(name, asked, seen.inferred, _unobserved_advice([]))
+    others = [each for each in products if each.dtype and each.dtype not in allowed_dtypes(each.module, plan)]
+    islands = _islands(others, plan)
+    fewer_bits = narrower(products, plan)
+    wider = sum(each.flops for each in others if each not in fewer_bits)
+    outside = wider - sum(each.flops for each in islands)
+    limit = (INFERRED_SHARE if seen.inferred else WIDER_SHARE) * total
+    found = _found(seen, products, others)
+    if rounded := _rounded(seen, plan):
+        found = f"{found}; gradients or saved activations in {', '.join(rounded)}"
+        return Row(name, found, asked, Verdict.WRONG, advice=_advice(seen, plan))
+    if fewer_bits or outside > limit:
+        return Row(name, found, asked, Verdict.WRONG, advice=_advice(seen, plan))
+    unknown = [each for each in products if each.dtype is None]
+    share = sum(each.flops for each in unknown) / total
+    if share > UNKNOWN_SHARE:
+        kernels = list(dict.fromkeys(each.place for each in unknown))
+        reason = f"{100 * share:.0f} % of the products, in {format_names(kernels)}"
+        return not_observed(name, asked, reason, _unobserved_advice(kernels))
+    if wider > limit:
+        return Row(name, found, asked, Verdict.ALLOWED, "; ".join(dict.fromkeys(map(str, islands.values()))))
+    return Row(name, found, asked, Verdict.AS_ASKED)
+
+
+def _found(seen: Observed, products: list[Computed], others: list[Computed]) -> str:
+    """Return the dtypes of products with their shares, the places of other dtypes, and how much was looked at."""
+    found = format_counts(by_dtype(products))
+    found += f"; {'; '.join(format_places(others))}" if others and len(by_dtype(products)) > 1 else ""
+    if seen.inferred:
+        return f"{found} (inferred from autograd's graph: {seen.inferred})"
+    if seen.looked_at < seen.passes:
+        return f"{found} ({seen.looked_at} of {seen.passes} backward passes looked at)"
+    return found
+
+
+def _unobserved_advice(kernels: list[str]) -> str:
+    """Return what to do where no product was seen, or where the dtype of some kernels is not known."""
+    if not kernels:
+        return (
+            "No matrix product that mpguard recognizes is behind the gradients of this step. Activate mpguard before "
+            "the optimizer is created, and train in the same thread"
+        )
+    if any("CompiledFunction" in kernel for kernel in kernels):
+        return (
+            "No operator runs where a CUDA graph is replayed. Its products are known if the first calls of the "
+            "compiled code were looked at, and inductor's cache is on (TORCHINDUCTOR_FX_GRAPH_CACHE is not 0)"
+        )
+    return (
+        "Their kernels are no operators of torch, so that their dtype is not known: use operators of torch, or "
+        "accept it with --enforce warn"
+    )
+
+
+def _advice(seen: Observed, plan: Plan) -> str:
+    """Return what to do about products in another dtype than the policy's."""
+    asked = plan.policy.compute_dtype.short
+    products = products_of(seen, trained=True)
+    if _rounded(seen, plan):
+        return "Something rounds them to that dtype (a hook of saved tensors, a cast in the forward pass): remove it"
+    found = by_dtype(products)
+    if asked == "fp32" or (asked not in found and found.keys() & {"bf16", "fp16"}):
+        return "Remove the autocast or the cast there, or choose a policy of that dtype"
+    if asked not in found:
+        return "Autocast (or the engine) was not in force around the forward pass: run the forward pass inside it"
+    return (
+        f"At most {100 * WIDER_SHARE:.0f} % of the products may be in a wider dtype, and none in a narrower one: "
+        "enable autocast there (a custom Function or operator must multiply in autocast's dtype, in backward too), "
+        f"or accept it{_allow_hint(products, plan)}"
+    )
+
+
+def _allow_hint(products: Iterable[Computed], plan: Plan) -> str:
+    """Return how to accept what computes in FP32."""
+    wider = [each for each in products if each.dtype == "fp32"]
+    named = (each.module for each in wider if each.module)
+    module = next((each for each in named if pattern_around(each, plan.policy.fp32_modules) is None), None)
+    place = module or next((each.place for each in wider if not each.module), None)
+    return f": mpguard_allow: [{{fp32: {place}}}]" if place else " with --enforce warn"
+
+
+def _islands(products: Iterable[Computed], plan: Plan) -> dict[Computed, Allowance]:
+    """Return the products in FP32 of modules that the run allows by a pattern, with what allows them."""
+    patterns = {each.value: each for each in plan.allow if each.kind == FP32}
+    found = {each: _pattern_of(each, patterns) for each in products if each.dtype == "fp32"}
+    return {each: patterns[pattern] for each, pattern in found.items() if pattern is not None}
+
+
+def _pattern_of(product: Computed, patterns: Iterable[str]) -> str | None:
+    """Return the pattern that names where products ran: their module, or what the proof calls their place."""
+    place = product.module or product.place
+    return place if not product.module and place in patterns else pattern_around(product.module or "", patterns)
+
+
+def _rounded(seen: Observed, plan: Plan) -> list[str]:
+    """Return the dtypes narrower than the policy's that gradients or saved activations went through in backward.
+
+    Empty if products ran in a narrower dtype: then their gradients are in it too.
+    """
+    asked = plan.policy.compute_dtype
+    if narrower(products_of(seen, trained=True), plan):
+        return []
+    least = WIDER_SHARE * sum(seen.gradients.values())
+    narrow = {dtype for dtype, elements in seen.widened.items() if elements > least}
+    narrow |= {dtype for dtype, elements in seen.rounded_in_backward.items() if elements > min(least, MANY)}
+    expected = {asked.short, plan.policy.reduce_dtype.short}  # DDP's hooks run in backward
+    expected |= set() if plan.policy.low_bit_recipe is None else {"fp8", "fp4"}
+    return sorted(narrow & {"bf16", "fp16", "fp8", "fp4"} - expected)  # integers are masks and indices
+
+
+def attention(seen: Observed, plan: Plan) -> list[Row]:
+    """Compare the dtypes of attention. Autocast leaves some of it in FP32, which the model does not choose."""
+    policy, products = plan.policy, products_of(seen, trained=True, attention=True)
+    counts = by_dtype(products)
+    if not counts:
+        return []
+    in_fp8 = policy.fp8_dot_product_attention or policy.fp8_multi_head_attention
+    fewer_bits = [each for each in narrower(products, plan) if not (in_fp8 and each.dtype == "fp8")]
+    found = format_counts(counts)
+    found += f"; {'; '.join(format_places(fewer_bits))}" if fewer_bits and len(counts) > 1 else ""
+    advice = "Cast the queries, keys and values to the policy's dtype, or remove the cast before the attention"
+    return [Row("attention", found, policy.compute_dtype.short, Verdict.of(not fewer_bits), advice=advice)]
+
+
+def frozen(seen: Observed, plan: Plan) -> list[Row]:
+    """Show the products that reach no gradient. Fails if those of a trained model are in a narrower dtype.
+
+    `allow: frozen` accepts a dtype.
+    """
+    if not by_dtype(each for each in seen.computed if not each.trained):
+        return []
+    fewer_bits = narrower([each for each in seen.computed if not each.trained and each.inside], plan)
+    found, asked = frozen_share(seen, least=0.0), plan.policy.compute_dtype.short
+    if not fewer_bits:
+        return [Row("frozen parts", found, "", Verdict.NOT_ASKED)]
+    found += f"; {'; '.join(format_places(fewer_bits))}"
+    allowed = {each.value: each for each in plan.allow if each.kind == FROZEN}
+    if all(each.dtype in allowed for each in fewer_bits):
+        names = "; ".join(str(allowed[each]) for each in by_dtype(fewer_bits))
+        return [Row("frozen parts", found, asked, Verdict.ALLOWED, names)]
+    known = [dtype for dtype in by_dtype(fewer_bits) if dtype in QUANTIZED or Dtype.spelled(dtype)]
+    accepted = f": mpguard_allow: [{{frozen: {known[0]}}}]" if known else " with --enforce warn"
+    advice = (
+        "What they compute goes into the trained part with less precision than the policy has. Load or cast them "
+        f"in {asked} or fp32, or accept it{accepted}"
+    )
+    return [Row("frozen parts", found, asked, Verdict.WRONG, advice=advice)]
+
+
+def frozen_share(seen: Observed, least: float = 0.01) -> str:
+    """Return the dtypes of frozen parts and their share: `fp32, 99 % of the products`. Empty below the least share."""
+    work = sum(each.flops for each in seen.computed if not each.trained)
+    share = work / max(1, sum(each.flops for each in seen.computed))
+    if share <= least:
+        return ""
+    counts = by_dtype(each for each in seen.computed if not each.trained)
+    return f"{format_counts(counts)}, {format_share(share)} of the products" if counts else ""
+
+
+def fp32_modules(seen: Observed, _plan: Plan) -> list[Row]:
+    """Compare what the modules that `fp32_modules` names computed in."""
+    fp32 = seen.fp32
+    if fp32 is None:
+        return []
+    name, asked = "fp32 modules", "fp32"
+    if fp32.unmatched:
+        found = f"{', '.join(fp32.unmatched)} matches no module"
+        return [Row(name, found, "a pattern that matches", Verdict.WRONG)]
+    if fp32.left:
+        asked = "fp32: add modules to the model before its optimizer is created"
+        return [Row(name, f"{format_names(fp32.left)} not in fp32", asked, Verdict.WRONG)]
+    counts = [f"{dtype} ({format_names(names)})" for dtype, names in fp32.computed.items()]
+    if not counts:
+        return [not_observed(name, asked)]
+    low = [dtype for dtype in fp32.weights if dtype in ("bf16", "fp16")]
+    found = ", ".join(counts)
+    found += f", from weights that {seen.engine} holds in {low[0]}" if low else ""
+    found += f"; not called: {format_names(fp32.idle)}" if fp32.idle else ""
+    return [Row(name, found, asked, Verdict.of(not set(fp32.computed) - {"fp32", "fp64"}))]
+
+
+def tf32(seen: Observed, plan: Plan) -> list[Row]:
+    """Compare torch's switches for products of FP32 matrices."""
+    asked = plan.policy.tf32
+    if asked and seen.device == "cpu":
+        return [Row("tf32", NO_TF32, "on", Verdict.WRONG)]
+    if asked is None or not seen.fp32_switches:
+        return []
+    found, same = switches.compare(seen.fp32_switches, asked)
+    advice = "The script, or a library, has set it after mpguard: remove that"
+    return [Row("tf32", found, "on" if asked else "off", Verdict.of(same), advice=advice)]

@@ -1,0 +1,160 @@
+"""Checks of gradients: their dtype, their sums over passes, their reduction over ranks, and the loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mpguard.policy.allow import LOCAL_SGD, LOSS_SCALING
+from mpguard.policy.dtype import Dtype
+from mpguard.runtime.plan import Plan
+from mpguard.runtime.proof.checks.common import (
+    format_amount,
+    format_counts,
+    format_names,
+    is_stage,
+    mostly,
+    updated_dtype,
+)
+from mpguard.runtime.proof.observe import Observed
+from mpguard.runtime.proof.products import bits
+from mpguard.runtime.proof.verdict import UNOBSERVED, Row, Verdict, not_observed
+
+#: What is found as scaler where there is none, and after the class of one that is disabled.
+NO_SCALER, DISABLED = "none", ", disabled"
+
+#: What is found where a GradScaler has scaled the loss, and the optimizer was not stepped through it.
+BYPASSED = "a GradScaler has scaled the loss, and the step went past it, with gradients that are still scaled"
+
+
+def gradients(seen: Observed, plan: Plan) -> Row:
+    """Compare the dtypes of the gradients that the optimizer was stepped with."""
+    asked = updated_dtype(seen, plan).short
+    if not seen.gradients:
+        return not_observed("gradients", asked)
+    # Next to masters, gradients of several passes are added up in FP32.
+    narrow = any(bits(dtype) < bits(asked) for dtype in seen.gradients)
+    same = not narrow if asked != plan.policy.master_dtype.short else mostly(seen.gradients, asked)
+    return Row("gradients", format_counts(seen.gradients), asked, Verdict.of(same))
+
+
+def accumulation(seen: Observed, plan: Plan) -> list[Row]:
+    """Compare the dtype in which gradients of several backward passes were added up; no row if there were none."""
+    policy = plan.policy
+    asked = min(policy.reduce_dtype, policy.master_dtype, key=lambda dtype: dtype.bits)
+    if not seen.accumulation and not seen.rounded:
+        return []
+    if not seen.rounded:
+        passes = "pass" if seen.accumulated_passes == 1 else "passes"
+        found = f"{format_counts(seen.accumulation)}, {seen.accumulated_passes} {passes}"
+        same = _is_reduced_in(seen.accumulation, asked)
+    else:
+        found = ", ".join(f"{dtype} in {count} sampled parameters" for dtype, count in seen.rounded.items())
+        found = f"rounded to {found}"
+        same = all(bits(dtype) >= asked.bits for dtype in seen.rounded)
+    advice = "What the small dtype rounds away is lost: add up in FP32 buffers, and cast nothing before the step"
+    if seen.engine == "fsdp1":
+        advice = (
+            "FSDP1 adds up in the compute dtype inside no_sync(): reduce each pass, or use FSDP2, which adds in FP32"
+        )
+    return [Row("accumulation", found, asked.short, Verdict.of(same), advice=advice)]
+
+
+def reduction(seen: Observed, plan: Plan) -> Row:
+    """Compare the dtype of the reduction; a wider one than requested is accepted, because it loses nothing.
+
+    `allow: local_sgd` accepts a step without one.
+    """
+    name, asked = "reduction", plan.policy.reduce_dtype
+    if seen.world_size == 1:
+        return Row(name, "none: one process", "", Verdict.NOT_ASKED)
+    if seen.averaging:
+        return Row(name, f"none: weights are averaged ({seen.averaging})", asked.short, Verdict.NOT_ASKED)
+    if not seen.reductions and seen.reduced_by == "tensor parallel":
+        found = "none: parameters are sharded over all ranks (tensor parallel)"
+        return Row(name, found, asked.short, Verdict.NOT_ASKED)
+    if not seen.reductions and is_stage(seen):
+        return Row(name, "none: each rank has a part of the model", asked.short, Verdict.NOT_ASKED)
+    if not seen.reductions and plan.allowed(LOCAL_SGD):
+        return Row(name, UNOBSERVED, asked.short, Verdict.ALLOWED, LOCAL_SGD)
+    if not seen.reductions:
+        advice = (
+            "No collective with gradients was seen. Run the last backward pass before a step outside no_sync(), or "
+            "reduce the gradients with the functions of torch.distributed"
+        )
+        return not_observed(name, asked.short, advice=advice)
+    parts = seen.reductions_over or {"": seen.reductions}
+    same = Verdict.of(all(_is_reduced_in(counts, asked) for counts in parts.values()))
+    if set(parts) == {""}:
+        return Row(name, f"{format_counts(seen.reductions)} ({seen.reduced_by})", asked.short, same)
+    named = {
+        label if not label or label.startswith("by ") else f"over {label}": counts for label, counts in parts.items()
+    }
+    found = ", ".join(f"{format_counts(counts)} {label}".rstrip() for label, counts in named.items())
+    return Row(name, f"{found} ({seen.reduced_by})", asked.short, same)
+
+
+def _is_reduced_in(counts: Mapping[str, int], asked: Dtype) -> bool:
+    """True if at most 1 % of the elements are in a narrower dtype, and none in another one of the same width."""
+    narrow = sum(count for dtype, count in counts.items() if bits(dtype) < asked.bits)
+    other = any(bits(dtype) == asked.bits and dtype != asked.short for dtype in counts)
+    return narrow <= sum(counts.values()) * 0.01 and not other
+
+
+def coverage(seen: Observed, _plan: Plan) -> list[Row]:
+    """Return what reduces the gradients of the parameters, if it is not one engine; ranks compare the last ones."""
+    if set(seen.covered) <= {"ddp", "engine"} or set(seen.covered) == {"script"}:
+        return []
+    names = {"ddp": "DDP", "engine": "the engine", "script": "the script"}
+    by = [f"{format_amount(count)} by {names[kind]}" for kind, count in seen.covered.items() if kind in names]
+    by += [f"by nothing: {format_names(seen.alone, seen)}"] if seen.alone else []
+    return [Row("coverage", ", ".join(by), "every trained parameter is reduced", Verdict.NOT_ASKED)]
+
+
+def scaler(seen: Observed, plan: Plan) -> list[Row]:
+    """Compare the loss scaler with the policy's. `allow: loss_scaling` accepts that the script scales itself."""
+    name, policy, found_scaler = "scaler", plan.policy, seen.scaler
+    enabled = found_scaler is not None and found_scaler["enabled"]
+    found = f"{found_scaler['kind']}, scale {found_scaler['scale']:g}" if found_scaler else NO_SCALER
+    if not policy.fp16:
+        return [Row(name, found, "", Verdict.NOT_ASKED)] if enabled else []
+    asked = "a fixed scale" if policy.loss_scale is not None else "dynamic loss scaling"
+    if found_scaler is None or not enabled:
+        return [_no_scaler(seen, plan, asked)]
+    same = True
+    if policy.loss_scale is not None:
+        asked = f"a fixed scale of {policy.loss_scale:g}"
+        same = abs(found_scaler["scale"] / policy.loss_scale - 1) < 1e-6
+    elif found_scaler.get("window") is not None:
+        asked = f"dynamic, window {policy.loss_scale_window}"
+        found += f", window {found_scaler['window']}"
+        same = found_scaler["window"] == policy.loss_scale_window and found_scaler["scale"] <= policy.initial_loss_scale
+    if seen.unscaled and not seen.engine.startswith("deepspeed"):
+        found, same = f"{found}; backward ran on a loss that it did not scale", False
+    advice = "A GradScaler gets the policy's values only if mpguard is active when it is created: create it after that"
+    if seen.unscaled:
+        advice = "Call backward on the result of scaler.scale(loss), for each loss"
+    return [Row(name, found, asked, Verdict.of(same), advice=advice)]
+
+
+def _no_scaler(seen: Observed, plan: Plan, asked: str) -> Row:
+    """Return the row of a run in FP16 without a scaler that is enabled and used."""
+    bypassed = bool(seen.scaled and not seen.unscaled)
+    if seen.scaler is not None:
+        found = f"{seen.scaler['kind']}{DISABLED}"
+    else:
+        found = BYPASSED if bypassed else NO_SCALER
+    if plan.allowed(LOSS_SCALING):
+        return Row("scaler", found, asked, Verdict.ALLOWED, LOSS_SCALING)
+    if seen.scaler is not None and seen.unscaled:
+        advice = "Call backward on the result of scaler.scale(loss), for each loss"
+    elif seen.scaler is None and bypassed:
+        advice = (
+            "Step through it: `scaler.step(optimizer)` divides the gradients by the scale, and skips a step that has "
+            f"overflowed; then `scaler.update()`. If the script divides them itself: mpguard_allow: [{LOSS_SCALING}]"
+        )
+    else:
+        advice = (
+            "FP16 gradients below 6e-8 are lost without loss scaling. Scale the loss with a GradScaler, or use BF16. "
+            f"If the script scales the loss itself: mpguard_allow: [{LOSS_SCALING}]"
+        )
+    return Row("scaler", found, asked, Verdict.WRONG, advice=advice)

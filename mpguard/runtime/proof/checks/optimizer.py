@@ -1,0 +1,79 @@
+"""Checks of the optimizer: the dtypes and values of the weights that it updates, and of its states."""
+
+from __future__ import annotations
+
+from mpguard.policy.allow import STATES
+from mpguard.policy.dtype import Dtype
+from mpguard.policy.policy import Policy
+from mpguard.runtime.plan import Plan
+from mpguard.runtime.proof.checks.common import format_counts, mostly
+from mpguard.runtime.proof.observe import Observed
+from mpguard.runtime.proof.verdict import Row, Verdict, not_observed
+
+#: What to do about weights whose values are rounded.
+ROUNDED_WEIGHTS = (
+    "What the small dtype rounds away of each update is lost: cast copies of the weights, not their values"
+)
+
+
+def optimizer(seen: Observed, plan: Plan) -> Row:
+    """Compare the weights that the optimizer updates, and its states. `allow: states` accepts a lower dtype of these.
+
+    Quantized states are shown, and not refused: the script chose that optimizer.
+    """
+    name, asked = "optimizer", plan.policy.master_dtype.short
+    if not seen.masters:
+        return Row(name, seen.optimizer, asked, Verdict.UNPROVEN) if seen.optimizer else not_observed(name, asked)
+    rounded_states = "".join(f" rounded to {dtype}" for dtype in seen.rounded_states)
+    states = f", states {format_counts(seen.states)}{rounded_states}" if seen.states else ""
+    rounded = "".join(f" rounded to {dtype}" for dtype in seen.rounded_weights)
+    found = f"{seen.optimizer}, weights {format_counts(seen.masters)}{rounded}{states}"
+    both = f"weights and states {asked}"
+    lower, allowed = _lower_states(seen, plan), {each.value: each for each in plan.allow if each.kind == STATES}
+    exact = not ((rounded or rounded_states) and asked == "fp32")
+    if not (mostly(seen.masters, asked) and exact and allowed.keys() >= set(lower)):
+        return Row(name, found, both, Verdict.WRONG, advice=_advice(seen, plan))
+    if lower:
+        return Row(name, found, both, Verdict.ALLOWED, "; ".join(str(allowed[dtype]) for dtype in lower))
+    return Row(name, found, both, Verdict.NOT_ASKED if quantized_states(seen) else Verdict.AS_ASKED)
+
+
+def _lower_states(seen: Observed, plan: Plan) -> list[str]:
+    """Return the dtypes of states that are lower than the policy's, without those of quantized states."""
+    asked = plan.policy.master_dtype.short
+    return [dtype for dtype in seen.states if dtype in ("bf16", "fp16") and dtype != asked]
+
+
+def quantized_states(seen: Observed) -> list[str]:
+    """Return the formats of quantized states."""
+    return [dtype for dtype in seen.states if Dtype.spelled(dtype) is None]
+
+
+def _advice(seen: Observed, plan: Plan) -> str:
+    policy = plan.policy
+    if seen.rounded_weights:
+        return ROUNDED_WEIGHTS
+    if seen.rounded_states:
+        return "The script rounds the values of the states between the steps: leave them as the step has made them"
+    if mostly(seen.masters, policy.master_dtype.short):
+        accepted = ", ".join(f"{{states: {dtype}}}" for dtype in _lower_states(seen, plan))
+        return (
+            "Create the optimizer with its states in that dtype, use one that keeps them in it, or accept it: "
+            f"mpguard_allow: [{accepted}]"
+        )
+    return _load_in_fp32(seen, policy) if policy.master_dtype is Dtype.FP32 else ""
+
+
+def _load_in_fp32(seen: Observed, policy: Policy) -> str:
+    """Return how to have FP32 master weights, or to do without them."""
+    advice = "The optimizer's parameters are the master weights: "
+    if seen.cast:
+        advice += f"remove the cast ({seen.cast})"
+    else:
+        advice += (
+            "load the model in fp32 (`from_pretrained(NAME, dtype=torch.float32)`: transformers 5 loads a checkpoint "
+            "in the dtype it was saved in)"
+        )
+    if policy.bf16 and not policy.low_bit_recipe and "bf16" in seen.masters:
+        return f"{advice}, or train without master weights: recipe bf16_full"
+    return advice

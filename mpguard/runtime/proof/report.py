@@ -1,0 +1,93 @@
+"""`Proof`: the result for a run, as a table and as a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpguard.runtime.plan import Plan
+from mpguard.runtime.proof.checks.compute import frozen_share
+from mpguard.runtime.proof.checks.optimizer import quantized_states
+from mpguard.runtime.proof.observe import Observed
+from mpguard.runtime.proof.verdict import IN_FORCE, Failure, Row, Verdict
+
+#: Characters of the column of what was found: longer texts have no verdict below each other.
+FOUND_WIDTH = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """The result for a run. The facts about the whole run are in the file only: see `write`."""
+
+    #: `in force`, `not in force` or `not proven`: see `verdict_of`.
+    verdict: str
+    plan: Plan
+    rows: tuple[Row, ...] = ()
+    #: What is wrong, or not proven, with the ranks if not all have it.
+    failures: tuple[Failure, ...] = ()
+    observed: Observed | None = None
+
+    @property
+    def in_force(self) -> bool:
+        return self.verdict == IN_FORCE
+
+    def table(self, *, first: bool = True) -> str:
+        """Return the table that is printed. first: False for a further optimizer, whose name is in the first line."""
+        seen = self.observed
+        if seen is None:
+            return "\n".join(map(str, self.failures))
+        ranks = f"all {seen.world_size} ranks" if seen.world_size > 1 else "1 process"
+        step = f"step {seen.step}" if first else f"step {seen.step} of {seen.optimizer}"
+        head = (
+            f"{step} proven in force{'' if first else ' too'} on {ranks}"
+            if self.in_force
+            else f"{step}: {self.verdict}"
+        )
+        notes = f", after {seen.skipped} skipped" if seen.skipped else ""
+        named = {"frozen parts": frozen_share(seen), "optimizer states": ", ".join(quantized_states(seen))}
+        if self.in_force and any(named.values()):
+            notes += f" ({'; '.join(f'{name}: {found}' for name, found in named.items() if found)})"
+        unobserved = [row.name for row in self.rows if row.verdict is Verdict.UNPROVEN]
+        if unobserved and self.in_force:
+            notes += f", except for what could not be observed: {', '.join(unobserved)}"
+        lines = [f"{head}{notes} · recipe {self.plan.policy.name}"]
+        width = max((len(row.found) for row in self.rows if len(row.found) <= FOUND_WIDTH), default=0)
+        lines += [f"  {row.name:14} {row.found:{width}}  {row.verdict_text}".rstrip() for row in self.rows]
+        return "\n".join(lines)
+
+    def entry(self) -> dict[str, Any]:
+        """Return what the proof file has about one of several optimizers."""
+        seen = self.observed
+        return {
+            "optimizer": seen.optimizer if seen else "",
+            "step": seen.step if seen else None,
+            "verdict": self.verdict,
+            "failures": list(map(str, self.failures)),
+            "rows": [row.data() for row in self.rows],
+            "observed": seen.plain() if seen else None,
+        }
+
+    def write(self, path: str | Path, optimizers: Sequence[Proof] = (), run: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Write the proof as JSON. Raises `OSError`.
+
+        optimizers: the proofs of all optimizers. run: facts about the steps of each optimizer up to now.
+        """
+        data = {
+            "version": 1,
+            "verdict": self.verdict,
+            "recipe": self.plan.policy.name,
+            "policy": self.plan.policy.settings(),
+            "config": self.plan.config,
+            "strategy": self.plan.strategy,
+            "processes": self.plan.processes,
+            "enforce": self.plan.enforce,
+            "failures": list(map(str, self.failures)),
+            "rows": [row.data() for row in self.rows],
+            "observed": self.observed.plain() if self.observed else None,
+            "optimizers": [each.entry() for each in optimizers],
+            "run": list(run),
+        }
+        Path(path).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,46 @@
+"""The lines of a refusal: what they begin with follows from the kinds of its failures."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+import mpguard
+from mpguard.runtime.messages import failure_message, not_in_force
+from mpguard.runtime.proof.verdict import Failure, FailureKind, Refusal
+from mpguard.runtime.reporter import Reporter
+
+WRONG = Failure(FailureKind.WRONG, "compute: fp32; asked: bf16", "compute", (1,))
+UNPROVEN = Failure(FailureKind.UNPROVEN, "compute could not be observed; asked: bf16", "compute", (0,))
+
+#: A text decides nothing: this failure is wrong.
+MISLEADING = Failure(FailureKind.WRONG, "not proven: is the name of a module; asked: bf16", "compute")
+
+
+@pytest.mark.parametrize(
+    ("failures", "line"),
+    [
+        ((WRONG,), "not in force: rank 1: compute: fp32; asked: bf16"),
+        ((UNPROVEN,), "not proven: rank 0: compute could not be observed; asked: bf16"),
+        ((UNPROVEN, WRONG), "not in force: rank 0: not proven: compute could not be observed; asked: bf16; rank 1: "),
+        ((WRONG, UNPROVEN), "not in force: rank 1: compute: fp32; asked: bf16; rank 0: not proven: "),
+        ((MISLEADING,), "not in force: not proven: is the name"),
+    ],
+)
+def test_the_exit_line_begins_with_the_verdict(failures: tuple[Failure, ...], line: str) -> None:
+    error = not_in_force(Refusal(failures))
+    assert failure_message(error).startswith(line)
+    assert failure_message(error).endswith("(use --enforce warn to continue)")
+    assert failure_message(pickle.loads(pickle.dumps(error))) == failure_message(error)
+
+
+def test_enforce_warn_prints_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    ten = Refusal((Failure(FailureKind.UNPROVEN, "compute could not be observed", "compute", tuple(range(10))),))
+    with pytest.warns(
+        mpguard.NotProven, match=r"^not proven \(continuing: enforce is warn\): rank 0, 1, .* and 2 more"
+    ):
+        Reporter().warn_failure(ten, "warn")
+    Reporter().warn_failure(Refusal((UNPROVEN, WRONG)), "warn")
+    printed = capsys.readouterr().err
+    assert printed.startswith("mpguard: not in force (continuing: enforce is warn): rank 0: not proven: compute")
