@@ -1,4 +1,4 @@
-"""What holds for all tests: own cache folders, no colors, time limits for this machine, one build of the operator."""
+"""What holds for all tests: own cache folders, no colors, time limits for this machine, one build of an operator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Once per session, before its workers start: measure the machine, and compile what DeepSpeed would compile."""
+    """Once per session, before its workers start: measure the machine, and set where programs of tests write."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `make test &` of a script; programs of tests inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(session.config, "workerinput"):  # a worker of xdist
@@ -29,20 +29,22 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         return
     import deepspeed_operator
 
-    if not deepspeed_operator.is_installed():
-        return
     cache = getattr(session.config, "cache", None)
-    if cache is not None:  # a build that is killed must not block the other programs of this user
+    if cache is not None and deepspeed_operator.is_installed():
+        # A build that is killed must not block the other programs of this user.
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache.mkdir("torch_extensions")))
-    stamp = deepspeed_operator.version()
-    known = cache is not None and cache.get("mpguard/deepspeed_operator", None) == stamp
-    if not (known and deepspeed_operator.is_compiled()):
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_deepspeed_operator(request: pytest.FixtureRequest) -> None:
+    """Compile what DeepSpeed would compile in the first process of a module's tests, which have time limits."""
+    import deepspeed_operator
+
+    if deepspeed_operator.needed_by(request.path):
         try:
-            deepspeed_operator.build(lambda message: print(message, flush=True))
+            deepspeed_operator.compile_once(request.config)
         except RuntimeError as error:
             pytest.exit(str(error), returncode=3)
-        if cache is not None:
-            cache.set("mpguard/deepspeed_operator", stamp)
 
 
 def _use_own_temporary_folder() -> None:

@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import deepspeed_operator
 import pytest
-from paths import REPOSITORY
+from paths import REPOSITORY, TESTS
 
 PACKAGE, PLUGINS = REPOSITORY / "mpguard", REPOSITORY / "plugins" / "mpguard_plugins"
 
@@ -211,3 +212,12 @@ def test_what_a_gpu_test_imports_exists(path: Path) -> None:
             for name in (each.name for each in node.names):
                 submodule = hasattr(module, "__path__") and importlib.util.find_spec(f"{node.module}.{name}")
                 assert hasattr(module, name) or submodule, f"line {node.lineno}: {node.module} has no {name}"
+
+
+def test_only_tests_that_start_deepspeed_compile_its_operator() -> None:
+    """A test of a rule must not wait for a compiler: `pytest -k MPG201` on a new machine is a matter of seconds."""
+    needed = {
+        path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py") if deepspeed_operator.needed_by(path)
+    }
+    assert {"runtime/test_frameworks.py", "nn/fp8/test_resume.py", "runtime/proof/test_step.py"} <= needed
+    assert not any(name.startswith(("lint/", "core/", "policy/", "server/")) for name in needed)
