@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wrong_programs import IN_BF16, PER_SAMPLE_GRADIENTS, function
+from wrong_programs import IN_BF16, PER_SAMPLE_GRADIENTS, function, kept
 
 SDPA = """
 class Attend(nn.Module):
@@ -140,6 +140,9 @@ class Block(nn.Module):
 m = nn.Sequential(nn.Linear(32, 32), Block(), Block()); train(m, adam(m), 5)
 """
 
+#: A block with layers of other widths than its inputs: a kept operator's weight is no square.
+WIDE = "nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 96), nn.SiLU(), nn.Linear(96, 32))"
+
 CLOSURE = """
 m = net(); o = torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=4)
 def closure():
@@ -199,6 +202,9 @@ RIGHT: dict[str, tuple[str, str]] = {
     "two_forward_passes": ("bf16_mixed", TWO_FORWARDS),
     "per_sample_gradients": ("bf16_mixed", PER_SAMPLE_GRADIENTS.replace("enabled=False", "")),
     "selective_checkpointing": ("bf16_mixed", SELECTIVE_CHECKPOINTING),
+    "products_are_kept": ("bf16_mixed", kept("op in (ops.mm.default, ops.addmm.default)", WIDE)),
+    "everything_is_kept": ("bf16_mixed", kept("True", WIDE)),
+    "attention_is_kept": ("bf16_mixed", kept("'attention' in str(op)", "Attend()")),
     "lbfgs_with_a_closure": ("bf16_mixed", CLOSURE),
     "training_in_a_thread": ("bf16_mixed", THREAD),
     "loader_with_workers": ("bf16_mixed", WORKERS),

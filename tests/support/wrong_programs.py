@@ -107,6 +107,47 @@ def island(made: str, how: str = "s.island(h)", *, size: int = 32, compiled: boo
     return script.replace("COMPILE", "m.compile(backend='inductor')" if compiled else "pass")
 
 
+#: Blocks with selective checkpointing. KEEP: an expression with the operators whose results are kept. INNER: a module.
+KEPT = """
+from functools import partial
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts as contexts
+ops, Policy = torch.ops.aten, CheckpointPolicy
+def keep(ctx, op, *a, **k): return Policy.MUST_SAVE if KEEP else Policy.PREFER_RECOMPUTE
+class Attend(nn.Module):
+    def __init__(s): super().__init__(); s.qkv = nn.Linear(32, 96); s.out = nn.Linear(32, 32)
+    def forward(s, x):
+        q, k, v = s.qkv(x).view(1, 16, 3, 2, 16).permute(2, 0, 3, 1, 4)
+        return s.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(16, 32))
+class InHalf(nn.Module):
+    def __init__(s): super().__init__(); s.weight = nn.Parameter(torch.randn(32, 32) / 6)
+    def forward(s, x):
+        with amp(enabled=False): return (x.half() @ s.weight.half()).to(x.dtype)
+class Block(nn.Module):
+    def __init__(s): super().__init__(); s.inner = INNER
+    def forward(s, x): return checkpoint(s.inner, x, use_reentrant=False, context_fn=partial(contexts, keep))
+m = nn.Sequential(nn.Linear(32, 32), Block(), Block()); train(m, adam(m), 5)
+"""
+
+
+def kept(keep: str, inner: str) -> str:
+    """A program with selective checkpointing. keep: the operators whose results are kept. inner: the module."""
+    return KEPT.replace("KEEP", keep).replace("INNER", inner)
+
+
+#: A mode of the script's own, in which products run in numpy.
+MODE = """
+from torch.utils._python_dispatch import TorchDispatchMode
+class Numpy(TorchDispatchMode):
+    def __torch_dispatch__(s, op, types, args=(), kwargs=None):
+        if op is not torch.ops.aten.addmm.default: return op(*args, **(kwargs or {}))
+        bias, a, b = (each.detach().float().numpy().astype("float16") for each in args)
+        return torch.from_numpy((a @ b + bias).astype("float32")).to(args[1].dtype)
+m = net()
+def step(x):
+    with Numpy(): return m(x)
+train(step, adam(m))
+"""
+
 BACKBONE = """
 class N(nn.Module):
     def __init__(s):
@@ -270,6 +311,9 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "micro_batches_in_fp32": ("bf16_mixed", "compute", MICRO_BATCHES),
     "a_quantized_backbone": ("bf16_mixed", "frozen parts", QUANTIZED_BACKBONE),
     "per_sample_gradients_in_fp32": ("bf16_mixed", "compute", PER_SAMPLE_GRADIENTS),
+    "a_kept_product_in_fp16": ("bf16_mixed", "compute", kept("op == ops.mm.default", "InHalf()")),
+    "a_product_in_fp16_that_is_recomputed": ("bf16_mixed", "compute", kept("'relu' in str(op)", "InHalf()")),
+    "numpy_in_a_mode_of_the_script": ("bf16_mixed", "compute", MODE),
     "a_recomputation_in_fp32": ("bf16_mixed", "compute", RECOMPUTATION),
     "activations_saved_in_half": ("bf16_mixed", "compute", SAVED_IN.replace("DTYPE", "half()")),
     "gradients_that_a_hook_casts_to_half": ("bf16_mixed", "compute", GRADIENTS_IN_HALF),

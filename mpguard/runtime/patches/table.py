@@ -18,6 +18,7 @@ from typing import Any
 from mpguard.runtime.containment import PROOF, Containment, contained_hook
 from mpguard.runtime.patches import (
     accelerate,
+    checkpointing,
     deepspeed,
     fsdp_gradients,
     import_hooks,
@@ -36,6 +37,7 @@ PATCHES = (
     *transformers.PATCHES,
     *deepspeed.PATCHES,
     *torch.PATCHES,
+    *checkpointing.PATCHES,
     *fsdp_gradients.PATCHES,
     *transformer_engine.PATCHES,
 )

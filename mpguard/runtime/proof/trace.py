@@ -21,6 +21,10 @@ MODULE = "mpguard::module "
 #: The name of a range around operators that are no part of the training: mpguard's own, and those on fake tensors.
 OUTSIDE = "mpguard::outside"
 
+#: The name of a range around the call of an operator whose result selective checkpointing may have kept, and that of
+#: the event of torch's around such a call: it is in the event of the operator.
+FROM_CACHE, DISPATCH_MODE = "mpguard::from cache", "PythonDispatchMode"
+
 #: Ranges whose operators are no part of the training: compilation runs the operators with fake tensors.
 IGNORED = ("Optimizer.", "DistributedOptimizer.", OUTSIDE)
 COMPILING = "(dynamo_timed)"
@@ -43,7 +47,7 @@ TE_FUNCTIONS = ("_Linear", "_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear"
 FUSED = ("triton_poi_", "triton_red_", "triton_per_", "triton_for_", "triton_split_scan_")
 
 #: The beginnings of names of events that are no kernels of other libraries.
-NO_KERNELS = ("aten::", "autograd::", "torchao::triton_", "c10d", MODULE, "## ", *FUSED)
+NO_KERNELS = ("aten::", "autograd::", "torchao::triton_", "c10d", MODULE, FROM_CACHE, "## ", *FUSED)
 
 #: What a product calls that multiplies a sparse matrix. How many elements that has is not recorded, and autocast casts
 #: no sparse products: they do not count.
@@ -124,12 +128,19 @@ def outside() -> Any:
     return _RecordFunctionFast(OUTSIDE)
 
 
+def from_cache() -> Any:
+    """Return a range around the call of an operator that computes nothing if its result was kept."""
+    from torch._C._profiler import _RecordFunctionFast
+
+    return _RecordFunctionFast(FROM_CACHE)
+
+
 class _Event:
     """An event with what it inherits from the events around it."""
 
     __slots__ = (
-        "attention", "backward", "call", "compiled", "end", "fp8", "ignored", "inside", "known", "module", "multiplies",
-        "name", "node", "outer", "raw", "sparse",
+        "attention", "backward", "cached", "call", "compiled", "end", "fp8", "ignored", "inside", "known", "module",
+        "multiplies", "name", "node", "outer", "raw", "sparse",
     )  # fmt: skip
 
     def __init__(self, raw: Any, name: str, end: int, outer: _Event | None) -> None:
@@ -137,6 +148,7 @@ class _Event:
         self.known: products.Operator | None = None
         self.node: GraphNode | None = None
         self.multiplies = self.sparse = False  # a product ran inside; it multiplies a sparse matrix
+        self.cached = False  # its result was kept, unless a product ran inside
         if outer is None:
             self.ignored = self.attention = self.compiled = self.fp8 = self.inside = False
             self.module: int | None = None
@@ -146,6 +158,13 @@ class _Event:
         self.ignored, self.attention, self.compiled = outer.ignored, outer.attention, outer.compiled
         self.fp8, self.inside, self.module, self.backward = outer.fp8, outer.inside, outer.module, outer.backward
         self.call = outer.call
+
+    def mark_cached(self) -> None:
+        """Mark the operator around the range `FROM_CACHE`, and what is between them."""
+        around = self.outer
+        while around is not None:
+            around.cached = True
+            around = around.outer if around.name == DISPATCH_MODE else None
 
     def mark_multiplying(self) -> None:
         """Mark the events around a product."""
@@ -239,6 +258,8 @@ def read(
         if event.name.startswith(GRAPH_CALL):
             event.call = GraphCall(event)
             calls.append(event.call)
+        if event.name == FROM_CACHE:
+            event.mark_cached()
         if event.name == SPARSE and event.outer is not None:
             event.outer.sparse = True
         if event.inside and event.name == "aten::copy_":
@@ -254,7 +275,7 @@ def read(
         if call.event.name in graphs:
             call.event.mark_multiplying()
     for event in candidates:
-        if not (event.multiplies or event.sparse):
+        if not (event.multiplies or event.sparse or event.cached):
             _add(event, trace, creators, weights, te_dtype)
     for call in calls:
         for work, flops in graphs.replayed(call):
