@@ -50,13 +50,15 @@ class Collective:
     """One call. It is passed to the listener while it happens, and must not be kept: it holds tensors.
 
     name: of the operator. tensors: floating-point tensors of more than one element that this rank contributes. group:
-    the name of the process group. origin: who called it, see `origin`.
+    the name of the process group. origin: who called it, see `origin`. outputs: of a reduce-scatter, the tensors that
+    get this rank's part of the sums.
     """
 
     name: str
     tensors: list[Any]
     group: str
     origin: str
+    outputs: list[Any] = dataclasses.field(default_factory=list)
 
     @property
     def reduces(self) -> bool:
@@ -137,7 +139,8 @@ class CollectiveListener:
     def _observe(self, args: tuple[Any, ...], position: int, name: str) -> None:
         tensors = [each for each in _leaves(args[position]) if each.is_floating_point() and each.numel() > 1]
         if tensors:
-            self._record(Collective(name, tensors, _group_name(args), origin()))
+            outputs = list(_leaves(args[0])) if "reduce_scatter" in name else []
+            self._record(Collective(name, tensors, _group_name(args), origin(), outputs))
 
     @contextlib.contextmanager
     def ignoring(self) -> Iterator[None]:

@@ -93,6 +93,11 @@ class Gradients:
         self._sums: dict[int, _Sum] = {}
         self._depth = 0
 
+    @property
+    def leaves(self) -> set[int]:
+        """The ids of the tensors that backward passes have reached."""
+        return set(self._leaves)
+
     def release(self) -> None:
         """Release the samples; what was counted remains."""
         self._leaves, self._sums, self.optimizers = {}, {}, ()
@@ -313,6 +318,11 @@ class Gradients:
         for order in (*own, leaves):
             yield order
             yield order[::-1]
+        if own and leaves and not {id(leaf) for leaf in leaves} & {id(each) for order in own for each in order}:
+            # The optimizers have copies: the order of the leaves is that of the graph, and scripts take the model's.
+            from mpguard.runtime.proof.observe import models_of
+
+            yield [each for model in models_of(leaves) for each in model.parameters()]
 
 
 def _is_parameter(leaf: Any) -> bool:
@@ -393,7 +403,7 @@ def _resembling(tensor: torch.Tensor, parameters: list[torch.Tensor]) -> set[int
         largest = max(range(first, last), key=sizes.__getitem__)
         offset = sum(sizes[first:largest])
         gradient = local(parameters[largest].grad).detach().reshape(-1)
-        if _similar(flat[offset : offset + sizes[largest]], gradient):
+        if similar(flat[offset : offset + sizes[largest]], gradient):
             return {id(each) for each in parameters[first:last]}
     return set()
 
@@ -412,7 +422,7 @@ def _runs(sizes: list[int], total: int) -> Iterator[tuple[int, int]]:
         yield 0, len(sizes)
 
 
-def _similar(one: torch.Tensor, other: torch.Tensor) -> bool:
+def similar(one: torch.Tensor, other: torch.Tensor) -> bool:
     """True if two tensors of one size have the same values up to a factor and rounding."""
     step = max(1, one.numel() // 512)
     a, b = one[::step].double(), other[::step].double()

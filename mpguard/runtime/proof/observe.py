@@ -593,11 +593,15 @@ def _add_fingerprint(
     """Add what reduces the gradient of each parameter, and what must be the same on all ranks."""
     if seen.world_size == 1:
         return
-    found = reductions.coverage(optimizer, roots, [*recorder.engines, *roots], recorder.gradients)
-    groups = {"ddp": found.replicated, "engine": found.engine, "script": found.sent, "alone": found.alone}
+    engines = [*recorder.engines, *roots]
+    found = reductions.coverage(optimizer, roots, engines, recorder.gradients, recorder.shards.found)
+    by_script = {**found.sent, **found.sharded}
+    groups = {"ddp": found.replicated, "engine": found.engine, "script": by_script, "alone": found.alone}
     seen.covered = {kind: sum(own.numel() for own in group.values()) for kind, group in groups.items() if group}
     seen.alone = list(found.alone)
     seen.fingerprint = reductions.fingerprint(found, recorder.gradients, exact=exact)
+    if recorder.activations:  # each rank may have a part of one model
+        seen.fingerprint.partly = {}
     sums = seen.fingerprint.gradients.values()
     if sums:
         seen.replicated = sum(norm**2 for norm, _ in sums) ** 0.5, sum(total for _, total in sums)

@@ -18,11 +18,13 @@ from mpguard.policy.policy import Policy
 from mpguard.runtime.containment import contained
 from mpguard.runtime.proof import attention_masks, fp8, graphs
 from mpguard.runtime.proof.account import StepAccount, shapes_of
-from mpguard.runtime.proof.collectives import CollectiveListener
-from mpguard.runtime.proof.gradients import Gradients
+from mpguard.runtime.proof.collectives import Collective, CollectiveListener
+from mpguard.runtime.proof.gradients import Gradients, safely
 from mpguard.runtime.proof.inferred import Inferred, products_behind
 from mpguard.runtime.proof.master_values import MasterValues
 from mpguard.runtime.proof.products import short
+from mpguard.runtime.proof.shards import Shards
+from mpguard.runtime.proof.trace import outside
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +74,9 @@ class Recorder:
         self._optimizers_exist = previous is not None
         self._scaled = False
         self._module_hook: Any = None
-        self._collectives = CollectiveListener(self.gradients.record_collective)
+        self.shards = Shards()
+        self.activations = 0  # elements that functions of autograd have exchanged: ranks have parts of one model
+        self._collectives = CollectiveListener(self._record_collective)
 
     def start(self, policy: Policy, *, in_step: bool = False) -> None:
         """Start to record. Needs torch. The patches of backward, GradScaler and dynamo call the active recorder.
@@ -198,6 +202,13 @@ class Recorder:
 
     # -- collectives -------------------------------------------------------------------------
 
+    def _record_collective(self, call: Collective) -> None:
+        with outside():
+            self.gradients.record_collective(call)
+            self.activations += sum(each.numel() for each in call.tensors) if call.origin == "function" else 0
+            if call.origin == "script" and call.outputs and self.gradients.reduced:
+                self.shards.record(call)
+
     def ignoring_collectives(self) -> contextlib.AbstractContextManager[None]:
         """Record no collectives inside the block: those of mpguard reduce no gradients."""
         return self._collectives.ignoring()
@@ -213,6 +224,7 @@ class Recorder:
         """Record which gradients an optimizer has when its step begins: the step may clear them."""
         groups = optimizer.param_groups
         own = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+        safely(self.shards.begin_step, own, self.gradients.leaves)
         self.gradients.made = {id(parameter): short(parameter.grad.dtype) for parameter in own}
         self.values.begin_step(optimizer)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpguard.nn.fp8.filters import plain_name
@@ -44,7 +44,9 @@ class Fingerprint:
     gradients: norm and sum of the gradients that every rank should have, by the name of the first parameter of a part.
     alone: the same for parameters that belong to no engine and were not sent, with a sum of some of their values before
     the first step; outside: the names of those in no module of an engine, which may leave out some of its own.
-    engine: True if an engine reduces some of the others. loss: of the last backward pass of this rank; it may differ.
+    engine: True if an engine, or a reduce-scatter of the script, reduces some of the others. partly: as `alone`, for
+    parameters of an engine over a group of `ranks` ranks, which are not all. loss: of the last backward pass of this
+    rank; it may differ.
     passes_on: True if this rank has sent activations to another one; exchanges: to all, to each its own. rounded: the
     16-bit dtype of which all sampled gradients are, although their dtype is wider.
     """
@@ -53,6 +55,8 @@ class Fingerprint:
     alone: dict[str, tuple[float, float, float]] = dataclasses.field(default_factory=dict)
     outside: list[str] = dataclasses.field(default_factory=list)
     engine: bool = False
+    partly: dict[str, tuple[float, float, float]] = dataclasses.field(default_factory=dict)
+    ranks: int = 0
     loss: float | None = None
     rounded: str | None = None
     passes_on: bool = False
@@ -104,23 +108,38 @@ class Coverage:
     """The trained parameters of an optimizer by what reduces their gradients. Named, without duplicates.
 
     replicated: of DDP over all ranks. engine: other parameters of engines. sent: those whose gradients the script has
-    sent. alone: the rest; outside: the names of those that are in no module of an engine.
+    sent. sharded: those whose gradients are this rank's part of a reduce-scatter of the script. alone: the rest;
+    outside: the names of those that are in no module of an engine. partly: those among `engine` whose gradients are
+    reduced over a group of `ranks` ranks, which are not all, and which each rank of the group has as a whole.
     """
 
     replicated: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     engine: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     sent: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    sharded: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     alone: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     outside: set[str] = dataclasses.field(default_factory=set)
+    partly: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    ranks: int = 0
 
 
-def coverage(optimizer: Any, roots: Sequence[nn.Module], engines: Iterable[Any], gradients: Gradients) -> Coverage:
-    """Return what reduces the gradient of each parameter that has one. engines: DeepSpeed engines may be among them."""
+def coverage(
+    optimizer: Any,
+    roots: Sequence[nn.Module],
+    engines: Iterable[Any],
+    gradients: Gradients,
+    sharded: Collection[int] = (),
+) -> Coverage:
+    """Return what reduces the gradient of each parameter that has one.
+
+    engines: DeepSpeed engines may be among them. sharded: see `Shards.found`.
+    """
     world = world_size()[0]
     parameters = [own for group in getattr(optimizer, "param_groups", None) or [] for own in group["params"]]
     found = Coverage()
     names = dict(_parameter_names(roots))
     replicated, managed = _managed_by_ddp(roots, world)
+    groups = dict(_groups(roots))
     managed |= _managed_by_fsdp1(roots)
     whole = any(_is_optimizer_of(engine, optimizer) for engine in engines)
     sharded_modules = _has_fsdp2(roots)
@@ -133,6 +152,10 @@ def coverage(optimizer: Any, roots: Sequence[nn.Module], engines: Iterable[Any],
             found.replicated[name] = own
         elif whole or id(own) in managed or _is_sharded(own, world, sharded_modules):
             found.engine[name] = own
+            if groups.get(id(own), world) < world:
+                found.partly[name], found.ranks = own, groups[id(own)]
+        elif id(own) in sharded:
+            found.sharded[name] = own
         elif id(own) in gradients.reduced:
             found.sent[name] = own
         else:
@@ -165,6 +188,18 @@ def _managed_by_ddp(roots: Sequence[nn.Module], world: int) -> tuple[set[int], s
                 whole = dist.get_world_size(wrapper.process_group) == world
                 (everywhere if whole else somewhere).update(own)
     return everywhere, somewhere - everywhere
+
+
+def _groups(roots: Sequence[nn.Module]) -> Iterator[tuple[int, int]]:
+    """Yield the ids of parameters that each rank of a group has as a whole, and the size of the group.
+
+    They are those of DDP. FSDP2 over one rank calls no collective: its reduction is not observed.
+    """
+    for root in roots:
+        for module in root.modules():
+            group: Any = getattr(module, "process_group", None)
+            if is_ddp(module):
+                yield from ((id(own), group.size()) for own in module.parameters())
 
 
 def _managed_by_fsdp1(roots: Sequence[nn.Module]) -> set[int]:
@@ -219,8 +254,13 @@ def reduced(
     Below a DDP, a hook's collectives over another group are not of gradients.
     """
     ddp = [module for root in roots for module in root.modules() if is_ddp(module)]
+    wrappers: list[Any] = list(ddp)
+    world = world_size()[0]
     groups = {str(module.process_group.group_name) for module in ddp if hasattr(module.process_group, "group_name")}
     labels = dict(_labels(parameters))
+    for group in (module.process_group for module in wrappers):
+        if (size := group.size()) < world:
+            labels.setdefault(str(group.group_name), f"{size} of {world} ranks")
     total: dict[str, int] = {}
     over: dict[str, dict[str, int]] = {}
     for (origin, dtype, group), elements in gradients.sent.items():
@@ -259,8 +299,12 @@ def fingerprint(found: Coverage, gradients: Gradients, *, exact: bool) -> Finger
         starts = [float(gradients.starts.get(id(own), 0.0)) for _, own in part]
         result.alone[_name(part)] = (*_checksum(part), sum(starts))
     result.outside = [_name(part) for part in _parts(outside)]
-    result.engine = bool(found.engine)
+    result.engine = bool(found.engine or found.sharded)
     result.loss = float(gradients.loss) if gradients.loss is not None else None
+    known = {name: own for name, own in found.partly.items() if id(own) in gradients.starts}
+    for part in _parts(known):
+        result.partly[_name(part)] = (*_checksum(part), sum(float(gradients.starts[id(own)]) for _, own in part))
+    result.ranks = found.ranks
     result.passes_on, result.exchanges = bool(gradients.passed_on), bool(gradients.exchanged)
     result.rounded = _rounded(everywhere.values()) if exact else None
     return result
@@ -319,6 +363,7 @@ def compare_ranks(fingerprints: Sequence[Fingerprint], *, explained: bool = Fals
         return []
     if nothing_reduced and (differing := _differing(alone)):
         return differing
+    failures += _partly_reduced(fingerprints)
     own_starts = {name for name in fingerprints[0].alone if _starts_differ(name, fingerprints)}
     outside = set(fingerprints[0].outside)
     parts = outside if outside & own_starts and _have_parts_of_their_own(fingerprints) else set()
@@ -340,6 +385,32 @@ def compare_ranks(fingerprints: Sequence[Fingerprint], *, explained: bool = Fals
         advice = "Their means over ranks are not exact in it: they were reduced in it, or cast afterwards"
         failures.append(Failure(FailureKind.WRONG, text, "gradients", advice=advice))
     return failures
+
+
+def _partly_reduced(fingerprints: Sequence[Fingerprint]) -> list[Failure]:
+    """Return a failure if ranks began with the same parameters, and an engine reduces their gradients over some ranks.
+
+    Where ranks exchange activations, each may have a part of one model, and another rank's gradients are of another
+    part.
+    """
+    if any(each.exchanges or each.passes_on for each in fingerprints):
+        return []
+    ranks = [each.partly for each in fingerprints]
+    same = [name for name in ranks[0] if len({sums[name][2] if name in sums else None for sums in ranks}) == 1]
+    names = [name for name in same if _differ([sums[name][:2] for sums in ranks])]
+    if not names:
+        return []
+    size, world = fingerprints[0].ranks, len(fingerprints)
+    norms = [f"{sums[names[0]][0]:.4g} on rank {rank}" for rank, sums in enumerate(ranks[:4])]
+    found = (
+        f"the gradients differ between ranks after the step ({_names(names)}: norm {', '.join(norms)}): the process "
+        f"group of the wrapper has {size} of {world} ranks"
+    )
+    advice = (
+        "All ranks began with the same weights, which drift apart. Give the wrapper the group of all ranks (the "
+        "default), or allow it: mpguard_allow: [local_sgd]"
+    )
+    return [Failure(FailureKind.WRONG, f"reduction: {found}; asked: reduced over all", BETWEEN_RANKS, advice=advice)]
 
 
 def _differing(ranks: Sequence[Mapping[str, tuple[float, ...]]]) -> list[Failure]:

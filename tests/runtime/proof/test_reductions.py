@@ -1,0 +1,79 @@
+"""Gradients that the script reduces by hand, and engines whose process group is not all ranks: two processes with gloo.
+
+The programs are in tests/programs/reduction_cases.py, and share a start.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the real library runs here")
+
+from limits import seconds
+from paths import PROGRAMS
+from processes import ranks_in_fork, results, transcript
+from shared import made_once
+
+Cases = dict[str, dict[str, Any]]
+
+
+def programs(words: list[str]) -> int:
+    sys.path.insert(0, str(PROGRAMS))
+    import reduction_cases
+
+    return int(reduction_cases.main(words))
+
+
+@pytest.fixture(scope="module")
+def proven(tmp_path_factory: pytest.TempPathFactory) -> list[Cases]:
+    """Return what each of two ranks has proven, by the name of the program."""
+
+    def run() -> list[Cases]:
+        folder = tmp_path_factory.mktemp("reductions")
+        runs = ranks_in_fork([], cwd=folder, program=programs, timeout=seconds(180))
+        assert all(results(run) for run in runs), "\n".join(map(transcript, runs))
+        return [results(run)[0]["cases"] for run in runs]
+
+    made: list[Cases] = made_once(tmp_path_factory, "reductions", run)
+    return made
+
+
+RIGHT = (
+    "own_zero1", "own_zero1_with_a_buffer_that_is_gone", "own_zero1_divided_before", "own_zero1_of_lists",
+    "ddp_over_a_group_of_all_ranks", "ddp_over_one_rank_for_an_ensemble", "ddp_over_one_rank_reduced_by_the_script",
+    "ddp_over_one_rank_in_a_pipeline",
+)  # fmt: skip
+
+WRONG = {
+    "own_zero1_in_bf16": "reduction: bf16 (the collective)",
+    "own_zero1_in_fp32": "compute: fp32",
+    "own_zero1_that_does_not_reduce": "reduction: the gradients differ between ranks",
+    "own_zero1_that_throws_the_sum_away": "reduction: the gradients differ between ranks",
+    "ddp_over_one_rank": "the process group of the wrapper has 1 of 2 ranks",
+    "fsdp2_over_one_rank": "not proven: reduction could not be observed",
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_programs_are_proven(proven: list[Cases], name: str) -> None:
+    for cases in proven:
+        assert (cases[name]["verdict"], cases[name]["failures"]) == ("in force", []), cases[name]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_programs_are_refused_with_the_right_row(proven: list[Cases], name: str) -> None:
+    for cases in proven:
+        assert cases[name]["verdict"] != "in force", cases[name]
+        assert any(WRONG[name] in failure for failure in cases[name]["failures"]), cases[name]
+
+
+def test_every_program_is_right_or_wrong(proven: list[Cases]) -> None:
+    assert set(proven[0]) == {*RIGHT, *WRONG}
+
+
+def test_rows_name_what_reduces(proven: list[Cases]) -> None:
+    assert proven[0]["own_zero1"]["rows"]["engine"].startswith("gradients reduced by the script itself")
+    assert proven[0]["ddp_over_one_rank_for_an_ensemble"]["rows"]["reduction"].startswith("fp32 over 1 of 2 ranks")
