@@ -357,7 +357,7 @@ def _listed(tensors: Mapping[str, torch.Tensor]) -> str:
 
 def _named(tensors: list[torch.Tensor], model: nn.Module | None = None) -> str:
     """Return the names that parameters have in their model, the first three and the number of the others."""
-    from mpguard.runtime.proof.observe import models_of
+    from mpguard.runtime.proof.models import models_of
 
     roots = [model] if model is not None else models_of(tensors)
     names = {id(each): plain_name(name) for root in roots for name, each in root.named_parameters()}
@@ -372,7 +372,7 @@ def _cut(names: list[str], most: int = 3) -> str:
 
 def _name_of(module: nn.Module) -> str:
     """Return the name of a module in its outermost model, in backquotes; `the model` for that model itself."""
-    from mpguard.runtime.proof.observe import models_of
+    from mpguard.runtime.proof.models import models_of
 
     for root in models_of(list(module.parameters())):
         for name, each in root.named_modules():

@@ -40,16 +40,8 @@ from mpguard.runtime.proof.checks.optimizer import ROUNDED_WEIGHTS
 from mpguard.runtime.proof.gradients import safely
 from mpguard.runtime.proof.inferred import Inferred, products_behind
 from mpguard.runtime.proof.master_values import addresses
-from mpguard.runtime.proof.observe import (
-    Observed,
-    existing_optimizers,
-    innermost,
-    models_of,
-    name_of,
-    observe,
-    places_of,
-    updated_by,
-)
+from mpguard.runtime.proof.models import existing_optimizers, models_of
+from mpguard.runtime.proof.observe import Observed, innermost, name_of, observe, places_of, updated_by
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
 from mpguard.runtime.proof.remarks import overflows

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from mpguard.core.watch_levels import WatchLevel
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.runtime import guard as guards
-from mpguard.runtime.proof.observe import innermost, models_of, updated_by
+from mpguard.runtime.proof.models import models_of
+from mpguard.runtime.proof.observe import innermost, updated_by
 from mpguard.runtime.ranks import is_forked_after_cuda, world_size
 from mpguard.watching import drift, gradients
 from mpguard.watching.analysis import Analysis

@@ -14,7 +14,8 @@ from mpguard.nn import cuda_graphs
 from mpguard.runtime import guard as guards
 from mpguard.runtime.guard import Guard
 from mpguard.runtime.patches.patch import AnyFunction
-from mpguard.runtime.proof.observe import models_of, updated_by
+from mpguard.runtime.proof.models import models_of
+from mpguard.runtime.proof.observe import updated_by
 from mpguard.runtime.proof.verdict import Refusal
 from mpguard.targets.inject import Change
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.runtime.guard import Guard
-from mpguard.runtime.proof.observe import models_of, updated_by
+from mpguard.runtime.proof.models import models_of
+from mpguard.runtime.proof.observe import updated_by
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,8 @@ from mpguard.policy import hardware, speed
 from mpguard.policy.policy import Policy
 from mpguard.runtime.containment import contained_hook
 from mpguard.runtime.guard import Guard
-from mpguard.runtime.proof.observe import engine_of, models_of, updated_by
+from mpguard.runtime.proof.models import models_of
+from mpguard.runtime.proof.observe import engine_of, updated_by
 from mpguard.runtime.proof.verdict import Refusal
 from mpguard.runtime.ranks import rank, world_size
 from mpguard.targets.capabilities import FP8_WEIGHTS, fp8_weights, without_fp8_weights

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.runtime.guard import Guard
-from mpguard.runtime.proof.observe import engine_of, models_of, shards_of, updated_by
+from mpguard.runtime.proof.models import models_of
+from mpguard.runtime.proof.observe import engine_of, shards_of, updated_by
 from mpguard.runtime.proof.verdict import Refusal
 from mpguard.runtime.ranks import world_size
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mpguard.runtime.proof import rounding
 from mpguard.runtime.proof.collectives import Collective
 from mpguard.runtime.proof.inferred import is_leaf, nodes_behind
+from mpguard.runtime.proof.models import models_of
 from mpguard.runtime.proof.products import short
 from mpguard.runtime.proof.trace import outside
 
@@ -320,8 +321,6 @@ class Gradients:
             yield order[::-1]
         if own and leaves and not {id(leaf) for leaf in leaves} & {id(each) for order in own for each in order}:
             # The optimizers have copies: the order of the leaves is that of the graph, and scripts take the model's.
-            from mpguard.runtime.proof.observe import models_of
-
             yield [each for model in models_of(leaves) for each in model.parameters()]
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import sys
 import types
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from mpguard.nn import compile as compilation
 from mpguard.nn import cuda_graphs
@@ -26,6 +25,7 @@ from mpguard.runtime.proof.account import Products, steps_around
 from mpguard.runtime.proof.fp32_modules import Fp32Modules, find_fp32_modules
 from mpguard.runtime.proof.graphs import WeightUse
 from mpguard.runtime.proof.inferred import ATTENTION, UNNAMED, Inferred
+from mpguard.runtime.proof.models import models_of
 from mpguard.runtime.proof.optimizer_state import state_dtypes
 from mpguard.runtime.proof.products import bits, short
 from mpguard.runtime.proof.recorder import Recorder
@@ -36,9 +36,6 @@ from mpguard.runtime.ranks import idle_ranks, world_size
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-T = TypeVar("T")
-
 
 #: The rows of the proof that are observed; `compare` has the processes too, which need no model.
 ROWS = (
@@ -285,67 +282,6 @@ def name_of(optimizer: Any) -> str:
 def updated_by(optimizer: Any) -> list[torch.Tensor]:
     """Return the parameters of an optimizer."""
     return [parameter for group in getattr(optimizer, "param_groups", None) or [] for parameter in group["params"]]
-
-
-def models_of(parameters: list[torch.Tensor]) -> list[nn.Module]:
-    """Return the outermost modules that hold some of the parameters, whatever framework has wrapped them.
-
-    They are searched among all objects of the garbage collector. A hook on module calls would be visible to dynamo,
-    and would miss modules that are compiled, and modules of which other methods are called.
-    """
-    import torch
-
-    modules = _objects(torch.nn.Module)
-    ids = {id(parameter) for parameter in parameters}
-    parents: dict[int, list[nn.Module]] = {}
-    for module in modules:
-        for child in module.__dict__.get("_modules", {}).values():
-            parents.setdefault(id(child), []).append(module)
-    todo = [
-        module for module in modules if any(id(own) in ids for own in module.__dict__.get("_parameters", {}).values())
-    ]
-    roots: dict[int, nn.Module] = {}
-    known: set[int] = set()
-    while todo:
-        module = todo.pop()
-        if id(module) in known:
-            continue
-        known.add(id(module))
-        todo += parents.get(id(module), [])
-        if id(module) not in parents:
-            roots[id(module)] = module
-    return list(roots.values())
-
-
-def existing_optimizers() -> list[torch.optim.Optimizer]:
-    """Return the optimizers of torch that exist, without wrappers of other libraries."""
-    import torch
-
-    return [each for each in _objects(torch.optim.Optimizer) if "param_groups" in vars(each)]
-
-
-def _objects(kind: type[T]) -> list[T]:
-    """Return the objects of a class among all of the garbage collector."""
-
-    # Not `isinstance`: it reads `__class__`, and lazy proxies of other libraries then load their objects.
-    kinds = {kind, *_subclasses(kind)}
-
-    def found() -> list[T]:
-        return [each for each in gc.get_objects() if type(each) in kinds]
-
-    objects = found()
-    if gc.get_freeze_count():  # `gc.get_objects` does not return frozen objects
-        gc.unfreeze()
-        objects = found()
-        gc.freeze()
-    return objects
-
-
-def _subclasses(kind: type) -> Iterator[type]:
-    subclasses: list[type] = type.__subclasses__(kind)
-    for each in subclasses:
-        yield each
-        yield from _subclasses(each)
 
 
 def engine_of(roots: list[nn.Module], recorder: Recorder, world: int) -> str:

@@ -32,7 +32,7 @@ from mpguard.runtime.patches import fp8_conversion
 from mpguard.runtime.patches.torch import _optimized_module
 from mpguard.runtime.patches.transformer_engine import _adam_init
 from mpguard.runtime.plan import Plan
-from mpguard.runtime.proof import observe
+from mpguard.runtime.proof import models
 from mpguard.targets.capabilities import left_out_at_start, require_supported
 from mpguard.targets.plugin import STRATEGIES
 
@@ -128,7 +128,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
 
     def use(guard: Guard, model: nn.Module) -> None:
         monkeypatch.setattr(guards, "_current", guard)
-        monkeypatch.setattr(observe, "_objects", lambda kind: [own for own in model.modules() if isinstance(own, kind)])
+        monkeypatch.setattr(models, "_objects", lambda kind: [own for own in model.modules() if isinstance(own, kind)])
 
     return use
 

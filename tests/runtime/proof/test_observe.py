@@ -16,7 +16,7 @@ from short_programs import HEAD, needs_bf16_lstm, run
 from torch import nn
 
 import mpguard
-from mpguard.runtime.proof import consensus, observe
+from mpguard.runtime.proof import consensus, models, observe
 from mpguard.runtime.proof.reductions import Fingerprint
 
 OFF = "with amp(enabled=False): "
@@ -107,8 +107,8 @@ def test_prove_does_not_prove_what_was_not_observed() -> None:
 def test_the_outermost_modules_of_an_optimizer_are_found() -> None:
     inner, other = nn.Linear(2, 2), nn.Linear(2, 2)
     outer = nn.Sequential(nn.Sequential(inner))
-    assert observe.models_of(list(inner.parameters())) == [outer]
-    assert observe.models_of(list(other.parameters())) == [other]
+    assert models.models_of(list(inner.parameters())) == [outer]
+    assert models.models_of(list(other.parameters())) == [other]
 
 
 # -- every optimizer -----------------------------------------------------------------------------

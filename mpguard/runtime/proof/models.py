@@ -1,0 +1,74 @@
+"""The models and optimizers of a process, found among all its objects, whatever framework has wrapped them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+T = TypeVar("T")
+
+
+def models_of(parameters: list[torch.Tensor]) -> list[nn.Module]:
+    """Return the outermost modules that hold some of the parameters, whatever framework has wrapped them.
+
+    They are searched among all objects of the garbage collector. A hook on module calls would be visible to dynamo,
+    and would miss modules that are compiled, and modules of which other methods are called.
+    """
+    import torch
+
+    modules = _objects(torch.nn.Module)
+    ids = {id(parameter) for parameter in parameters}
+    parents: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        for child in module.__dict__.get("_modules", {}).values():
+            parents.setdefault(id(child), []).append(module)
+    todo = [
+        module for module in modules if any(id(own) in ids for own in module.__dict__.get("_parameters", {}).values())
+    ]
+    roots: dict[int, nn.Module] = {}
+    known: set[int] = set()
+    while todo:
+        module = todo.pop()
+        if id(module) in known:
+            continue
+        known.add(id(module))
+        todo += parents.get(id(module), [])
+        if id(module) not in parents:
+            roots[id(module)] = module
+    return list(roots.values())
+
+
+def existing_optimizers() -> list[torch.optim.Optimizer]:
+    """Return the optimizers of torch that exist, without wrappers of other libraries."""
+    import torch
+
+    return [each for each in _objects(torch.optim.Optimizer) if "param_groups" in vars(each)]
+
+
+def _objects(kind: type[T]) -> list[T]:
+    """Return the objects of a class among all of the garbage collector."""
+
+    # Not `isinstance`: it reads `__class__`, and lazy proxies of other libraries then load their objects.
+    kinds = {kind, *_subclasses(kind)}
+
+    def found() -> list[T]:
+        return [each for each in gc.get_objects() if type(each) in kinds]
+
+    objects = found()
+    if gc.get_freeze_count():  # `gc.get_objects` does not return frozen objects
+        gc.unfreeze()
+        objects = found()
+        gc.freeze()
+    return objects
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    subclasses: list[type] = type.__subclasses__(kind)
+    for each in subclasses:
+        yield each
+        yield from _subclasses(each)
