@@ -19,9 +19,9 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mpguard.core.console import Line, columns, folded, printable, write_lines
+from mpguard.core.console import Line, columns, folded, printable, shows_unicode, write_lines
 from mpguard.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -158,6 +158,9 @@ def _write_page(report: Comparison, path: Path) -> None:
 def _lines(report: Comparison) -> Iterator[Line]:
     base = report.arms[report.baseline]
     width = columns()
+    for each in report.verdicts:
+        yield from folded([(printable(report.sentence(each)), _STYLES[each.verdict])], 4, width)
+    yield [("", "")]
     header, rows = _table(report, _SPARK_WIDTH)
     keep = [i for i in range(len(header)) if any(row[i] for row in rows)]
     widths = {i: max(len(printable(row[i])) for row in [header, *rows]) for i in keep}
@@ -209,7 +212,7 @@ def _difference(verdict: RunVerdict, margin: Margin) -> tuple[str, str]:
 
 def _facts(logs: Sequence[RunLog], spark: int) -> list[str]:
     """Return the cells about the runs themselves: of the first one's loss, and of all of them the rest."""
-    from mpguard.compare.model import count_events, median_of
+    from mpguard.compare.model import count_events, in_words, median_of
 
     losses = list(logs[0].loss.values())
     ms = median_of([value for log in logs for value in log.ms.values()])
@@ -220,7 +223,7 @@ def _facts(logs: Sequence[RunLog], spark: int) -> list[str]:
         f"{losses[-1]:.4g}",
         "" if ms is None else f"{ms:.3g}",
         "" if memory is None else f"{memory / 2**30:.3g} GiB",
-        ", ".join(f"{count} {kind}" for kind, count in events.items()),
+        ", ".join(in_words(kind, count) for kind, count in events.items()),
     ]
 
 
@@ -237,9 +240,4 @@ def _sparkline(values: Sequence[float], width: int) -> str:
 
 def _draws_bars() -> bool:
     """True if the output can show the characters of a sparkline."""
-    stream: Any = sys.stdout
-    try:
-        _BARS.encode(getattr(stream, "encoding", None) or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
+    return shows_unicode(sys.stdout)

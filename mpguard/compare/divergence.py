@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 from mpguard.compare.model import Margin, RunLog
+from mpguard.compare.spikes import noise_of
 
 #: A gap counts as large from this share of the baseline's loss, and from so many standard deviations of its noise.
 LARGE_GAP, LARGE_DEVIATIONS = 0.05, 6.0
@@ -77,8 +77,8 @@ def _large_to_the_end(run: Mapping[int, float], base: Mapping[int, float], steps
     # A run that leaps up and down is noisy because it diverged: the noise that counts is at most that of two runs which
     # are as noisy as the baseline, and have other batches.
     level = math.fsum(base[step] for step in steps) / len(steps)
-    usual = _noise([math.fsum(base[step] for step in part) / len(part) for part in parts]) / abs(level or 1.0)
-    least = max(LARGE_GAP, LARGE_DEVIATIONS * min(_noise(gaps), math.sqrt(2) * usual))
+    usual = noise_of([math.fsum(base[step] for step in part) / len(part) for part in parts]) / abs(level or 1.0)
+    least = max(LARGE_GAP, LARGE_DEVIATIONS * min(noise_of(gaps), math.sqrt(2) * usual))
     first = len(gaps)
     while first and gaps[first - 1] >= least:
         first -= 1
@@ -121,9 +121,3 @@ def _relative_gap(run: Mapping[int, float], base: Mapping[int, float], steps: Se
     reference = math.fsum(base[step] for step in steps)
     gap = math.fsum(run[step] for step in steps) - reference
     return gap / abs(reference) if reference else math.copysign(math.inf, gap) if gap else 0.0
-
-
-def _noise(gaps: Sequence[float]) -> float:
-    """Return the standard deviation of gaps by their successive differences: a lasting gap adds nothing."""
-    changes = sorted(abs(after - before) for before, after in itertools.pairwise(gaps))
-    return 1.4826 * changes[len(changes) // 2] / math.sqrt(2) if changes else 0.0

@@ -17,6 +17,10 @@ from itertools import accumulate
 MIN_BLOCK, MIN_MEMORIES, MIN_BLOCKS = 5, 5, 20
 #: Half the width, in points, of the moving average that correlation is computed around.
 _TREND = 25
+#: A deviation from the trend counts as at most so many times the median one, so that one spike does not decide.
+_FAR = 6.0
+#: Two parts of a series are told apart by a jump between their means of so many standard errors.
+_JUMP_ERRORS = 6.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +63,47 @@ def block_mean_estimate(values: Sequence[float]) -> MeanEstimate:
     return MeanEstimate(mean, math.sqrt(variance / blocks), max(1.0, blocks - 1), needed, n // needed >= MIN_BLOCKS)
 
 
+def mean_estimate(values: Sequence[float]) -> MeanEstimate:
+    """Return the mean of a series and its error, which a jump of its level does not increase.
+
+    A jump looks like a long memory, which needs longer blocks than there are. The parts before and after it are
+    estimated each by itself.
+    """
+    whole = block_mean_estimate(values)
+    at = None if whole.enough else jump(values)
+    if at is None:
+        return whole
+    parts = [block_mean_estimate(values[:at]), block_mean_estimate(values[at:])]
+    shares = [at / len(values), 1 - at / len(values)]
+    error = math.hypot(*(share * part.error for share, part in zip(shares, parts, strict=True)))
+    freedom = sum(part.freedom for part in parts)
+    block = max(part.block for part in parts)
+    return MeanEstimate(whole.mean, error, freedom, block, len(values) // block >= MIN_BLOCKS)
+
+
+def jump(values: Sequence[float]) -> int | None:
+    """Return the index at which the level of a series jumps; None if there is no clear jump.
+
+    It is the split that makes the squares around both means least. At a jump most of the difference of the means is
+    there in the next tenth of the records; in a drift it is not.
+    """
+    n = len(values)
+    if n < 4 * MIN_BLOCK:
+        return None
+    sums = list(accumulate(values, initial=0.0))
+
+    def gain(i: int) -> float:
+        return float((sums[i] - sums[n] * i / n) ** 2 / (i * (n - i)))
+
+    at = max(range(2 * MIN_BLOCK, n - 2 * MIN_BLOCK + 1), key=gain)
+    before, after = block_mean_estimate(values[:at]), block_mean_estimate(values[at:])
+    size = after.mean - before.mean
+    width = max(2 * MIN_BLOCK, min(n // 10, at, n - at))
+    near = (sums[at + width] - sums[at] - (sums[at] - sums[at - width])) / width
+    clear = abs(size) > _JUMP_ERRORS * math.hypot(before.error, after.error)
+    return at if clear and near * size > 0 and abs(near) > 0.6 * abs(size) else None
+
+
 def memory(values: Sequence[float]) -> float:
     """Return over how many points a series remembers chance, by its correlation with its successor; 1: not at all.
 
@@ -78,16 +123,23 @@ def correlation_around_trend(one: Sequence[float], other: Sequence[float]) -> fl
 
     Near 1: the same batches in the same order. The trend, a centered moving average, is taken out first.
     """
-    a, b = _around_trend(one), _around_trend(other)
+    return correlation(around_trend(one), around_trend(other))
+
+
+def correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return the correlation of two series whose means are zero; 0 if one of them is constant."""
     scale = math.sqrt(math.fsum(map(operator.mul, a, a)) * math.fsum(map(operator.mul, b, b)))
     return math.fsum(map(operator.mul, a, b)) / scale if scale else 0.0
 
 
-def _around_trend(values: Sequence[float]) -> list[float]:
+def around_trend(values: Sequence[float]) -> list[float]:
+    """Return a series without its trend, a centered moving average; a spike counts as the largest usual deviation."""
     sums = list(accumulate(values, initial=0.0))
     n = len(values)
     ends = ((max(0, i - _TREND), min(n, i + _TREND + 1)) for i in range(n))
-    return [value - (sums[high] - sums[low]) / (high - low) for value, (low, high) in zip(values, ends, strict=True)]
+    found = [value - (sums[high] - sums[low]) / (high - low) for value, (low, high) in zip(values, ends, strict=True)]
+    most = _FAR * sorted(map(abs, found))[n // 2] if found else 0.0
+    return [max(-most, min(most, value)) for value in found] if most else found
 
 
 def t_upper_tail(t: float, freedom: float) -> float:

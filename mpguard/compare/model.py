@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+#: A run that reaches less of the baseline's steps is neither the same nor different: what counts is the end.
+MIN_COVERAGE = 0.9
 VerdictKind = Literal["same", "different", "diverged", "inconclusive"]
 
 
@@ -67,6 +69,10 @@ class RunVerdict:
         interval: Where the difference lies: 90 % for a single run, wider if several are tested (Holm).
         needed: What an inconclusive comparison lacks: {"steps": N} or {"runs": N}.
         window: The first and the last step that were compared.
+        coverage: How far the run goes: the share of the baseline's steps, from the first one to the last common one.
+        at_end: Where the verdict is about the end of the run: the difference there, in words.
+        spikes: First and last steps of the spikes that are left out of the test.
+        compared: The logs that were compared, where they are not those that were read: on other steps, or averaged.
     """
 
     name: str
@@ -78,6 +84,10 @@ class RunVerdict:
     needed: Mapping[str, int] | None = None
     window: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
+    coverage: float | None = None
+    at_end: str | None = None
+    spikes: tuple[tuple[int, int], ...] = ()
+    compared: tuple[tuple[RunLog, ...], tuple[RunLog, ...]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +102,34 @@ class Comparison:
     @property
     def all_same(self) -> bool:
         return all(each.verdict == "same" for each in self.verdicts)
+
+    def title(self) -> str:
+        """Return the verdict on one run as a sentence; on several, how many got which."""
+        if len(self.verdicts) == 1:
+            return self.sentence(self.verdicts[0])
+        kinds = [each.verdict for each in self.verdicts]
+        counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+        return f"{len(kinds)} runs against {self.baseline}: {counts}"
+
+    def sentence(self, verdict: RunVerdict) -> str:
+        """Return a verdict as a sentence: "fp8 trains like bf16 (loss +0.02 %, within ±0.5 %), 3 seeds"."""
+        margin, number = self.margin, len(self.arms[verdict.name])
+        by = f"loss {margin.shown(verdict.difference)}" if verdict.difference is not None else ""
+        seeds = f", {number} seeds" if number > 1 else ""
+        if verdict.verdict == "same":
+            found = "has the same losses as" if verdict.method == "equal losses" else "trains like"
+            return f"{verdict.name} {found} {self.baseline} ({by}, within ±{margin}){seeds}{_after(verdict.spikes)}"
+        if verdict.verdict == "different":
+            found = "worse" if (verdict.difference or 0.0) > 0 else "better"
+            if verdict.at_end is not None:
+                return f"{verdict.name} ends {found} than {self.baseline} ({verdict.at_end}){seeds}"
+            return f"{verdict.name} trains {found} than {self.baseline} ({by}, outside of ±{margin}){seeds}"
+        if verdict.verdict == "diverged":
+            return f"{verdict.name} diverged: {verdict.reason}"
+        if verdict.coverage is not None and verdict.coverage < MIN_COVERAGE:
+            until = f" up to step {verdict.window[1]}" if verdict.window else ""
+            return f"{verdict.name} was compared with {self.baseline} only{until} ({verdict.coverage:.0%} of its steps)"
+        return f"{verdict.name} cannot be told from {self.baseline}, nor called the same ({by or 'nothing to compare'})"
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `--format json` prints."""
@@ -112,6 +150,9 @@ class Comparison:
             "method": verdict.method,
             "needed": None if verdict.needed is None else dict(verdict.needed),
             "reason": verdict.reason,
+            "sentence": self.sentence(verdict),
+            "coverage": verdict.coverage,
+            "spikes": [list(each) for each in verdict.spikes],
             "window": None if verdict.window is None else list(verdict.window),
             "ms_per_step": median_of([value for log in logs for value in log.ms.values()]),
             "memory_bytes": max((log.memory for log in logs if log.memory is not None), default=None),
@@ -119,6 +160,20 @@ class Comparison:
             "logs": [{"path": str(log.path), "source": log.source, "notes": list(log.notes)} for log in logs],
             "notes": list(verdict.notes),
         }
+
+
+def _after(spikes: Sequence[tuple[int, int]]) -> str:
+    """Return what a sentence says of spikes: ", after a spike at steps 701 to 760"."""
+    if not spikes:
+        return ""
+    first, last = spikes[0]
+    return f", after {'a spike' if len(spikes) == 1 else f'{len(spikes)} spikes, the first'} at steps {first} to {last}"
+
+
+def in_words(kind: str, count: int) -> str:
+    """Return a number of events of a kind as words: "11 skipped steps"."""
+    words = kind.replace("_", " ")
+    return f"{count} {words}" if count == 1 or words.endswith("s") or words.count(" ") > 1 else f"{count} {words}s"
 
 
 def count_events(logs: tuple[RunLog, ...]) -> dict[str, int]:

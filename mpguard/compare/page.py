@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from mpguard.compare.model import Comparison, Margin, RunLog, RunVerdict, count_events, median_of
+from mpguard.compare.model import Comparison, Margin, RunLog, RunVerdict, count_events, in_words, median_of
 from mpguard.core.version import __version__
 
 _ASSETS = Path(__file__).with_name("assets")
@@ -30,13 +30,14 @@ def html(report: Comparison) -> str:
     template = (_ASSETS / "report.html").read_text("utf-8")
     facts = {name: _facts(logs) for name, logs in report.arms.items()}
     kept = [column for column in _COLUMNS if any(each[column] for each in facts.values())]
-    cells = {name: "".join(f"<td>{escape(each[column])}</td>" for column in kept) for name, each in facts.items()}
+    cells = {name: "".join(_cell(column, each[column]) for column in kept) for name, each in facts.items()}
     parts = {
         "columns": "".join(f'<th scope="col">{column}</th>' for column in kept),
         "style": (_ASSETS / "report.css").read_text("utf-8"),
         "script": (_ASSETS / "report.js").read_text("utf-8"),
         "title": escape(_title(report)),
         "rows": "\n".join([_baseline_row(report, cells), *(_row(report, each, cells) for each in report.verdicts)]),
+        "sentences": _sentences(report),
         "notes": _notes(report),
         "margin": escape(str(report.margin)),
         "version": escape(__version__),
@@ -45,8 +46,19 @@ def html(report: Comparison) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
+def _cell(column: str, text: str) -> str:
+    """Return a cell with the name of its column, which a narrow screen shows in the place of the header."""
+    return f'<td data-label="{column}">{escape(text)}</td>' if text else "<td></td>"
+
+
 def _title(report: Comparison) -> str:
-    return f"{', '.join(each.name for each in report.verdicts)} against {report.baseline}"
+    return report.title()
+
+
+def _sentences(report: Comparison) -> str:
+    """Return the verdicts as a list of sentences, where the title has only their number."""
+    items = "".join(f'<li class="{each.verdict}">{escape(report.sentence(each))}</li>' for each in report.verdicts)
+    return f'<ul class="sentences">{items}</ul>' if len(report.verdicts) > 1 else ""
 
 
 # -- the table of verdicts --------------------------------------------------------------------------------------------
@@ -67,8 +79,8 @@ def _row(report: Comparison, verdict: RunVerdict, facts: Mapping[str, str]) -> s
     cells = [
         f'<th scope="row">{escape(verdict.name)}</th>',
         f'<td><span class="verdict {verdict.verdict}">{verdict.verdict}</span></td>',
-        f"<td>{_interval(verdict, report.margin)}</td>",
-        f"<td>{escape(verdict.reason)}{needed}<br><small>{escape(verdict.method + steps)}</small></td>",
+        f'<td class="gap">{_interval(verdict, report.margin)}</td>',
+        f'<td class="why">{escape(verdict.reason)}{needed}<br><small>{escape(verdict.method + steps)}</small></td>',
         facts[verdict.name],
     ]
     return f"<tr>{''.join(cells)}</tr>"
@@ -78,7 +90,7 @@ def _facts(logs: Sequence[RunLog]) -> dict[str, str]:
     """Return the cells about the runs themselves, by `_COLUMNS`; a column without any is left out."""
     ms = median_of([value for log in logs for value in log.ms.values()])
     memory = max((log.memory for log in logs if log.memory is not None), default=None)
-    events = ", ".join(f"{count} {kind}" for kind, count in count_events(tuple(logs)).items())
+    events = ", ".join(in_words(kind, count) for kind, count in count_events(tuple(logs)).items())
     last = list(logs[0].loss.values())[-1]
     cells = [f"{last:.4g}", "" if ms is None else f"{ms:.3g}",
              "" if memory is None else f"{memory / 2**30:.3g} GiB", events]  # fmt: skip
@@ -122,15 +134,18 @@ def _notes(report: Comparison) -> str:
 def page_data(report: Comparison) -> dict[str, Any]:
     """Return what the script draws: series of points and of means for each plot, and the events."""
     arms = {report.baseline: report.arms[report.baseline], **report.arms}
+    compared = {each.name: each.compared for each in report.verdicts}
     color = {name: number for number, name in enumerate(arms)}
     plots: dict[str, list[dict[str, Any]]] = {"loss": [], "difference": [], "grad_norm": [], "loss_scale": []}
+    arms = {name: (compared.get(name) or (logs,))[0] for name, logs in arms.items()}  # drawn on the baseline's steps
     for name, logs in arms.items():
         for log in logs:
             label = name if len(logs) == 1 else f"{name}: {log.name}"
             for plot, values in (("loss", log.loss), ("grad_norm", log.grad_norm), ("loss_scale", log.loss_scale)):
                 if values:
                     plots[plot].append(_series(label, name, color[name], values))
-        gaps = _gaps(logs, report.arms[report.baseline], report.margin)
+        runs, base = compared.get(name) or (logs, report.arms[report.baseline])
+        gaps = _gaps(runs, base, report.margin)
         if name != report.baseline and gaps:
             plots["difference"].append(_series(name, name, color[name], gaps))
     return {
@@ -140,7 +155,13 @@ def page_data(report: Comparison) -> dict[str, Any]:
         "from": min((each.window[0] for each in report.verdicts if each.window), default=None),
         "plots": plots,
         "events": [
-            {"run": name, "color": color[name], "step": event.step, "kind": event.kind, "text": event.text}
+            {
+                "run": name,
+                "color": color[name],
+                "step": event.step,
+                "kind": in_words(event.kind, 1)[2:],
+                "text": event.text,
+            }
             for name, logs in arms.items()
             for log in logs
             for event in log.events[:_MOST_EVENTS]

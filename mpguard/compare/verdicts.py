@@ -16,30 +16,36 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from mpguard.compare.alignment import MIN_COMMON, SAME_ORDER, align, smoothed
 from mpguard.compare.divergence import divergence, not_finite, skipped_steps
 from mpguard.compare.intervals import (
     MIN_BLOCK,
     MIN_BLOCKS,
     MeanEstimate,
     block_mean_estimate,
+    correlation,
     correlation_around_trend,
+    jump,
+    mean_estimate,
     t_quantile,
     t_upper_tail,
 )
-from mpguard.compare.model import Comparison, Margin, RunLog, RunVerdict, VerdictKind
+from mpguard.compare.model import MIN_COVERAGE, Comparison, Margin, RunLog, RunVerdict, VerdictKind
+from mpguard.compare.spikes import spikes
 from mpguard.core.errors import MpguardError
 
 #: The error of each one-sided test.
 ALPHA = 0.05
-#: Losses that go up and down together more than this had the same batches in the same order.
-SAME_ORDER = 0.5
 #: Runs from the same weights differ by less than this, relative, in the first records of their losses.
 SAME_START, _FIRST = 0.0005, 3
+#: Weights or products that are rounded to BF16 or FP8 may differ by this much, if the changes of the losses from
+#: record to record are as good as equal in the first ones (correlation; other weights: at most 0.97, E5M2: 0.997).
+ROUNDED_START, _SAME_CHANGES, _EARLY = 0.01, 0.995, 50
 #: The fewest runs of an arm whose seeds or order differ, and the fewest equal records that count as equality.
 MIN_RUNS, MIN_EQUAL = 3, 10
-#: The fewest common points in which it can be recognized that the order of the batches is the same.
-_MIN_COMMON = 50
 _MOST_NEEDED_RUNS = 1000
+#: After a jump the end is judged from so many blocks on, which its interval allows for.
+_END_BLOCKS = 7
 #: The method where nothing has to be tested.
 EQUAL = "equal losses"
 
@@ -88,8 +94,12 @@ class _Measured:
     spacing: float = 0.0
     #: The runs of the smaller arm, where the unit is the run.
     runs: int = 1
-    #: The difference in the last quarter of the window.
+    #: The difference in the last quarter of the window, or from a jump in it to the end.
     at_end: MeanEstimate | None = None
+    #: The first and last steps of spikes that are left out.
+    spikes: tuple[tuple[int, int], ...] = ()
+    #: The step from which the difference is another, if it jumps.
+    jump: int | None = None
 
 
 def compare(
@@ -106,13 +116,57 @@ def compare(
     for log in base:
         _check_baseline(log, criteria.margin)
     found: dict[str, RunVerdict | _Measured] = {}
+    pairs: dict[str, _Aligned] = {}
     for name, logs in arms.items():
         if name != baseline:
-            runs = [_without_skipped(log) for log in logs]
-            found[name] = _diverged(name, runs, base, criteria) or _measure(runs, base, criteria)
+            pairs[name] = each = _aligned([_without_skipped(log) for log in logs], base)
+            found[name] = _diverged(name, each.runs, each.base, criteria) or _measure(each.runs, each.base, criteria)
     judged = _judge({name: each for name, each in found.items() if isinstance(each, _Measured)}, criteria)
-    verdicts = tuple(each if isinstance(each, RunVerdict) else judged[name] for name, each in found.items())
+    verdicts = tuple(
+        _covered(each if isinstance(each, RunVerdict) else judged[name], pairs[name], base)
+        for name, each in found.items()
+    )
     return Comparison(baseline, criteria.margin, verdicts, {name: tuple(logs) for name, logs in arms.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Aligned:
+    """The runs of an arm and its baseline on common steps, and what was done to them."""
+
+    runs: Sequence[RunLog]
+    base: Sequence[RunLog]
+    notes: tuple[str, ...] = ()
+
+
+def _aligned(runs: Sequence[RunLog], base: Sequence[RunLog]) -> _Aligned:
+    found, others, notes = list(runs), list(base), []
+    far = len(runs) == len(base) == 1
+    for i, run in enumerate(runs):
+        for j in range(len(base)):
+            each = align(run, others[j], far=far)
+            if each.note:
+                found[i], others[j] = each.run, each.base
+                notes.append(each.note if len(runs) == 1 else f"{run.path.name}: {each.note}")
+                break
+    return _Aligned(found, others, tuple(notes))
+
+
+def _covered(verdict: RunVerdict, pair: _Aligned, base: Sequence[RunLog]) -> RunVerdict:
+    """Return a verdict with how far the run goes: that of a run which ended early says nothing of the end."""
+    verdict = dataclasses.replace(verdict, notes=tuple(dict.fromkeys((*pair.notes, *verdict.notes))))
+    if pair.notes:
+        verdict = dataclasses.replace(verdict, compared=(tuple(pair.runs), tuple(pair.base)))
+    common = _common([*pair.runs, *pair.base])
+    first, last = min(min(log.loss) for log in base), max(max(log.loss) for log in base)
+    if not common or first == last:
+        return verdict
+    coverage = max(0.0, min(1.0, (common[-1] - first) / (last - first)))
+    verdict = dataclasses.replace(verdict, coverage=round(coverage, 4))
+    if coverage >= MIN_COVERAGE or verdict.verdict == "diverged":
+        return verdict
+    until = f": {verdict.verdict}, {verdict.reason}" if verdict.verdict != "inconclusive" else f": {verdict.reason}"
+    reason = f"the run ends at step {common[-1]} of {last} ({coverage:.0%} of the baseline); up to there{until}"
+    return dataclasses.replace(verdict, verdict="inconclusive", reason=reason, needed={"steps": last})
 
 
 def _check_baseline(log: RunLog, margin: Margin) -> None:
@@ -184,14 +238,15 @@ def _measure(runs: Sequence[RunLog], base: Sequence[RunLog], criteria: Criteria)
     partners = _partners(runs, base, warm_up)
     pairs = [(run, partner) for run, partner in zip(runs, partners, strict=True) if partner is not None]
     if len(runs) == 1 and pairs and (criteria.same_start or _same_start(*pairs[0])):
-        return dataclasses.replace(_paired_steps(*pairs[0], margin, warm_up), notes=notes)
+        found = _paired_steps(*pairs[0], margin, warm_up)
+        return dataclasses.replace(found, notes=(*found.notes, *notes))
     last = warm_up.last(steps)
     window = [step for step in steps if step > last]
     if not window:
         return _Measured(None, "none", "the warm-up leaves no common step", notes=notes)
     if len(pairs) == len(runs) >= MIN_RUNS:
         found = _paired_runs(pairs, window, margin)
-    elif len(runs) == len(base) == 1 and len(window) < _MIN_COMMON:
+    elif len(runs) == len(base) == 1 and len(window) < MIN_COMMON:
         reason = f"{len(window)} common records after the warm-up are too few to tell how the runs were paired"
         spacing = (steps[-1] - steps[0]) / max(1, len(steps) - 1)
         estimate = MeanEstimate(_mean(runs[0], window) - _mean(base[0], window), math.inf, 1, MIN_BLOCK, False)
@@ -224,7 +279,7 @@ def _order_correlation(run: RunLog, other: RunLog, warm_up: WarmUp) -> float:
     steps = _common([run, other])
     steps = [step for step in steps if step > warm_up.last(steps)] if steps else []
     a, b = [run.loss[step] for step in steps], [other.loss[step] for step in steps]
-    if len(steps) < _MIN_COMMON or not all(map(math.isfinite, a)):
+    if len(steps) < MIN_COMMON or not all(map(math.isfinite, a)):
         return 0.0
     return correlation_around_trend(a, b)
 
@@ -237,10 +292,30 @@ def _equal(run: RunLog, other: RunLog) -> bool:
 def _same_start(run: RunLog, other: RunLog) -> bool:
     """True if two runs begin with the same weights: with others, the first losses on equal batches already differ."""
     skipped = min(skipped_steps(run) | skipped_steps(other), default=math.inf)  # after it, one has fewer updates
-    first, *more = _common([run, other])[:_FIRST]
-    steps = [first, *(step for step in more if step <= skipped)]
+    steps = _common([run, other])
+    first, *more = steps[:_FIRST]
+    gap = _first_gap(run, other, [first, *(step for step in more if step <= skipped)])
+    return gap < SAME_START or (gap < ROUNDED_START and _same_changes(run, other, steps[:_EARLY]) > _SAME_CHANGES)
+
+
+def _first_gap(run: RunLog, other: RunLog, steps: Sequence[int]) -> float:
+    """Return the relative difference of the first losses, as a root mean square."""
     gaps = [(run.loss[step] - other.loss[step]) / (abs(other.loss[step]) or 1.0) for step in steps]
-    return math.sqrt(math.fsum(gap * gap for gap in gaps) / len(gaps)) < SAME_START
+    return math.sqrt(math.fsum(gap * gap for gap in gaps) / len(gaps))
+
+
+def _same_changes(run: RunLog, other: RunLog, steps: Sequence[int]) -> float:
+    """Return the correlation of the changes of changes of two losses, in which no trend is left; 0 if too few.
+
+    Rounding moves the loss of every batch by about as much; other weights find other batches hard.
+    """
+    if len(steps) < _EARLY:
+        return 0.0
+    bends = [
+        [log.loss[a] - 2 * log.loss[b] + log.loss[c] for a, b, c in zip(steps, steps[1:], steps[2:], strict=False)]
+        for log in (run, other)
+    ]
+    return correlation(bends[0], bends[1])
 
 
 # -- the three designs ------------------------------------------------------------------------------------------------
@@ -260,10 +335,24 @@ def _paired_steps(run: RunLog, base: RunLog, margin: Margin, warm_up: WarmUp) ->
         return _Measured(None, method, "the warm-up leaves no common step", window=window)
     scale = _scale([base], steps, margin)
     gaps = [(run.loss[step] - base.loss[step]) / scale for step in steps]
-    estimate = block_mean_estimate(gaps)
-    at_end = block_mean_estimate(gaps[-max(1, len(gaps) // 4) :])
     spacing = (steps[-1] - steps[0]) / (len(steps) - 1)
-    return _Measured(estimate, method, window=window, spacing=spacing, at_end=at_end)
+    found = spikes(gaps, margin.value)
+    notes = tuple(
+        f"a spike at steps {steps[each.first]} to {steps[each.last]}, up to {margin.shown(each.peak)}, is recovered"
+        " from: these steps are left out of the test"
+        for each in found
+    )
+    ends = tuple((steps[each.first], steps[each.last]) for each in found)
+    out = {i for each in found for i in range(each.first, each.last + 1)}
+    steps = [step for i, step in enumerate(steps) if i not in out]
+    gaps = [gap for i, gap in enumerate(gaps) if i not in out]
+    end, at = len(gaps) - max(1, len(gaps) // 4), jump(gaps)
+    if at is not None and len(gaps) - at >= len(gaps) // 10:
+        end = max(end, at)
+    return _Measured(
+        mean_estimate(gaps), method, window=window, notes=notes, spacing=spacing, spikes=ends,
+        at_end=mean_estimate(gaps[end:]), jump=None if at is None else steps[at],
+    )  # fmt: skip
 
 
 def _paired_runs(pairs: Sequence[tuple[RunLog, RunLog]], window: Sequence[int], margin: Margin) -> _Measured:
@@ -283,7 +372,7 @@ def _separate_runs(
     if min(len(ours), len(theirs)) >= MIN_RUNS:
         estimate = _welch(_mean_of_runs(ours), _mean_of_runs(theirs))
         return _Measured(estimate, method, runs=min(len(ours), len(theirs)))
-    needed = {"runs": MIN_RUNS}
+    needed: dict[str, int] | None = {"runs": MIN_RUNS}
     if len(ours) == len(theirs) == 1:
         gaps = [(runs[0].loss[step] - base[0].loss[step]) / scale for step in window]  # the trend of both is the same
         estimate = dataclasses.replace(block_mean_estimate(gaps), enough=False)
@@ -294,6 +383,10 @@ def _separate_runs(
             if same_order
             else "the runs had other batches, or another order of them"
         )
+        which = None if same_order else smoothed(runs[0], base[0])
+        if which is not None:
+            why = f"the losses of the {which} are smoothed, those of the other are not: log the raw loss of each step"
+            needed = None
         reason = f"{why}; no gap above {margin.shown(most).lstrip('+')} between these two, and seeds alone may make one"
         return _Measured(estimate, method, reason, needed)
     reason = f"a gap between seeds can be judged from {MIN_RUNS} runs on each side: NAME=RUN NAME=RUN ..."
@@ -360,7 +453,24 @@ def _judged(name: str, found: _Measured, criteria: Criteria, alpha: float) -> Ru
     half = estimate.half_width(alpha)
     interval = (estimate.mean - half, estimate.mean + half) if math.isfinite(half) else None
     outcome, reason, needed = _outcome(found, estimate, interval, criteria, alpha)
-    return RunVerdict(name, outcome, estimate.mean, interval, found.method, reason, needed, found.window, found.notes)
+    verdict = RunVerdict(
+        name, outcome, estimate.mean, interval, found.method, reason, needed, found.window, found.notes
+    )
+    verdict = dataclasses.replace(verdict, spikes=found.spikes)
+    at_end = _at_end(found, criteria.margin, alpha)
+    if at_end is None or outcome not in ("same", "inconclusive") or found.reason:
+        return verdict
+    return dataclasses.replace(verdict, verdict="different", reason=at_end, needed=None, at_end=at_end)
+
+
+def _at_end(found: _Measured, margin: Margin, alpha: float) -> str | None:
+    """Return that the run is another after a jump, in words; None if there is no jump, or the end may be the same."""
+    end = found.at_end
+    if found.jump is None or end is None or end.freedom < _END_BLOCKS:
+        return None
+    if abs(end.mean) - end.half_width(alpha / 2) <= margin.value:
+        return None
+    return f"from step {found.jump} to the end {margin.shown(end.mean)}, outside of ±{margin}"
 
 
 def _outcome(

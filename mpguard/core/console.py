@@ -16,6 +16,12 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
+#: What is printed in the place of characters that a terminal with the locale C does not show.
+_PLAIN = str.maketrans({
+    "\N{MULTIPLICATION SIGN}": "x", "\N{EN DASH}": "-",
+    "±": "+-", "·": "-", "—": "-", "…": "...", "≥": ">=", "≤": "<=", "→": "->", "─": "-", "│": "|",
+    "├": "|", "└": "`", "█": "#",
+})  # fmt: skip
 #: A line of output: pieces of text, each with a rich style (empty: none).
 Line = list[tuple[str, str]]
 
@@ -45,6 +51,8 @@ def printable(text: str) -> str:
 def write_lines(lines: Iterable[Line], stream: TextIO | None = None) -> None:
     """Print lines, in color where `use_color` is true; the text is the same either way."""
     stream = sys.stdout if stream is None else stream
+    if not shows_unicode(stream):
+        lines = ([(plain(text), style) for text, style in line] for line in lines)
     if not use_color(stream):
         write_text("".join("".join(text for text, _ in line) + "\n" for line in lines), stream)
         return
@@ -53,6 +61,25 @@ def write_lines(lines: Iterable[Line], stream: TextIO | None = None) -> None:
     console = rich_console(stream)
     for line in lines:
         console.print(Text.assemble(*((text, style) for text, style in line)), soft_wrap=True)
+
+
+def shows_unicode(stream: TextIO) -> bool:
+    """True if a stream can show all characters: not in the locale C, where Python itself would write UTF-8."""
+    if _locale() in ("C", "POSIX"):
+        return False
+    return (getattr(stream, "encoding", None) or "utf-8").lower().replace("-", "") in ("utf8", "utf16", "utf32")
+
+
+def _locale() -> str:
+    """Return the locale that was asked for; Python sets LC_CTYPE itself where LANG is C (PEP 538)."""
+    ctype = os.environ.get("LC_CTYPE", "")
+    asked = "" if ctype in ("C.UTF-8", "C.utf8", "UTF-8") else ctype
+    return os.environ.get("LC_ALL") or asked or os.environ.get("LANG") or ""
+
+
+def plain(text: str) -> str:
+    """Return text with ASCII in the place of the signs and lines that mpguard prints."""
+    return text.translate(_PLAIN)
 
 
 def columns() -> int | None:

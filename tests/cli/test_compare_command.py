@@ -34,7 +34,9 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "fp8.csv", "worse.csv", "lost.jsonl", "--baseline", "bf16.csv"]) == 1
     out = capsys.readouterr().out
-    lines = out.splitlines()
+    assert out.startswith("fp8 trains like bf16 (loss ") and ", within ±0.5 %)" in out.splitlines()[0]
+    assert out.splitlines()[1].startswith("worse trains worse than bf16 (loss +") and out.splitlines()[3] == ""
+    lines = out.splitlines()[4:]
     assert lines[0].split()[:2] == ["run", "verdict"] and "ms/step" in lines[0] and "memory" in lines[0]
     assert [line.split()[:2] for line in lines[1:5]] == [
         ["bf16", "baseline"], ["fp8", "same"], ["worse", "different"], ["lost", "diverged"]
@@ -58,7 +60,8 @@ def test_json_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> Non
     found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert found["version"] == 1 and found["baseline"] == "bf16"
     same, lost = found["runs"]
-    assert {"name", "verdict", "difference", "interval", "method", "needed"} <= same.keys()
+    assert {"name", "verdict", "difference", "interval", "method", "needed", "coverage", "spikes"} <= same.keys()
+    assert same["coverage"] == 1.0 and same["sentence"].startswith("fp8 trains like bf16 (loss ")
     assert same["verdict"] == "same" and same["interval"][0] < same["difference"] < same["interval"][1]
     assert lost["verdict"] == "diverged" and lost["difference"] is None and lost["interval"] is None
     assert lost["ms_per_step"] == 20 and lost["memory_bytes"] == 3 << 30 and lost["events"] == {"overflow": 1}

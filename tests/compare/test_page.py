@@ -32,14 +32,14 @@ def data(page: str) -> dict[str, Any]:
 def test_the_page_has_verdicts_and_data() -> None:
     nan = {step: math.nan if step > 1400 else value for step, value in losses(seed=2).items()}
     page = html(report(fine=log(losses(seed=1), events=(skipped(7),), ms={1: 20.0}, memory=3 << 30), lost=log(nan)))
-    for text in ("same", "diverged", "loss nan at step 1401", "3 GiB", "1 skipped_step", "<noscript>", "±0.5 %"):
+    for text in ("same", "diverged", "loss nan at step 1401", "3 GiB", "1 skipped step", "<noscript>", "±0.5 %"):
         assert text in page, text
     assert "{{" not in page.replace("${", "")
     found = data(page)
     assert {name: len(series) for name, series in found["plots"].items()} == {
         "loss": 3, "difference": 2, "grad_norm": 1, "loss_scale": 1
     }  # fmt: skip
-    assert found["events"] == [{"run": "fine", "color": 1, "step": 7, "kind": "skipped_step", "text": ""}]
+    assert found["events"] == [{"run": "fine", "color": 1, "step": 7, "kind": "skipped step", "text": ""}]
     assert found["plots"]["loss"][2]["values"][-1] == "nan" and found["from"] == 152
 
 
@@ -120,7 +120,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_plots_in_a_browser(browser: Any, page_file: Path) -> None:
     page, problems = opened(browser, page_file)
-    assert page.locator("figure > svg").count() == 4
+    assert page.locator(".plot > svg").count() == 4
     assert "Step 1500" in page.inner_text("#at")
     page.focus("#cursor")  # by keyboard
     for key in ("Home", "ArrowRight", "ArrowRight"):
@@ -132,7 +132,7 @@ def test_the_plots_in_a_browser(browser: Any, page_file: Path) -> None:
     low, high = int(page.input_value("#low")), int(page.input_value("#high"))
     assert 300 < low < 700 < high < 1200
     page.evaluate("scrollTo(0, 0)")
-    box = page.locator("figure > svg").first.bounding_box()
+    box = page.locator(".plot > svg").first.bounding_box()
     page.mouse.move(box["x"] + 400, box["y"] + 60)
     page.mouse.down()
     page.mouse.move(box["x"] + 600, box["y"] + 60)
@@ -174,7 +174,7 @@ def test_the_text_of_plots_is_readable_on_a_small_screen(browser: Any, page_file
     for width in (380, 800, 1200):
         page.set_viewport_size({"width": width, "height": 800})
         page.wait_for_timeout(50)
-        boxes = [text.bounding_box() for text in page.locator("figure > svg .axis text").all()[:6]]
+        boxes = [text.bounding_box() for text in page.locator(".plot > svg .axis text").all()[:6]]
         assert all(8 <= box["height"] <= 24 for box in boxes), (width, boxes)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert not problems

@@ -12,9 +12,10 @@ import sys
 import termios
 from pathlib import Path
 
+import pytest
 from limits import seconds
 
-from mpguard.core.console import Line, folded
+from mpguard.core.console import Line, folded, write_lines
 
 
 def text_of(line: Line) -> str:
@@ -60,3 +61,25 @@ def test_tables_fit_on_a_terminal(tmp_path: Path) -> None:
     for lines in (doctor, compare):
         assert len(lines) > 4 and all(len(line) <= 80 for line in lines), "\n".join(lines)
     assert any(line.startswith("bf16_mixed ") for line in doctor), "\n".join(doctor)
+
+
+@pytest.mark.parametrize(
+    ("environment", "shown"),
+    [
+        ({"LANG": "C"}, False),
+        ({"LANG": "C", "LC_CTYPE": "C.UTF-8"}, False),
+        ({"LC_ALL": "POSIX", "LANG": "de_DE.UTF-8"}, False),
+        ({}, True),
+        ({"LANG": "en_US.UTF-8"}, True),
+        ({"LC_ALL": "C.UTF-8", "LANG": "C"}, True),
+    ],
+)
+def test_the_locale_c_gets_plain_characters(
+    environment: dict[str, str], shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("LANG", "LC_ALL", "LC_CTYPE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    write_lines([[("±0.5 %, 2 ", ""), ("─ é", "")]])
+    assert capsys.readouterr().out == ("±0.5 %, 2 ─ é\n" if shown else "+-0.5 %, 2 - é\n")

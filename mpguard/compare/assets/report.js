@@ -7,7 +7,7 @@
     grad_norm: "Gradient norm (logarithmic)", loss_scale: "Loss scale (logarithmic)",
   };
   const LOGARITHMIC = new Set(["grad_norm", "loss_scale"]);
-  const WIDEST = 1100, NARROWEST = 300, HEIGHT = 300, LEFT = 64, RIGHT = 14, TOP = 12, BOTTOM = 44;
+  const WIDEST = 1100, NARROWEST = 300, HEIGHT = 300, LEFT = 64, RIGHT = 14, TOP = 12, BOTTOM = 62;
   const plots = Object.entries(data.plots).filter(([, series]) => series.length);
   for (const [, all] of plots) {
     for (const series of all) {
@@ -135,8 +135,9 @@
     }
     for (const step of ticks(state.low, state.high, Math.max(3, Math.round(WIDTH / 140)))) {
       axis.append(make("line", { x1: x(step), x2: x(step), y1: bottom, y2: bottom + 5 }));
-      axis.append(make("text", { x: x(step), y: HEIGHT - 4, "text-anchor": "middle" }, shown(step)));
+      axis.append(make("text", { x: x(step), y: HEIGHT - 22, "text-anchor": "middle" }, shown(step)));
     }
+    axis.append(make("text", { class: "label", x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, "step"));
     axis.append(make("path", { d: `M${LEFT} ${TOP}V${bottom}H${WIDTH - RIGHT}` }));
     for (const series of all.filter(visible)) {
       const only = series.means.length && name !== "loss_scale" ? "" : "only";
@@ -216,6 +217,23 @@
     readout();
   }
 
+  // The values of a plot at the pointer, next to it, and the events of these few pixels in words.
+  function tell(chart, px) {
+    const near = 6 * (state.high - state.low) / (WIDTH - LEFT - RIGHT), lines = [make("b", {}, `Step ${state.at}`)];
+    for (const series of chart.all.filter(visible)) {
+      const i = before(series.steps, state.at);
+      if (i >= 0) lines.push(make("span", { class: `key ${style(series.color).split(" ")[0]}` }, `${series.label}: ${shown(series.values[i])}`));
+    }
+    const events = data.events.filter((event) => event.step !== null && Math.abs(event.step - state.at) <= near && !state.hidden.has(event.run));
+    for (const event of events.slice(0, 4)) lines.push(make("span", {}, `${event.run}, step ${event.step}: ${event.kind}`));
+    if (events.length > 4) lines.push(make("span", {}, `and ${events.length - 4} more events`));
+    chart.tip.replaceChildren(...lines);
+    chart.tip.hidden = false;
+    const share = px / WIDTH;
+    chart.tip.style.left = share < 0.6 ? `calc(${100 * share}% + 14px)` : "auto";
+    chart.tip.style.right = share < 0.6 ? "auto" : `calc(${100 - 100 * share}% + 14px)`;
+  }
+
   function zoomTo(low, high) {
     state.low = Math.max(first, Math.min(low, high));
     state.high = Math.min(Math.max(last, first + 1), Math.max(low, high));
@@ -248,6 +266,7 @@
     svg.addEventListener("pointermove", (event) => {
       const px = at(event);
       moveTo(stepAt(px));
+      tell(chart, px);
       if (from !== null) {
         chart.zoom.setAttribute("x", Math.min(from, px));
         chart.zoom.setAttribute("width", Math.abs(px - from));
@@ -260,6 +279,7 @@
       if (start !== null && Math.abs(px - start) > 6) zoomTo(stepAt(start), stepAt(px));
     });
     svg.addEventListener("pointercancel", () => { from = null; chart.zoom.setAttribute("width", 0); });
+    svg.addEventListener("pointerleave", () => { chart.tip.hidden = true; });
     svg.addEventListener("dblclick", () => zoomTo(first, last));
   }
 
@@ -346,9 +366,12 @@
         " keeping the highest and lowest values; the tests used all.");
     }
     const svg = make("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": summary(name, all) });
-    figure.append(caption, svg, table(all));
+    const frame = make("div", { class: "plot" }), tip = make("div", { class: "tip", "aria-hidden": "true" });
+    tip.hidden = true;
+    frame.append(svg, tip);
+    figure.append(caption, frame, table(all));
     byId("charts").append(figure);
-    const chart = { svg, name, all };
+    const chart = { svg, name, all, tip };
     charts.push(chart);
     follow(chart);
   }
