@@ -13,6 +13,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import gc
+import os
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -83,6 +86,35 @@ def wants_compile(policy: Policy) -> Choice:
 #: The most equal blocks that are compiled as one graph. On an H200 host all 32 blocks of Llama-3-8B take 175 s, and
 #: 12 s block by block, which trains 2 % more slowly (benchmarks/results/compile_depth.json): 12 are a minute.
 MOST_BLOCKS = 12
+
+#: The same where several ranks of a host compile at the same time, each the same graph for its own device. With four
+#: ranks 8 blocks of width 1024 in FP8 took over 100 s, and block by block 34 (benchmarks/results/first_step.json). The
+#: stages of a pipeline wait for each other's compilation, so that it counts even for two blocks.
+MOST_BLOCKS_OF_RANKS = 1
+
+#: The most processes that inductor compiles kernels with by itself.
+COMPILE_THREADS = 32
+
+
+def ranks_here() -> int:
+    """Return the number of ranks on this host, as the launcher has set it; 1 without a launcher."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def share_compile_threads() -> None:
+    """Let each rank of this host compile with its share of the cores, unless the user has chosen a number.
+
+    By default each rank starts as many compiling processes as the host has cores, at most 32.
+    """
+    name = "TORCHINDUCTOR_COMPILE_THREADS"
+    if ranks_here() == 1 or name in os.environ:
+        return
+    share = max(1, min(COMPILE_THREADS, (os.cpu_count() or 1) // ranks_here()))
+    os.environ[name] = str(share)
+    config = sys.modules.get("torch._inductor.config")
+    if config is not None:  # it has read the variable before
+        config.compile_threads = share  # type: ignore[attr-defined]
+
 
 #: Models, and blocks of models, that `compile_in_place` has compiled.
 _in_place: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -161,11 +193,23 @@ def _falling_back(model: nn.Module, failed: Callable[[str], None]) -> Callable[.
             kind = type(error).__name__
         _in_place.discard(model)
         model._compiled_call_impl = None
+        _empty_masks()
         result = model(*args, **kwargs)
         failed(f"{type(model).__name__} cannot be compiled ({kind}: {reason[:200]})")
         return result
 
     return call_or_fall_back
+
+
+def _empty_masks() -> None:
+    """Empty the masks that a failed trace has left behind, with fake tensors, in the placements that DTensor caches.
+
+    A vocabulary-parallel embedding fills a mask that the reduction of its output empties; a trace that fails between
+    the two leaves it full, and the next call of the embedding raises.
+    """
+    for each in gc.get_objects():
+        if type(each).__name__ == "MaskBuffer" and type(each).__module__.startswith("torch.distributed.tensor"):
+            each.data, each.refcount = None, 0
 
 
 def by_block(model: nn.Module) -> str:
@@ -174,13 +218,13 @@ def by_block(model: nn.Module) -> str:
 
 
 def is_deep(model: nn.Module) -> bool:
-    """True if a model has stacks of more than `MOST_BLOCKS` blocks of one class and size."""
+    """True if a model has stacks of more blocks of one class and size than are compiled as one graph."""
     kinds = collections.Counter(
         (type(block), tuple(parameter.numel() for parameter in block.parameters()))
         for stack in _stacks(model)
         for block in stack.children()
     )
-    return max(kinds.values(), default=0) > MOST_BLOCKS
+    return max(kinds.values(), default=0) > (MOST_BLOCKS if ranks_here() == 1 else MOST_BLOCKS_OF_RANKS)
 
 
 def undo(model: nn.Module) -> None:

@@ -110,6 +110,7 @@ def _begin(guard: Guard, launched: bool) -> None:
             build(guard.plan.policy, "torch", warn=False).set_tf32()
         guard.listen()
 
+    compilation.share_compile_threads()
     apply_patches()
     import_hooks.after("torch", on_torch_import)
     import_hooks.after("transformer_engine", lambda _: guard.recorder.listen_to_modules())

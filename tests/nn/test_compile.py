@@ -7,7 +7,10 @@ With torchao's layers in software, and a backend of dynamo's that needs no compi
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
+import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +19,7 @@ import pytest
 pytest.importorskip("torch", reason="the real library runs here")
 
 import torch
-from processes import in_fork, mp_yaml, proof, ranks_in_fork, transcript
+from processes import in_fork, mp_yaml, proof, ranks_in_fork, run_python, transcript
 from torch import nn
 
 import mpguard
@@ -39,10 +42,10 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(32, 16)
+        self.blocks, self.last = nn.ModuleList(Block() for _ in range(2)), nn.Linear(32, 16)
     def forward(self, x):
         for block in self.blocks: x = block(x)
-        return self.head(x)
+        return self.last(x)
 def adam(m): return torch.optim.AdamW(m.parameters(), lr=1e-3)
 def amp(): return torch.autocast("cpu", torch.bfloat16)
 def train(m, o, steps=3):
@@ -151,9 +154,9 @@ ONCE = "\nassert graphs() == %d, graphs()\nassert list(m.state_dict()) == names"
         ("m.compile(backend='aot_eager'); train(m, adam(m))", 1, False),
         ("for block in m.blocks: block.compile(backend='aot_eager')\ntrain(m, adam(m))", 2, False),
         # what dynamo begins in no frame of
-        ("m = nn.Sequential(*m.blocks, m.head); train(m, adam(m))", 1, True),
+        ("m = nn.Sequential(*m.blocks, m.last); train(m, adam(m))", 1, True),
         ("d = nn.ModuleDict({'m': m}); train(d['m'], adam(d))", 1, True),
-        ("m.blocks.requires_grad_(False); train(m, torch.optim.AdamW(m.head.parameters(), lr=1e-2))", 1, True),
+        ("m.blocks.requires_grad_(False); train(m, torch.optim.AdamW(m.last.parameters(), lr=1e-2))", 1, True),
     ],
 )
 def test_a_loop_of_ones_own_is_compiled_once(tmp_path: Path, script: str, graphs: int, ours: bool) -> None:
@@ -218,6 +221,66 @@ def test_a_model_whose_compilation_fails_goes_on_as_it_is(tmp_path: Path, by_blo
     made = proof(tmp_path / "proof.json")
     assert made["verdict"] == "in force" and "3 of 3 Linear" in made["rows"]["fp8"]["found"], transcript(ended)
     assert made["rows"]["compile"]["found"].startswith("not compiled"), transcript(ended)
+
+
+VOCABULARY_PARALLEL = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from mpguard.nn import compile as compilation
+compilation.BACKEND = "aot_eager"
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+mesh = init_device_mesh("cpu", (2,))
+@torch.library.custom_op("test::cannot_be_traced", mutates_args=())
+def cannot_be_traced(x: torch.Tensor) -> torch.Tensor: return x.clone()
+@cannot_be_traced.register_fake
+def _(x): raise RuntimeError("no fake tensors")
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tok = nn.Embedding(64, 16)
+    def forward(self, ids):
+        found = nn.functional.embedding(DTensor.from_local(ids, mesh, [Replicate()]), self.tok.weight)
+        cannot_be_traced(ids.float())  # between what fills the mask and what empties it
+        return found.redistribute(mesh, [Replicate()]).to_local()
+net = parallelize_module(Net(), mesh, {"tok": RowwiseParallel(input_layouts=Replicate())})
+failures = []
+compilation.compile_in_place(net, failures.append)
+for _ in range(2): net(torch.randint(0, 64, (4, 8))).sum().backward()
+assert len(failures) == 1, failures
+print("trained twice")
+"""
+
+
+def test_a_failed_compilation_leaves_no_mask_of_a_vocabulary_parallel_embedding(tmp_path: Path) -> None:
+    ended = in_fork(["-c", VOCABULARY_PARALLEL], cwd=tmp_path, program=run_python)
+    assert ended.stdout == "trained twice\n", transcript(ended)
+
+
+def test_blocks_are_compiled_one_by_one_where_several_ranks_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (nn.Sequential(*(Named(str(number)) for number in range(blocks))) for blocks in (1, 2))
+    assert not compilation.is_deep(two)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert compilation.is_deep(two) and not compilation.is_deep(one)
+
+
+def test_ranks_share_the_cores_for_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = types.SimpleNamespace(compile_threads=32)
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", config)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    compilation.share_compile_threads()
+    assert config.compile_threads == 32 and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    compilation.share_compile_threads()
+    assert config.compile_threads == 16 and os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "16"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    compilation.share_compile_threads()
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "16", "what is set already is kept"
 
 
 def test_an_error_of_the_model_is_its_own(tmp_path: Path) -> None:

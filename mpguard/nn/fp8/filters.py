@@ -28,6 +28,9 @@ CONV1D = "transformers.pytorch_utils.Conv1D"
 #: The module of transformers in which experts with stacked weights are computed.
 EXPERTS = "transformers.integrations.moe"
 
+#: Names of output heads at the top level of a model, in public code (nanoGPT, torchtitan, timm, TransformerLens).
+HEAD_NAMES = ("lm_head", "output", "head", "unembed", "out")
+
 #: Classes whose Linear layers select experts: their few logits decide the expert of every token.
 ROUTERS = re.compile(r"(Router|Gate|Gating)$")
 
@@ -50,7 +53,7 @@ def reasons(modules: Named, policy: Policy) -> dict[int, str]:
     for name, module in modules:
         names.setdefault(id(module), []).append(name)
     by_name = dict(modules)
-    output_heads = set() if policy.fp8_head else heads(modules)
+    output_heads = {} if policy.fp8_head else heads(modules)
     ends = in_end_blocks(modules, policy)
     without_narrow = speed.leaves_out_narrow(policy, hardware.backend_of(policy.decided(), hardware.detect()))
     found: dict[int, str] = {}
@@ -63,7 +66,7 @@ def reasons(modules: Named, policy: Policy) -> dict[int, str]:
         elif any(matches(name, policy.kept_out_of_fp8) for name in own_names):
             found[id(module)] = EXCLUDED
         elif id(module) in output_heads:
-            found[id(module)] = HEAD
+            found[id(module)] = f"{HEAD}: {output_heads[id(module)]}"
         elif any(in_router(name, by_name) for name in own_names):
             found[id(module)] = ROUTER
         elif id(module) in ends:
@@ -234,21 +237,39 @@ def is_torchao(module: nn.Module) -> bool:
     return is_of(module, "torchao.float8") or type(module).__module__ == f"{__package__}.torchao_conv1d"
 
 
-def heads(modules: Named) -> set[int]:
-    """Return the ids of output heads: those that Hugging Face models declare, and layers with an embedding's weight."""
+def heads(modules: Named) -> dict[int, str]:
+    """Return how each output head was found, by the id of the module.
+
+    A head is a Linear whose weight is an embedding's, or which a Hugging Face model declares; else one outside of the
+    stacks of blocks with as many outputs as the largest embedding has rows; without such, one of `HEAD_NAMES` at the
+    top level. Modules in the `module` of a wrapper count as at the top level.
+    """
     from torch import nn
 
-    embeddings = {id(module.weight) for _, module in modules if isinstance(module, nn.Embedding)}
-    found = {
-        id(module)
-        for _, module in modules
-        if isinstance(module, nn.Linear) and id(module._parameters.get("weight")) in embeddings
-    }
+    linear = {id(module): (name, module) for name, module in modules if isinstance(module, nn.Linear)}
+    embeddings = {id(module.weight): (name, module) for name, module in modules if isinstance(module, nn.Embedding)}
+    found: dict[int, str] = {}
+    for key, (_, layer) in linear.items():
+        if (own := id(layer._parameters.get("weight"))) in embeddings:
+            found[key] = f"its weight is that of {embeddings[own][0]}"
     for _, module in modules:
         get_head = getattr(type(module), "get_output_embeddings", None)
         with contextlib.suppress(NotImplementedError, AttributeError, TypeError):
-            found.add(id(get_head(module)) if get_head is not None else 0)
-    return found
+            head = get_head(module) if get_head is not None else None
+            if head is not None:
+                found.setdefault(id(head), f"{type(module).__name__} declares it")
+    if found:
+        return found
+    in_blocks = {id(inner) for blocks in stacks(modules) for block in blocks for inner in block.modules()}
+    outside = {key: each for key, each in linear.items() if key not in in_blocks}
+    name, largest = max(embeddings.values(), key=lambda each: each[1].num_embeddings, default=("", None))
+    if largest is not None:
+        found = {
+            key: f"as many outputs as {name} has rows"
+            for key, each in outside.items()
+            if each[1].out_features == largest.num_embeddings
+        }
+    return found or {key: "by its name" for key, (name, _) in outside.items() if name in HEAD_NAMES}
 
 
 def in_router(name: str, by_name: dict[str, nn.Module]) -> bool:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.nn import compile as compilation
 from mpguard.nn import cuda_graphs
+from mpguard.runtime import compile_progress
 from mpguard.runtime import guard as guards
+from mpguard.runtime.containment import contained
 from mpguard.runtime.guard import Guard
 from mpguard.runtime.patches.patch import AnyFunction
 from mpguard.runtime.proof.models import models_of
@@ -69,6 +71,9 @@ def in_the_policys_mode(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         guard = guards.current()
+        if guard is not None:
+            with contained("the progress of compilation"):
+                compile_progress.watch(guard.reporter.print_once)
         # `Module.compile` passes the method behind the module's call. Others are functions of the script.
         module = model.__self__ if getattr(model, "__name__", "") == "_call_impl" else model
         if guard is None or not isinstance(module, torch.nn.Module) or guard.plan.policy.compile_mode == "default":

@@ -226,10 +226,13 @@ def _compiled_graph(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def call_user_compiler(self: Any, gm: Any, *args: Any, **kwargs: Any) -> Any:
         guard = guards.current()
-        if guard is not None and guard.listening:
-            # Between looks too: a graph is compiled once, and runs later.
-            guard.recorder.record_graph(gm, getattr(self, "local_scope", {}).get("self"))
-        return original(self, gm, *args, **kwargs)
+        if guard is None or not guard.listening:
+            return original(self, gm, *args, **kwargs)
+        # Between looks too: a graph is compiled once, and runs later. It is read before the compiler changes it.
+        record = guard.recorder.graph_to_record(gm, getattr(self, "local_scope", {}).get("self"))
+        compiled = original(self, gm, *args, **kwargs)
+        record()
+        return compiled
 
     return call_user_compiler
 

@@ -11,7 +11,7 @@ import importlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpguard.policy.policy import Policy
@@ -158,18 +158,28 @@ class Recorder:
             if getattr(tensor, "requires_grad", False):
                 tensor.register_hook(mark_scaled)
 
-    def record_graph(self, module: Any, owner: Any = None) -> None:
-        """Record a graph that dynamo passes to the compiler. owner: the `self` of the function that is compiled."""
+    def graph_to_record(self, module: Any, owner: Any = None) -> Callable[[], None]:
+        """Read a graph that dynamo passes to the compiler; the function that is returned records it, once it compiled.
+
+        owner: the `self` of the function that is compiled.
+        """
         import torch
 
         is_module = "torch.nn.modules.module" in {kind.__module__ for kind in type(owner).__mro__}
         outermost = frozenset({id(owner)} if is_module else ())
         found = graphs.products_in_graph(module, next(iter(outermost), None))
-        self.compiled += found
-        if torch.is_grad_enabled():
-            self.trained_in_graphs |= {dtype for dtype, _ in found}
-            self.attention_masks += attention_masks.kernels_in_graph(module)
-            self.weight_uses |= set(graphs.weight_uses(module, outermost))
+        trained = torch.is_grad_enabled()
+        masks = attention_masks.kernels_in_graph(module) if trained else ()
+        uses = set(graphs.weight_uses(module, outermost)) if trained else set()
+
+        def record() -> None:
+            self.compiled += found
+            if trained:
+                self.trained_in_graphs |= {dtype for dtype, _ in found}
+                self.attention_masks.update(masks)
+                self.weight_uses |= uses
+
+        return record
 
     def tensors_are_exchanged(self, tensors: Collection[torch.Tensor]) -> None:
         """Release weak references to tensors that are going to be exchanged: torch refuses it where there are any."""

@@ -433,7 +433,7 @@ def test_layers_by_name_and_kind_stay() -> None:
         nn.ModuleDict({"lm_head": nn.Linear(32, 32), "router": nn.Linear(32, 32), "conv": nn.Conv1d(4, 4, 1)})
     )
     assert found == {"lm_head": "fp8_exclude", "router": "fp8_exclude"}
-    assert reasons(model())["output"] == "output head"
+    assert reasons(model())["output"] == "output head: its weight is that of embedding"
     assert reasons(model(), FP8.replace(fp8_head=True))["output"] == ""
     assert reasons(model(), FP8.replace(fp8_exclude=("layers.0.*",)))["layers.0.up"] == "fp8_exclude"
 

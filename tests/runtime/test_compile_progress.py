@@ -1,0 +1,52 @@
+"""A compilation that takes long is reported while it runs."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from mpguard.runtime import compile_progress
+from mpguard.runtime.compile_progress import CompileProgress
+
+
+def test_lines_while_it_compiles_each_after_twice_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_progress, "IDLE", 0.2)
+    monkeypatch.setattr(compile_progress, "POLL", 0.02)
+    lines: list[str] = []
+    progress = CompileProgress(lines.append)
+    progress.seconds, progress.graphs = 9.9, 3
+    progress.begin()
+    deadline = time.monotonic() + 20
+    while not lines and time.monotonic() < deadline:
+        time.sleep(0.05)
+    progress.end()
+    assert lines == ["mpguard: compiling for 10 s so far, 3 graphs done; torch keeps them for the next start"]
+    progress.seconds = 15.0  # not yet twice as long
+    progress.begin()
+    time.sleep(0.2)
+    progress.end()
+    assert len(lines) == 1 and progress.graphs == 5
+
+
+def test_nothing_is_printed_of_a_short_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_progress, "IDLE", 0.1)
+    monkeypatch.setattr(compile_progress, "POLL", 0.02)
+    lines: list[str] = []
+    progress = CompileProgress(lines.append)
+    progress.begin()
+    progress.end()
+    assert progress._thread is not None
+    progress._thread.join(20)
+    assert not progress._thread.is_alive() and lines == [] and progress.graphs == 1
+
+
+def test_torch_calls_back() -> None:
+    torch = pytest.importorskip("torch", reason="the real library runs here")
+    compile_progress.watch(lambda _line: None)
+    progress = compile_progress._progress
+    assert progress is not None
+    before = progress.graphs
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    compile_progress.watch(print)
+    assert compile_progress._progress is progress and progress.graphs == before + 1
