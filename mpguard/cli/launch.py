@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         action="append",
         help="a wanted deviation: local_sgd, frozen:DTYPE, fp32:PATTERN, bf16:PATTERN, states:DTYPE, "
-        "idle_ranks:RANKS, loss_scaling (repeatable)",
+        "idle_ranks:RANKS, ranks_differ:WHAT, loss_scaling (repeatable)",
     )
     parser.add_argument("--proof-json", metavar="FILE", help="rank 0 writes the proof to this file")
     parser.add_argument(

@@ -9,6 +9,8 @@ Each is named, so that it is shown in the proof, and everything else is compared
     states: bf16     states of optimizers in a dtype that is lower than the policy's
     idle_ranks: 1    ranks that only act, generate or serve, and never train
     loss_scaling     the script scales the loss of FP16 training itself, without a GradScaler
+    ranks_differ: policy
+                     the ranks have different policies, or different values of one field, or another `strategy`, `allow`
 
 This module does not import torch.
 """
@@ -21,9 +23,10 @@ from typing import Any
 
 from mpguard.core.errors import ConfigError, PolicyError, did_you_mean
 from mpguard.policy.dtype import Dtype
+from mpguard.policy.policy import FIELD_NAMES
 
-LOCAL_SGD, FROZEN, FP32, BF16, STATES, IDLE_RANKS, LOSS_SCALING = (
-    "local_sgd", "frozen", "fp32", "bf16", "states", "idle_ranks", "loss_scaling",
+LOCAL_SGD, FROZEN, FP32, BF16, STATES, IDLE_RANKS, LOSS_SCALING, RANKS_DIFFER = (
+    "local_sgd", "frozen", "fp32", "bf16", "states", "idle_ranks", "loss_scaling", "ranks_differ",
 )  # fmt: skip
 
 #: The deviations that have a name -> what follows the name; empty if nothing does.
@@ -35,7 +38,11 @@ KINDS = {
     STATES: "a dtype",
     IDLE_RANKS: "a rank, or ranks such as 1-3,",
     LOSS_SCALING: "",
+    RANKS_DIFFER: "`policy`, one of its fields, `strategy` or `allow`",
 }
+
+#: What else than a field of the policy may differ between ranks.
+_DIFFERING = ("policy", "strategy", "allow")
 
 #: Dtypes of quantized parts that are not trained, as the proof names them; a policy has none of these.
 QUANTIZED = ("int8", "uint8", "int16", "int32")
@@ -48,6 +55,7 @@ _EXAMPLES = {
     STATES: "states: bf16",
     IDLE_RANKS: "idle_ranks: 1-3",
     LOSS_SCALING: "loss_scaling",
+    RANKS_DIFFER: "ranks_differ: policy",
 }
 
 
@@ -102,6 +110,10 @@ def _checked(kind: str, value: Any) -> Allowance:
         raise ConfigError(f"allow: `{kind}` has the value {value!r}; {needed}: `{_EXAMPLES[kind]}`")
     if kind == IDLE_RANKS:
         ranks_of(value)
+    if kind == RANKS_DIFFER and value not in (names := (*_DIFFERING, *FIELD_NAMES)):
+        raise ConfigError(
+            f"allow: `{kind}` has the value {value!r}; {KINDS[kind]} is needed{did_you_mean(value, names)}"
+        )
     if kind == FROZEN and value.removeprefix("torch.") in QUANTIZED:
         value = value.removeprefix("torch.")
     elif kind in (FROZEN, STATES):

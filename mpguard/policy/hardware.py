@@ -201,7 +201,7 @@ def named(name: str) -> Hardware:
 @functools.cache
 def detect() -> Hardware:
     """Return the hardware of this machine. If NVML fails though there is a driver, the capability is None."""
-    libraries = {name: version for name, module in _LIBRARIES.items() if (version := _version(module))}
+    libraries = {name: version for name, module in _LIBRARIES.items() if (version := installed_version(module))}
     gpu, capability, count = _gpu()
     return Hardware(gpu, capability, count, _torch_cuda(), libraries)
 
@@ -310,7 +310,7 @@ def _torch_cuda() -> Version | None:
     return tuple(int(part) for part in match[1].split(".")) if match else None
 
 
-def _version(module: str) -> str | None:
+def installed_version(module: str) -> str | None:
     """Return the installed version of a module's distribution; None if the module is not installed."""
     import importlib.metadata  # takes 20 ms
     import importlib.util

@@ -27,7 +27,7 @@ from mpguard.policy.allow import BF16, IDLE_RANKS, ranks_of
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.policy.recipes import given
-from mpguard.runtime import casts
+from mpguard.runtime import casts, plan_exchange
 from mpguard.runtime.checkpoints import Loaded
 from mpguard.runtime.containment import contained, contained_hook, has_failed
 from mpguard.runtime.messages import not_in_force
@@ -482,6 +482,7 @@ class Guard:
             return
         if self.recorder.backwards <= 1:
             consensus.remember_group()
+            plan_exchange.check(self.plan, self.refuse)
         if self._without_optimizer and self._script.repeats and self._script.is_proof_due():
             self._prove_script_update()
         if self.recorder.backwards > BACKWARD_LIMIT:
@@ -822,6 +823,8 @@ class Guard:
 
     def _conclude(self, pending: _Pending, everywhere: list[Failure] | None, progress: Progress) -> None:
         """Report the proof, and fail if there are failures. everywhere: of all ranks; None if ranks are missing."""
+        if everywhere is not None:
+            plan_exchange.check_settled(self.plan, self.refuse)
         if everywhere is None:
             self.alone = True
             missing = names_of(pending.agreement.missing())
@@ -852,6 +855,17 @@ class Guard:
         self.proof = self.proof or proof
         self.recorder.stop()
         self.reporter.report_proof(proof, first=True, repeated=False, optimizers=0, run=self.run)
+        self.fail(Refusal((failure,)))
+
+    def refuse(self, failure: Failure, *, alone: bool) -> None:
+        """Report a failure that is known without a step, and fail. Raises `NotInForce`.
+
+        alone: True if rank 0 may not know it.
+        """
+        self.recorder.stop()
+        self.proof = Proof(NOT_IN_FORCE, self.plan, failures=(failure,))
+        self.reporter.report_proof(self.proof, first=True, repeated=False, optimizers=0, run=self.run)
+        self.alone = alone
         self.fail(Refusal((failure,)))
 
     def _fail_alone(self, progress: Progress, *failures: Failure, before: str = "", after: str = "") -> None:

@@ -60,7 +60,7 @@ def test_a_rank_that_skips_its_first_steps_is_not_waited_for(tmp_path: Path) -> 
 def test_a_rank_that_never_steps_is_named(tmp_path: Path) -> None:
     ended = uneven(tmp_path, "--always")
     assert [each.returncode for each in ended] == [1, 1], "\n".join(map(transcript, ended))
-    assert "rank 1: not proven: the run computed gradients and ended" in ended[0].stderr, transcript(ended[0])
+    assert "not proven: rank 1: the run computed gradients and ended" in ended[0].stderr, transcript(ended[0])
 
 
 def test_missing_ranks_are_named_with_a_limit() -> None:

@@ -22,6 +22,7 @@ from mpguard.runtime.patches import (
     deepspeed,
     fsdp_gradients,
     import_hooks,
+    process_group,
     torch,
     transformer_engine,
     transformers,
@@ -39,6 +40,7 @@ PATCHES = (
     *torch.PATCHES,
     *checkpointing.PATCHES,
     *fsdp_gradients.PATCHES,
+    *process_group.PATCHES,
     *transformer_engine.PATCHES,
 )
 

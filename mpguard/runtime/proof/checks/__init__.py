@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from mpguard.policy.allow import LOCAL_SGD
+from mpguard.policy.allow import LOCAL_SGD, RANKS_DIFFER
 from mpguard.runtime.containment import has_failed
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof.checks import compute, fp8, gradients, model, optimizer, processes
@@ -70,7 +70,7 @@ def compare(seen: Observed, plan: Plan) -> tuple[Row, ...]:
 def _not_needed(rows: Iterable[Row], plan: Plan) -> list[Row]:
     """Return a row for the allowances that no row needs. `unsynchronized` decides about local SGD."""
     needed = {name for row in rows for name in row.allowed.split("; ")}
-    names = [str(each) for each in plan.allow if each.kind != LOCAL_SGD and str(each) not in needed]
+    names = [str(each) for each in plan.allow if each.kind not in (LOCAL_SGD, RANKS_DIFFER) and str(each) not in needed]
     return [Row("allow", f"not needed: {', '.join(names)}", "", Verdict.NOT_ASKED)] if names else []
 
 
