@@ -37,9 +37,7 @@ from mpguard.runtime.progress import Budget, Progress
 from mpguard.runtime.proof import account, checks, consensus
 from mpguard.runtime.proof.checks.common import is_unsynchronized
 from mpguard.runtime.proof.checks.optimizer import ROUNDED_WEIGHTS
-from mpguard.runtime.proof.gradients import safely
 from mpguard.runtime.proof.inferred import Inferred, products_behind
-from mpguard.runtime.proof.master_values import addresses
 from mpguard.runtime.proof.models import existing_optimizers, models_of
 from mpguard.runtime.proof.observe import Observed, innermost, name_of, observe, places_of, updated_by
 from mpguard.runtime.proof.recorder import Recorder
@@ -57,6 +55,7 @@ from mpguard.runtime.proof.verdict import (
     Row,
     names_of,
 )
+from mpguard.runtime.proof.witness import describe
 from mpguard.runtime.ranks import declare_idle, is_forked_after_cuda, is_idle, rank
 from mpguard.runtime.reporter import Reporter, unproven_at_exit
 from mpguard.runtime.scaler_use import ScalerUse
@@ -278,25 +277,23 @@ class Guard:
         return flags[-1]
 
     def step_begins(self, optimizer: Any) -> None:
-        """Record the gradients with which a step begins, and look at weights whose memory has been exchanged."""
+        """Record the gradients with which a step begins, and compare weights whose memory has been replaced."""
         if self.waiting:
             self.recorder.begin_step(optimizer)
         progress = self._progress.get(optimizer)
         if progress is None or not progress.proven or progress.failed or progress.cast or self.refusal is not None:
             return
-        memory = safely(addresses, optimizer) or ()
-        moved, progress.memory = bool(progress.memory) and memory != progress.memory, memory
-        progress.moves += moved
-        # Some scripts exchange it at each step.
-        if not moved or progress.moves & (progress.moves - 1) or self.plan.policy.master_dtype is not Dtype.FP32:
+        if self.plan.policy.master_dtype is not Dtype.FP32:
             return
-        for dtype in self.recorder.values.rounded_now(optimizer):
+        for found in self.recorder.values.exchanged(optimizer):
             text = (
-                f"optimizer: {progress.name}, weights fp32 rounded to {dtype} since the last step (`parameter.data = "
-                "...` has replaced their values); asked: weights and states fp32"
+                f"optimizer: {progress.name}, weights fp32 {describe(found.match.to)} {found.when} (`parameter.data = "
+                f"...` has replaced their values): {found.describe(f'a weight of {progress.name}')}; asked: weights "
+                "and states fp32"
             )
             failure = Failure(FailureKind.WRONG, text, "optimizer", advice=ROUNDED_WEIGHTS)
             self._fail_alone(progress, failure, before=f"step {progress.applied + progress.skipped + 1}: ")
+            return
 
     def step_skipped(self, optimizer: Any) -> None:
         """Count a step that was skipped because of an overflow. Raises `NotInForce` beyond the limit."""
@@ -356,8 +353,6 @@ class Guard:
         elif progress in self._looking:
             self._look(optimizer, progress, model)
         else:
-            if self.recorder.gradients.has_sums:
-                self.recorder.gradients.forget_sums(updated_by(optimizer))
             self._close_round()
         if progress.proven and not progress.failed:
             self._open_look(optimizer, progress, in_step=True)

@@ -14,6 +14,9 @@ from typing import Any
 #: Looks may take this share of the run's time, after `FREE_SECONDS` that they may take in every run.
 SHARE, FREE_SECONDS = 0.01, 2.0
 
+#: For tests and benchmarks: each step is looked at, whatever that costs.
+EVERY_STEP = False
+
 
 class Budget:
     """The time that looks take, and may take. spent: seconds so far, without the first proof.
@@ -43,8 +46,7 @@ class Progress:
     in force. without_result: looks that observed too little. next_look: the applied step of the next look that all
     ranks take. cost: seconds that the last observation took. switches: how many switches to evaluation the last look
     has followed. cast: where weights were cast, if they were. unread: flags of a fused optimizer on a device, see
-    `Guard`. empty: steps without gradients in a row that were to be looked at. memory: addresses of weights at its last
-    step; moves: how often they were others at the next one.
+    `Guard`. empty: steps without gradients in a row that were to be looked at.
     """
 
     name: str
@@ -65,21 +67,19 @@ class Progress:
     cast: str | None = None
     unread: list[Any] = dataclasses.field(default_factory=list)
     empty: int = 0
-    memory: tuple[int, ...] = ()
-    moves: int = 0
     _proven_at: tuple[float, int] = (0.0, 0)
 
     def prove(self, agrees: bool) -> None:
         """Record a first proof, or one after a checkpoint was loaded."""
         self.proven, self.unrecorded, self.agrees = True, False, agrees
         self._proven_at = time.monotonic(), self.applied
-        self.next_look = _power_of_two_above(self.applied)
+        self.next_look = self._earliest_look()
 
     def propose(self, budget: Budget) -> int:
         """Return the step of the next look: the first power of two that the budget allows."""
         began, first = self._proven_at
-        look = _power_of_two_above(self.applied)
-        if self.applied > first:
+        look = self._earliest_look()
+        if self.applied > first and not EVERY_STEP:
             step = (time.monotonic() - began) / (self.applied - first)
             while not budget.allows(self.cost, (look - self.applied) * step) and look < 2**40:
                 look *= 2
@@ -87,7 +87,10 @@ class Progress:
 
     def leave_out_look(self) -> None:
         """Set the next look to the first power of two: all ranks do the same without an agreement."""
-        self.next_look = _power_of_two_above(self.applied)
+        self.next_look = self._earliest_look()
+
+    def _earliest_look(self) -> int:
+        return self.applied + 1 if EVERY_STEP else 1 << self.applied.bit_length()
 
     def facts(self) -> dict[str, Any]:
         """Return what the proof file has about the run."""
@@ -98,10 +101,6 @@ class Progress:
             "looks": self.looks,
             "looks_without_result": self.without_result,
         }
-
-
-def _power_of_two_above(step: int) -> int:
-    return 1 << step.bit_length()
 
 
 def summary(run: Iterable[Progress]) -> str | None:

@@ -21,6 +21,7 @@ from mpguard.runtime.patches import (
     checkpointing,
     deepspeed,
     fsdp_gradients,
+    gradient_factors,
     import_hooks,
     process_group,
     torch,
@@ -41,6 +42,7 @@ PATCHES = (
     *checkpointing.PATCHES,
     *fsdp_gradients.PATCHES,
     *process_group.PATCHES,
+    *gradient_factors.PATCHES,
     *transformer_engine.PATCHES,
 )
 

@@ -22,8 +22,9 @@ from mpguard.runtime.patches import fp8_conversion, fp32_modules, master_weights
 from mpguard.runtime.patches.patch import Adjustment, AnyFunction, Patch
 from mpguard.runtime.plan import first_scale
 from mpguard.runtime.proof import account, profiler
-from mpguard.runtime.proof.gradients import are_applicable, safely
+from mpguard.runtime.proof.gradients import are_applicable
 from mpguard.runtime.proof.observe import innermost, name_of, updated_by
+from mpguard.runtime.proof.samples import safely
 from mpguard.targets.inject import Change, build
 
 #: The position of the inputs among the arguments of a backward pass, after the outputs.

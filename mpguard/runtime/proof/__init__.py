@@ -2,7 +2,9 @@
 
     recorder   collects what is visible only while it happens: backward passes, collectives, loss scaling
     collectives  every collective, where torch dispatches it
-    gradients  how gradients are accumulated, and which of the script's collectives have them; `rounding` has the bits
+    gradients  how gradients are accumulated, and which of the script's collectives have them
+    handoffs, master_values  values of gradients, weights and states between passes and steps, in `samples`
+    witness    identities that hold only where values were rounded; `recomputed` steps; `rounding`: suspicions
     account    which products ran between two applied steps: torch's profiler, windows, modules
     trace      the products among the profiler's events, and the nodes of autograd that they belong to
     products   which operators multiply, their dtypes and their floating-point operations

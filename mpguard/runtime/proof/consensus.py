@@ -310,8 +310,7 @@ def combine(reports: Sequence[Report | None]) -> list[Failure]:
     ]
     fingerprints = [report.fingerprint for _, report in present if report.fingerprint is not None]
     if len(fingerprints) == len(present):
-        explained = any(failure.row == "reduction" and failure.kind is FailureKind.WRONG for failure in everywhere)
-        everywhere += compare_ranks(fingerprints, explained=explained)
+        everywhere += compare_ranks(fingerprints)
     return everywhere
 
 

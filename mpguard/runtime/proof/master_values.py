@@ -1,123 +1,195 @@
-"""`MasterValues`: finds master weights in FP32 whose values are rounded to BF16 or FP16, between steps or in one."""
+"""`MasterValues`: finds master weights and states in FP32 whose values are rounded, between steps or in one.
+
+A step leaves weights and states, and the next step finds them: between the two only the script changes them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from mpguard.runtime.proof import rounding
-from mpguard.runtime.proof.gradients import LEAVES, is_allocated, is_capturing, local, safely, sample
+from mpguard.runtime.proof import recomputed, rounding, samples, witness
+from mpguard.runtime.proof.handoffs import Witness
+from mpguard.runtime.proof.samples import is_allocated, is_capturing, local, safely, sample
+
+if TYPE_CHECKING:
+    import torch
+
+#: The name of a weight among the states of its parameter.
+WEIGHT = ""
+
+#: Of how many parameters the memory is remembered, so that an exchange of it is noticed at each step.
+REMEMBERED = 2
+
+
+@dataclasses.dataclass
+class _Memory:
+    """The memory of some weights of an optimizer, which holds their values if `parameter.data` is replaced.
+
+    count: of all parameters. places: of these weights, by group and position. moves: how often it was replaced. values:
+    by the ids of the parameters.
+    """
+
+    count: int
+    places: list[tuple[int, int]]
+    moves: int = 0
+    values: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    def read(self, optimizer: Any) -> dict[int, torch.Tensor]:
+        """Return the memory that the weights have now."""
+        own = (optimizer.param_groups[a]["params"][b] for a, b in self.places)
+        return {id(each): local(each).data for each in own}
 
 
 class MasterValues:
-    """Compares samples of the weights before and after the steps that are recorded. Holds weak references.
+    """Samples of the weights and states of optimizers around the steps that are recorded. Holds weak references.
 
-    rounded: by the id of an optimizer, the number of its sampled parameters that were rounded, by dtype.
-    rounded_states: the same for its states in FP32, between two steps.
-
-    Weights that were loaded from a checkpoint in BF16 may begin as numbers of BF16, but no step in FP32 leaves them so.
+    found: what was witnessed, by the id of the optimizer. suspected: sampled weights that look rounded after a step,
+    without a witness, by the id of the optimizer and the dtype.
     """
 
     def __init__(self, previous: MasterValues | None = None) -> None:
-        """Begin with the weights that a recorder before has found to be exact."""
-        self.rounded: dict[int, Counter[str]] = {}
-        self.rounded_states: dict[int, Counter[str]] = {}
-        self._exact: dict[int, weakref.ref[Any]] = {} if previous is None else previous._exact
-        self._before: dict[int, list[int]] = {}  # bits of the samples
-        self._states: dict[tuple[int, str], list[int]] = {}  # after the last step
+        """Remember the memory of weights that was known before."""
+        self.found: dict[int, list[Witness]] = {}
+        self.suspected: dict[int, Counter[str]] = {}
+        self._left: dict[tuple[int, str], torch.Tensor] = {}  # by the id of the parameter and the name of the state
+        self._start: dict[int, torch.Tensor] = {}  # weights before the step that runs
+        self._before: dict[int, recomputed.Before] = {}
+        self._memory: weakref.WeakKeyDictionary[Any, _Memory] = (
+            weakref.WeakKeyDictionary() if previous is None else previous._memory
+        )
 
     def begin_gap(self, optimizer: Any) -> None:
-        """Take samples of an optimizer's states between two steps: the second one finds whether they were rounded."""
-        safely(self._begin_gap, optimizer)
+        """Take samples of an optimizer's weights and states between two steps."""
+        safely(self._leave, optimizer)
 
     def begin_step(self, optimizer: Any) -> None:
-        """Take samples of the weights that a step is going to update, and look for exact ones that were rounded."""
+        """Compare the weights and states that a step finds with those that the last one left."""
         safely(self._begin_step, optimizer)
 
     def end_step(self, optimizer: Any) -> None:
-        """Look for weights that the step has rounded, and remember those that are exact now."""
+        """Take samples of the weights that a step has updated, and compare those that it may have rounded itself."""
         safely(self._end_step, optimizer)
 
-    def rounded_now(self, optimizer: Any) -> dict[str, int]:
-        """Return the number of an optimizer's sampled weights that were exact, and are rounded now, by dtype."""
-        return dict(safely(self._rounded_now, optimizer) or {})
+    def exchanged(self, optimizer: Any) -> list[Witness]:
+        """Compare weights whose memory was replaced since the last step with the values that are left there."""
+        return safely(self._exchanged, optimizer) or []
 
-    def _rounded_now(self, optimizer: Any) -> Counter[str]:
-        exact = [own for own in _sampled(optimizer) if self._is_exact(own)]
-        rounded = map(rounding.rounded_bits, _bits(exact))
-        return Counter(dtype for dtype in rounded if dtype is not None)
-
-    def _is_exact(self, own: Any) -> bool:
-        known = self._exact.get(id(own))
-        return known is not None and known() is own
-
-    def _begin_gap(self, optimizer: Any) -> None:
-        self._states |= _state_bits(optimizer)
-
-    def _end_gap(self, optimizer: Any) -> None:
-        found = self.rounded_states[id(optimizer)] = Counter()
-        earlier, self._states = self._states, {}
-        for key, now in (_state_bits(optimizer) if earlier else {}).items():
-            before = earlier.pop(key, [])
-            if len(before) != len(now) or rounding.rounded_bits(before) is not None:
-                continue
-            dtype = rounding.rounded_bits(now)
-            if dtype is not None and rounding.rounded(before, dtype) == now:
-                found[dtype] += 1
-        self._states |= earlier  # those of other optimizers
+    def _leave(self, optimizer: Any) -> None:
+        self._left |= {key: sample(values) for key, values in _values(optimizer)}
 
     def _begin_step(self, optimizer: Any) -> None:
-        self._end_gap(optimizer)
-        found = self.rounded[id(optimizer)] = Counter()
-        sampled = _sampled(optimizer)
-        for own, before in zip(sampled, _bits(sampled), strict=True):
-            self._before[id(own)] = before
-            dtype = rounding.rounded_bits(before) if self._is_exact(own) else None
-            if dtype is not None:
-                found[dtype] += 1
+        self.found[id(optimizer)] = []
+        values = dict(_values(optimizer))
+        now = {key: sample(each) for key, each in values.items()}
+        known = [key for key in now if key in self._left]
+        if known and not samples.are_equal([self._left[key] for key in known], [now[key] for key in known]):
+            for key in known:
+                self._compare(optimizer, key, values[key], self._left[key].cpu(), now[key].cpu())
+        for key in known:
+            del self._left[key]
+        self._start |= {key: each for (key, name), each in now.items() if name == WEIGHT}
+        if recomputed.base_of(optimizer) is not None:
+            self._before = {id(own): kept for own in _sampled(optimizer) if (kept := recomputed.before(optimizer, own))}
+
+    def _compare(self, optimizer: Any, key: tuple[int, str], own: Any, left: torch.Tensor, found: torch.Tensor) -> None:
+        if left.shape != found.shape or witness.same(left, found):
+            return
+        row = samples.row_of(own)
+        match = witness.rounded(left, found) or witness.on_grid(left[row], found[row])
+        if match is not None and match.factor == 1:
+            self.found[id(optimizer)].append(_witnessed(key, own, match, "since the last step"))
 
     def _end_step(self, optimizer: Any) -> None:
-        found = self.rounded.get(id(optimizer), Counter())
-        sampled = _sampled(optimizer)
-        for own, after in zip(sampled, _bits(sampled), strict=True):
-            before = self._before.pop(id(own), [])
-            if len(before) != len(after):
+        own = _sampled(optimizer)
+        before, self._before = self._before, {}
+        after = [sample(each) for each in own]
+        self._left |= {(id(each), WEIGHT): values for each, values in zip(own, after, strict=True)}
+        base = recomputed.base_of(optimizer)
+        looks = self.suspected[id(optimizer)] = Counter()
+        start = [self._start.pop(id(each), values) for each, values in zip(own, after, strict=True)]
+        for each, dtype, values in zip(own, _looks_rounded(start, after), after, strict=True):
+            if dtype is None or id(optimizer) not in self.found:
                 continue
-            changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
-            if len({old for old, _ in changed}) < rounding.ENOUGH:
-                continue  # weights that began as zeros or ones are what the step has added
-            dtype = rounding.rounded_bits(new for _, new in changed)
-            if dtype is not None:
-                found[dtype] += 1
-            elif rounding.rounded_bits(after) is None:
-                self._exact[id(own)] = weakref.ref(own)
+            known = before.get(id(each))
+            exact = recomputed.after(optimizer, base, known).cpu() if known is not None and base is not None else None
+            match = witness.rounded(exact, values.cpu()) if exact is not None else None
+            if match is not None:
+                self.found[id(optimizer)].append(_witnessed((id(each), WEIGHT), each, match, "in the step"))
+            else:
+                looks[dtype] += 1
+
+    def _exchanged(self, optimizer: Any) -> list[Witness]:
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._memory.get(optimizer)
+        if known is None or known.count != count:
+            known = self._memory[optimizer] = _Memory(count, _smallest(optimizer))
+        before, known.values = known.values, known.read(optimizer)
+        moved = [(key, old, known.values[key]) for key, old in before.items() if key in known.values]
+        moved = [(key, old, new) for key, old, new in moved if _is_replaced(old, new)]
+        known.moves += bool(moved)
+        found = []
+        for key, old, new in moved if not known.moves & (known.moves - 1) else ():  # some scripts do it at each step
+            match = witness.rounded(sample(old).cpu(), sample(new).cpu())
+            if match is not None and match.factor == 1:
+                found.append(_witnessed((key, WEIGHT), new, match, "since the last step"))
+        return found
 
     def forget_weight(self, number: int) -> None:
-        """Forget what was found in one weight. number: its id."""
-        self._exact.pop(number, None)
+        """Forget what was left of one weight. number: its id."""
+        self._left = {key: values for key, values in self._left.items() if key[0] != number}
+        self._start.pop(number, None)
         self._before.pop(number, None)
 
     def forget(self) -> None:
-        """Forget what was found: other weights were loaded."""
-        self._exact.clear()
+        """Forget what was left: other weights were loaded."""
+        self._left.clear()
+        self._start.clear()
         self._before.clear()
-        self._states.clear()
+        self._memory.clear()
 
 
-def addresses(optimizer: Any) -> tuple[int, ...]:
-    """Return where the first and the last weight of an optimizer are in memory: `parameter.data = ...` changes it."""
-    groups = [group["params"] for group in optimizer.param_groups if group["params"]]
-    ends = (groups[0][0], groups[-1][-1]) if groups else ()
-    return tuple(int(local(own).data_ptr()) for own in ends)
+def _witnessed(key: tuple[int, str], own: Any, match: witness.Match, when: str) -> Witness:
+    place = samples.place(own, match.number) if not match.to.startswith("a grid") else ()
+    return Witness("states" if key[1] != WEIGHT else "weights", when, key[0], match, tuple(place))
 
 
-def _sampled_states(optimizer: Any) -> Iterator[tuple[tuple[int, str], Any]]:
-    """Yield the states in FP32 of sampled parameters that have their shape, by the id of the parameter and the name."""
+def _looks_rounded(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> list[str | None]:
+    """Return for each sample the 16-bit dtype of which all values are that a step has changed: a suspicion.
+
+    Weights that began as zeros or ones are what the step has added.
+    """
+    bits = rounding.bits_of([each[: samples.VALUES] for each in (*before, *after)])
+    found = []
+    for old, new in zip(bits[: len(before)], bits[len(before) :], strict=True):
+        changed = [(a, b) for a, b in zip(old, new, strict=False) if a != b]
+        enough = len(old) == len(new) and len({a for a, _ in changed}) >= rounding.ENOUGH
+        found.append(rounding.rounded_bits(b for _, b in changed) if enough else None)
+    return found
+
+
+def _is_replaced(old: torch.Tensor, new: torch.Tensor) -> bool:
+    same_kind = old.shape == new.shape and old.dtype == new.dtype
+    return same_kind and old.data_ptr() != new.data_ptr() and is_allocated(old) and is_allocated(new)
+
+
+def _smallest(optimizer: Any) -> list[tuple[int, int]]:
+    """Return the positions of the weights in FP32 with the fewest elements that suffice for a sample."""
+    places = [(a, b) for a, group in enumerate(optimizer.param_groups) for b in range(len(group["params"]))]
+    plain = {id(own): local(own).numel() for own in _plain(optimizer) if local(own).numel() >= samples.VALUES}
+    sizes = {place: plain.get(id(optimizer.param_groups[place[0]]["params"][place[1]])) for place in places}
+    return sorted((place for place, size in sizes.items() if size), key=lambda place: sizes[place] or 0)[:REMEMBERED]
+
+
+def _values(optimizer: Any) -> Iterator[tuple[tuple[int, str], Any]]:
+    """Yield the sampled weights, and their states in FP32 of the same shape, by parameter and name."""
     import torch
 
     for own in _sampled(optimizer):
+        yield (id(own), WEIGHT), own
         states = optimizer.state.get(own)
         for name, state in states.items() if isinstance(states, dict) else ():
             whole = type(local(state)) is torch.Tensor and state.dtype is torch.float32
@@ -125,24 +197,18 @@ def _sampled_states(optimizer: Any) -> Iterator[tuple[tuple[int, str], Any]]:
                 yield (id(own), str(name)), state
 
 
-def _bits(tensors: Iterable[Any]) -> list[list[int]]:
-    """Return the bits of the samples of tensors in FP32."""
-    return rounding.bits_of([sample(each) for each in tensors])
-
-
-def _state_bits(optimizer: Any) -> dict[tuple[int, str], list[int]]:
-    """Return the bits of the samples of an optimizer's states, by the id of the parameter and the name."""
-    states = dict(_sampled_states(optimizer))
-    return dict(zip(states, _bits(states.values()), strict=True))
-
-
 def _sampled(optimizer: Any) -> list[Any]:
-    """Return parameters in FP32 with a gradient from all over an optimizer."""
+    """Return parameters in FP32 from all over an optimizer."""
+    own = _plain(optimizer)
+    return [own[number] for number in samples.choose(own)]
+
+
+def _plain(optimizer: Any) -> list[Any]:
+    """Return the parameters in FP32 of an optimizer that have their memory. Quantized tensors call themselves FP32."""
     import torch
 
     if is_capturing():
         return []
-    plain = (torch.Tensor, torch.nn.Parameter)  # a quantized tensor calls itself FP32
+    plain = (torch.Tensor, torch.nn.Parameter)
     own = [each for group in optimizer.param_groups for each in group["params"] if type(local(each)) in plain]
-    own = [each for each in own if each.dtype is torch.float32 and is_allocated(each)]
-    return own[:: max(1, len(own) // LEAVES)]
+    return [each for each in own if each.dtype is torch.float32 and is_allocated(each)]

@@ -24,6 +24,7 @@ from mpguard.runtime.proof import fp8, reductions, remarks, tf32
 from mpguard.runtime.proof.account import Products, steps_around
 from mpguard.runtime.proof.fp32_modules import Fp32Modules, find_fp32_modules
 from mpguard.runtime.proof.graphs import WeightUse
+from mpguard.runtime.proof.handoffs import Witness
 from mpguard.runtime.proof.inferred import ATTENTION, UNNAMED, Inferred
 from mpguard.runtime.proof.models import models_of
 from mpguard.runtime.proof.optimizer_state import state_dtypes
@@ -31,6 +32,7 @@ from mpguard.runtime.proof.products import bits, short
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
 from mpguard.runtime.proof.trace import Work
+from mpguard.runtime.proof.witness import describe
 from mpguard.runtime.ranks import idle_ranks, world_size
 
 if TYPE_CHECKING:
@@ -82,8 +84,9 @@ class Observed:
     masters, gradients, states: of the parameters that the optimizer updates. matrices: False if none
     is a matrix, and the process has, or had, other optimizers, whose products are proven.
     accumulation: gradients that were added to earlier ones, in backward passes (`accumulated_passes`); of DeepSpeed
-    its setting. rounded: sampled parameters whose FP32 sums were rounded, by the 16-bit dtype; rounded_weights: those
-    whose FP32 values were, between steps or in one; rounded_states: those of whose states in FP32 the values were.
+    its setting. rounded: sampled parameters whose FP32 gradients were rounded, by what they were rounded to;
+    rounded_weights: those whose FP32 values were, between steps or in one; rounded_states: those of whose FP32 states
+    the values were. witnesses: the first of each row, in words: where it was, and an element before and after.
     reductions: of gradients across processes. reduced_by: how they were observed. reductions_over: the same for each
     dimension of the mesh. passed_on: elements that this rank has sent to one other, and that are no gradients of
     parameters, as the stages of a pipeline do. covered: elements of the parameters by what reduces their gradients, see
@@ -138,6 +141,7 @@ class Observed:
     accumulated_passes: int = 0
     rounded_weights: dict[str, int] = dataclasses.field(default_factory=dict)
     rounded_states: dict[str, int] = dataclasses.field(default_factory=dict)
+    witnesses: dict[str, str] = dataclasses.field(default_factory=dict)
     matrices: bool = True
     rounded: dict[str, int] = dataclasses.field(default_factory=dict)
     scaler: dict[str, Any] | None = None
@@ -244,10 +248,11 @@ def observe(
         _set_aside(seen, recorder, optimizer, aside)
     with seen.observing("accumulation"):
         _add_accumulation(seen, recorder, [own for own in updated if id(own) not in aside], roots)
+        _add_rounded(seen, recorder, optimizer, roots)
     with seen.observing("reduction", "coverage"):
         _add_reductions(seen, recorder, optimizer, roots)
         _set_reduced_aside(seen)
-        _add_fingerprint(seen, recorder, optimizer, roots, exact=policy.reduce_dtype.bits > 16)
+        _add_fingerprint(seen, recorder, optimizer, roots)
     with seen.observing("scaler"):
         seen.scaler = recorder.scalers.get(id(optimizer))
     with seen.observing("fp8"):
@@ -262,6 +267,8 @@ def observe(
         seen.tf32 = seen.fp32_switches.get("cuBLAS") == "tf32"
     with contained("the remarks about a step"):
         seen.remarks = list(remarks.remarks(roots, products, places_of(roots), policy))
+        if policy.master_dtype.bits > 16:
+            seen.remarks += remarks.suspicions(recorder.values.suspected.get(id(optimizer), {}), seen.optimizer)
     return seen
 
 
@@ -454,8 +461,10 @@ def _add_optimizer(seen: Observed, recorder: Recorder, optimizer: Any, roots: li
     for (call, dtype), modules in recorder.casts.items():
         if any(dtypes.get(id(own)) == dtype for module in modules for own in module.parameters()):
             seen.cast = call
-    seen.rounded_weights = dict(recorder.values.rounded.get(id(optimizer), {}))
-    seen.rounded_states = dict(recorder.values.rounded_states.get(id(optimizer), {}))
+    found = recorder.values.found.get(id(optimizer), [])
+    seen.rounded_weights = dict(Counter(each.match.to for each in found if each.row == "weights"))
+    seen.rounded_states = dict(Counter(each.match.to for each in found if each.row == "states"))
+    _add_witnesses(seen, found, optimizer, roots)
 
 
 def _kept_in_bf16(roots: list[nn.Module], patterns: Sequence[str]) -> dict[int, str]:
@@ -498,7 +507,6 @@ def _set_reduced_aside(seen: Observed) -> None:
 def _add_accumulation(seen: Observed, recorder: Recorder, updated: list[torch.Tensor], roots: list[nn.Module]) -> None:
     """Add the dtypes in which gradients were accumulated over backward passes."""
     seen.accumulation, seen.accumulated_passes = recorder.gradients.accumulated_by(updated)
-    seen.rounded = dict(recorder.gradients.rounded)
     for engine in (*recorder.engines, *filter(casts.is_engine, roots)):  # at a later look it is known as the model only
         steps = getattr(engine, "gradient_accumulation_steps", None)
         for name in ("gradient_accumulation_dtype", "grad_acc_dtype"):
@@ -507,6 +515,27 @@ def _add_accumulation(seen: Observed, recorder: Recorder, updated: list[torch.Te
                 seen.accumulation = {short(dtype): sum(own.numel() for own in updated)}
                 seen.accumulated_passes = steps()
                 break
+
+
+def _add_rounded(seen: Observed, recorder: Recorder, optimizer: Any, roots: list[nn.Module]) -> None:
+    """Add the gradients of an optimizer, or of no optimizer, that were rounded between two hand-offs."""
+    others = {id(own) for other in recorder.gradients.optimizers if other is not optimizer for own in updated_by(other)}
+    others -= {id(own) for own in updated_by(optimizer)}
+    found = [each for each in recorder.gradients.handoffs.found if each.parameter not in others]
+    seen.rounded = dict(Counter(each.match.to for each in found))
+    _add_witnesses(seen, found, optimizer, roots)
+
+
+def _add_witnesses(seen: Observed, found: Sequence[Witness], optimizer: Any, roots: list[nn.Module]) -> None:
+    """Add the first witness of each row in words."""
+    if not found:
+        return
+    names = {id(own): f"parameter {number} of {seen.optimizer}" for number, own in enumerate(updated_by(optimizer))}
+    names |= {id(own): f"`{plain_name(name)}`" for root in roots for name, own in root.named_parameters()}
+    for each in found:
+        name = names.get(each.parameter, "a tensor of no optimizer")
+        what = "" if each.row in ("weights", "states") else f"{describe(each.match.to)} "
+        seen.witnesses.setdefault(each.row, f"{what}{each.when}: {each.describe(name)}")
 
 
 def _add_reductions(seen: Observed, recorder: Recorder, optimizer: Any, roots: list[nn.Module]) -> None:
@@ -523,9 +552,7 @@ def _add_reductions(seen: Observed, recorder: Recorder, optimizer: Any, roots: l
         seen.reductions, seen.reduced_by = found or seen.reductions, source or seen.reduced_by
 
 
-def _add_fingerprint(
-    seen: Observed, recorder: Recorder, optimizer: Any, roots: list[nn.Module], *, exact: bool
-) -> None:
+def _add_fingerprint(seen: Observed, recorder: Recorder, optimizer: Any, roots: list[nn.Module]) -> None:
     """Add what reduces the gradient of each parameter, and what must be the same on all ranks."""
     if seen.world_size == 1:
         return
@@ -535,7 +562,7 @@ def _add_fingerprint(
     groups = {"ddp": found.replicated, "engine": found.engine, "script": by_script, "alone": found.alone}
     seen.covered = {kind: sum(own.numel() for own in group.values()) for kind, group in groups.items() if group}
     seen.alone = list(found.alone)
-    seen.fingerprint = reductions.fingerprint(found, recorder.gradients, exact=exact)
+    seen.fingerprint = reductions.fingerprint(found, recorder.gradients)
     if recorder.activations:  # each rank may have a part of one model
         seen.fingerprint.partly = {}
     sums = seen.fingerprint.gradients.values()

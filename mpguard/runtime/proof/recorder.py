@@ -19,10 +19,11 @@ from mpguard.runtime.containment import contained
 from mpguard.runtime.proof import attention_masks, fp8, graphs
 from mpguard.runtime.proof.account import StepAccount, shapes_of
 from mpguard.runtime.proof.collectives import Collective, CollectiveListener
-from mpguard.runtime.proof.gradients import Gradients, safely
+from mpguard.runtime.proof.gradients import Gradients
 from mpguard.runtime.proof.inferred import Inferred, products_behind
 from mpguard.runtime.proof.master_values import MasterValues
 from mpguard.runtime.proof.products import short
+from mpguard.runtime.proof.samples import safely
 from mpguard.runtime.proof.shards import Shards
 from mpguard.runtime.proof.trace import outside
 
@@ -236,6 +237,7 @@ class Recorder:
         own = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
         safely(self.shards.begin_step, own, self.gradients.leaves)
         self.gradients.made = {id(parameter): short(parameter.grad.dtype) for parameter in own}
+        safely(self.gradients.handoffs.step_begins, optimizer)
         self.values.begin_step(optimizer)
 
     def share_scaler(self, optimizer: Any, around: Iterable[Any]) -> None:
@@ -263,7 +265,6 @@ class Recorder:
         self.values.end_step(optimizer)
         if gradients:
             self.updated[id(optimizer)] = masters, gradients
-            self.gradients.stepped(own for group in optimizer.param_groups for own in group["params"])
         return bool(gradients)
 
 

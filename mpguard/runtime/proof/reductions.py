@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpguard.nn.fp8.filters import plain_name
-from mpguard.runtime.proof import rounding
-from mpguard.runtime.proof.gradients import Gradients, local, sample
+from mpguard.runtime.proof.gradients import Gradients
 from mpguard.runtime.proof.products import short
+from mpguard.runtime.proof.samples import local
 from mpguard.runtime.proof.verdict import Failure, FailureKind
 from mpguard.runtime.ranks import world_size
 
@@ -47,8 +47,7 @@ class Fingerprint:
     engine: True if an engine, or a reduce-scatter of the script, reduces some of the others. partly: as `alone`, for
     parameters of an engine over a group of `ranks` ranks, which are not all. loss: of the last backward pass of this
     rank; it may differ.
-    passes_on: True if this rank has sent activations to another one; exchanges: to all, to each its own. rounded: the
-    16-bit dtype of which all sampled gradients are, although their dtype is wider.
+    passes_on: True if this rank has sent activations to another one; exchanges: to all, to each its own.
     """
 
     gradients: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
@@ -58,7 +57,6 @@ class Fingerprint:
     partly: dict[str, tuple[float, float, float]] = dataclasses.field(default_factory=dict)
     ranks: int = 0
     loss: float | None = None
-    rounded: str | None = None
     passes_on: bool = False
     exchanges: bool = False
 
@@ -289,8 +287,8 @@ def _labels(parameters: Iterable[Any]) -> Iterator[tuple[str, str]]:
 # -- between ranks -------------------------------------------------------------------------------
 
 
-def fingerprint(found: Coverage, gradients: Gradients, *, exact: bool) -> Fingerprint:
-    """Return what must be the same on all ranks. exact: True if gradients must not be rounded to 16 bits."""
+def fingerprint(found: Coverage, gradients: Gradients) -> Fingerprint:
+    """Return what must be the same on all ranks."""
     everywhere = {**found.replicated, **found.sent}
     result = Fingerprint({_name(part): _checksum(part) for part in _parts(everywhere)})
     outside = {name: own for name, own in found.alone.items() if name in found.outside}
@@ -306,22 +304,7 @@ def fingerprint(found: Coverage, gradients: Gradients, *, exact: bool) -> Finger
         result.partly[_name(part)] = (*_checksum(part), sum(float(gradients.starts[id(own)]) for _, own in part))
     result.ranks = found.ranks
     result.passes_on, result.exchanges = bool(gradients.passed_on), bool(gradients.exchanged)
-    result.rounded = _rounded(everywhere.values()) if exact else None
     return result
-
-
-def _rounded(parameters: Iterable[torch.Tensor]) -> str | None:
-    """Return the 16-bit dtype of which all sampled FP32 gradients are; None if there is none."""
-    import torch
-
-    values = [
-        sample(own.grad) for own in parameters
-        if own.grad is not None and own.grad.dtype is torch.float32 and not own.grad.is_sparse
-    ]  # fmt: skip
-    if not values:
-        return None
-    found = torch.cat([each.detach() for each in values if each.device == values[0].device])
-    return rounding.rounded_to(found[found != 0])
 
 
 def _parts(parameters: dict[str, torch.Tensor]) -> list[list[tuple[str, torch.Tensor]]]:
@@ -351,11 +334,8 @@ def _checksum(part: list[tuple[str, torch.Tensor]]) -> tuple[float, float]:
     return square**0.5, added
 
 
-def compare_ranks(fingerprints: Sequence[Fingerprint], *, explained: bool = False) -> list[Failure]:
-    """Return the failures that show only between ranks.
-
-    fingerprints: of all ranks, in order. explained: True if it is known why gradients are rounded.
-    """
+def compare_ranks(fingerprints: Sequence[Fingerprint]) -> list[Failure]:
+    """Return the failures that show only between ranks. fingerprints: of all ranks, in order."""
     failures = _differing([each.gradients for each in fingerprints])
     alone = [{name: sums[:2] for name, sums in each.alone.items()} for each in fingerprints]
     nothing_reduced = not fingerprints[0].gradients and not fingerprints[0].engine
@@ -375,15 +355,6 @@ def compare_ranks(fingerprints: Sequence[Fingerprint], *, explained: bool = Fals
         )
         advice = "Put them into the wrapped model, or reduce their gradients with torch.distributed.all_reduce"
         failures.append(Failure(FailureKind.WRONG, text, "coverage", advice=advice))
-    dtypes = {each.rounded for each in fingerprints}
-    losses = [each.loss for each in fingerprints]
-    means = all(failure.row != BETWEEN_RANKS for failure in failures)  # gradients of one rank may be exact
-    if means and not explained and len(dtypes) == 1 and None not in dtypes and all(losses) and len(set(losses)) > 1:
-        text = (
-            f"gradients: rounded to {dtypes.pop()} before the step, although their dtype is wider; asked: not rounded"
-        )
-        advice = "Their means over ranks are not exact in it: they were reduced in it, or cast afterwards"
-        failures.append(Failure(FailureKind.WRONG, text, "gradients", advice=advice))
     return failures
 
 

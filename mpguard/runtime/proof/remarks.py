@@ -60,6 +60,18 @@ def remarks(roots: list[nn.Module], products: Products, places: Places, policy: 
     yield from _frozen(roots, products, policy)
 
 
+def suspicions(found: Mapping[str, int], optimizer: str) -> Iterator[Remark]:
+    """Yield a remark if weights look rounded after a step, without a witness. found: sampled weights by dtype."""
+    for dtype, count in found.items():
+        yield Remark(
+            "rounded",
+            f"{count} sampled FP32 weights have only values of {dtype} where the step of {optimizer} has changed "
+            "them. By chance that is so about once in 2^24 steps. If the step rounds them, what the small dtype rounds "
+            "away of each update is lost; mpguard cannot compute this step again, so that it is not refused",
+            "refused",
+        )
+
+
 def _frequencies(roots: list[nn.Module]) -> Iterator[Remark]:
     """Frequencies that a cast of the whole model has rounded: an angle is a position times a frequency."""
     found = [

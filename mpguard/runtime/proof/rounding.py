@@ -1,4 +1,7 @@
-"""Values in FP32 that were rounded to BF16 or FP16 on their way: their dtype does not show it, their bits do."""
+"""Values in FP32 whose bits look as if they were rounded to BF16 or FP16: a suspicion, which ends no run.
+
+Witnesses are in `witness`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
-
-from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
     import torch
@@ -25,9 +26,6 @@ LAST_BIT_SHARE = 0.2
 
 #: The bits of an FP32 exponent: all are set in an infinity, and in what is not a number.
 _EXPONENT = 0x7F800000
-
-#: Largest relative error of a sum in FP32, and smallest one of a sum in FP16, of numbers that do not cancel.
-EXACT, COARSE = 2.0**-18, 2.0**-14
 
 
 def bits_of(samples: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -49,13 +47,6 @@ def bits_of(samples: Sequence[torch.Tensor]) -> list[list[int]]:
     return found
 
 
-def rounded_to(values: torch.Tensor) -> str | None:
-    """Return the 16-bit dtype of which all values (FP32, not zero) are; None if there is none, or too few values."""
-    import torch
-
-    return rounded_bits(bits_of([values])[0]) if values.dtype is torch.float32 else None
-
-
 def rounded_bits(bits: Iterable[int]) -> str | None:
     """Return the 16-bit dtype of which all values (FP32, not zero) are. bits: theirs, see `bits_of`."""
     different = set(bits)
@@ -66,33 +57,3 @@ def rounded_bits(bits: Iterable[int]) -> str | None:
         if ends_in_zeros and sum(each >> unused & 1 for each in different) >= LAST_BIT_SHARE * len(different):
             return dtype
     return None
-
-
-def rounded(bits: Iterable[int], dtype: str) -> list[int]:
-    """Return the bits of FP32 values after they were rounded to a 16-bit dtype."""
-    import torch
-
-    values = torch.tensor(list(bits), dtype=torch.int32).view(torch.float32)
-    return list(values.to(Dtype.parse(dtype).torch).float().view(torch.int32).tolist())
-
-
-def summed_in(found: torch.Tensor, parts: torch.Tensor, terms: int) -> str | None:
-    """Return the 16-bit dtype in which a sum was computed, each part up to a factor; None if it was not, or is another.
-
-    Scripts weigh the gradients of tasks, project one on another, and throw away those of a first pass: that is no
-    rounding. found: values of the sum. parts: what was summed, in FP64, a row for each. terms: how many they are of.
-    """
-    import torch
-
-    if found.numel() < ENOUGH or not bool(torch.isfinite(parts).all()):
-        return None  # a pass of the sum has overflowed, and its gradients were thrown away
-    values, parts = found.double().cpu(), parts.cpu()
-    factors = torch.linalg.lstsq(parts.T, values[:, None], driver="gelsd").solution  # parts may be alike
-    magnitude = (factors * parts).abs().sum(0)
-    if not bool(magnitude.any()):
-        return None
-    error = (values - (factors * parts).sum(0)).abs() / magnitude.clamp_min(1e-300)
-    typical = float(error.square().mean().sqrt())
-    if typical < COARSE or not float(error.max()) <= terms * 2.0**-8:
-        return None
-    return "bf16" if typical > 2.0**-11 else "fp16"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from mpguard.runtime.proof.gradients import LEAVES, is_allocated, is_capturing, sample
+from mpguard.runtime.proof.samples import choose, is_allocated, is_capturing, sample
 
 if TYPE_CHECKING:
     import torch
@@ -80,8 +80,8 @@ class ScriptSteps:
         self.passes += 1
         self.update.replace(leaves)
         self._of_weights |= any(accumulates or isinstance(leaf, torch.nn.Parameter) for leaf in leaves)
-        sampled = [leaf for leaf in leaves[:: max(1, len(leaves) // LEAVES)] if is_allocated(leaf)]
-        self._samples = [(weakref.ref(leaf), sample(leaf).clone()) for leaf in sampled]
+        sampled = [leaf for leaf in (leaves[number] for number in choose(leaves)) if is_allocated(leaf)]
+        self._samples = [(weakref.ref(leaf), sample(leaf)) for leaf in sampled]
         self.kind = tuple(tuple(leaf.shape) for leaf in leaves)
         self.repeats |= self.kind in self._earlier
         self.due = self.passes & (self.passes - 1) == 0 or self.kind not in self._earlier

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from mpguard.runtime.proof.collectives import Collective
-from mpguard.runtime.proof.gradients import local, similar
+from mpguard.runtime.proof.gradients import similar
+from mpguard.runtime.proof.samples import local
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mpguard.runtime.proof import consensus
 from mpguard.runtime.proof.consensus import Agreement, Report
-from mpguard.runtime.proof.reductions import BETWEEN_RANKS, Fingerprint
+from mpguard.runtime.proof.reductions import Fingerprint
 from mpguard.runtime.proof.verdict import (
     NOT_IN_FORCE,
     NOT_PROVEN,
@@ -128,19 +128,6 @@ def test_ten_of_twelve_ranks_that_are_not_proven_are_not_wrong() -> None:
 def test_what_all_ranks_have_names_none() -> None:
     assert consensus.combine([Report([WRONG]), None, Report([WRONG])]) == [WRONG]
     assert consensus.combine([Report([on(1)]), Report([])]) == [on(1)], "it was agreed on before"
-
-
-def test_a_failure_that_is_explained_is_reported_once() -> None:
-    """Gradients that are all rounded are explained by a reduction in 16 bits, not by an unproven one."""
-    fingerprints = [Fingerprint({"w": (1.0, 0.5)}, loss=loss, rounded="bf16") for loss in (1.0, 2.0)]
-    for failure, expected in (
-        (Failure(FailureKind.WRONG, "reduction: bf16; asked: fp32", "reduction"), ["reduction"]),
-        (Failure(FailureKind.UNPROVEN, "reduction could not be observed", "reduction"), ["reduction", "gradients"]),
-    ):
-        found = consensus.combine([Report([failure], each) for each in fingerprints])
-        assert [each.row for each in found] == expected
-    differing = [Fingerprint({"w": (norm, 0.5)}, rounded="bf16", loss=norm) for norm in (1.0, 2.0)]
-    assert [each.row for each in consensus.combine([Report([], each) for each in differing])] == [BETWEEN_RANKS]
 
 
 @pytest.mark.parametrize("failure", [WRONG, UNPROVEN, on(1, 3), Failure(FailureKind.WRONG, "not proven: a name")])

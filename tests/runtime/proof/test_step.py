@@ -21,7 +21,7 @@ from processes import in_fork, ranks_in_fork, results, transcript
 from shared import made_once
 from torch import nn
 
-from mpguard.runtime.proof import collectives, gradients, optimizer_state, reductions, rounding, tf32
+from mpguard.runtime.proof import collectives, gradients, optimizer_state, reductions, tf32
 from mpguard.runtime.proof.checks.common import format_names
 from mpguard.runtime.proof.observe import Observed
 from mpguard.runtime.proof.reductions import Fingerprint
@@ -120,7 +120,7 @@ WRONG = {
         "gathered_in_bf16": "reduction: bf16 by the script",
         "only_a_metric": "engine: no wrapper around the model",
         "never_synchronized": "not proven: reduction could not be observed",
-        "rounded_after_the_reduction": "gradients: rounded to bf16 before the step",
+        "rounded_after_the_reduction": "gradients: fp32, rounded to bf16 before the step: `0.weight`",
         "tensor_parallel_without_the_patch": "reduction: bf16 over tp",
         "ddp_ignores_a_weight": "coverage: the gradients of 2.weight are not reduced",
         "head_outside": "coverage: the gradients of Linear.weight, Linear.bias are not reduced",
@@ -172,79 +172,6 @@ def test_rows_show_more_than_one_engine_and_dimension(proven: Proven) -> None:
         assert cases[name]["rows"]["accumulation"].startswith("fp32, "), cases[name]["rows"]
 
 
-# -- rounding ------------------------------------------------------------------------------------
-
-
-def test_rounded_values_are_recognized_by_their_bits() -> None:
-    values = torch.randn(64)
-    assert rounding.rounded_to(values) is None
-    assert rounding.rounded_to(values.bfloat16().float()) == "bf16"
-    assert rounding.rounded_to(values.half().float()) == "fp16"
-    assert rounding.rounded_to(values.bfloat16().float()[:8]) is None, "too few to tell"
-    assert rounding.rounded_to(torch.randint(1, 4, (64,)).float()) is None, "whole numbers are exact in any dtype"
-
-
-@pytest.mark.parametrize(("dtype", "found"), [(torch.float32, None), (torch.bfloat16, "bf16"), (torch.float16, "fp16")])
-def test_a_sum_shows_the_dtype_of_its_additions(dtype: torch.dtype, found: str | None) -> None:
-    terms = torch.randn(8, 64).double()
-    total = torch.zeros(64, dtype=dtype)
-    for term in terms:
-        total += term.to(dtype)
-    assert rounding.summed_in(total.float() * 0.37, terms, 8) == found
-    assert rounding.summed_in(torch.randn(64), terms, 8) is None, "another sum"
-    assert rounding.summed_in(total.float() * 0.37, torch.cat([terms, terms[:1] * 0]), 9) == found, "a pass without one"
-
-
-def test_gradients_that_are_weighed_or_thrown_away_are_not_rounded() -> None:
-    first = torch.randn(64).double()
-    second = first + 0.004 * torch.randn(64)
-    for sum_of_both in (second, 0.9 * first + 1.1 * second, first + 0.996 * second, torch.zeros(64)):
-        assert rounding.summed_in(sum_of_both.float(), torch.stack([first, second]), 2) is None
-
-
-def test_the_last_of_many_gradients_is_not_a_rounded_sum() -> None:
-    """LBFGS calls its closure 20 times in a step; the closure sets the gradients to zero."""
-    torch.manual_seed(0)
-    recognized = 0
-    for _ in range(20):
-        first = torch.randn(64).double()
-        total = gradients._Sum([first], first)
-        for _ in range(19):
-            total.add(first + 0.01 * torch.randn(64))
-        rows = torch.stack(total.rows())
-        assert rounding.summed_in(torch.stack(total.parts).sum(0).float(), rows, 20) is None
-        assert rounding.summed_in(total.last.float(), rows, 20) is None
-        recognized += rounding.summed_in(total.last.bfloat16().float(), rows, 20) is not None
-    assert recognized >= 14, "most: passes that are nearly alike can be weighed in many ways"
-
-
-@pytest.mark.parametrize(
-    ("factor", "rounded", "found"),
-    [(0.2, False, {}), (0.2, True, {}), (0.03, False, {}), (0.03, True, {"fp16": 1})],
-)
-def test_sums_of_gradients_in_bf16_that_fp16_can_hold_are_not_taken_for_rounded(
-    factor: float, rounded: bool, found: dict[str, int]
-) -> None:
-    torch.manual_seed(0)
-    leaf, watch = nn.Parameter(torch.zeros(64)), gradients.Gradients()
-    first = torch.randn(64).bfloat16().float()
-    second = (first * factor).bfloat16().float()
-
-    def through_fp16(own: torch.Tensor) -> None:
-        assert own.grad is not None
-        own.grad.copy_(own.grad.half())
-
-    if rounded:
-        leaf.register_post_accumulate_grad_hook(through_fp16)
-    for each in (first, second):
-        loss = (leaf * each).sum()
-        with watch.during_backward([loss], True):
-            loss.backward()
-    assert leaf.grad is not None
-    assert (rounding.rounded_to(leaf.grad) == "fp16") == (rounded or factor == 0.2), "as the bits show"
-    assert watch.rounded == found
-
-
 # -- which tensors hold gradients ----------------------------------------------------------------
 
 
@@ -289,18 +216,6 @@ def test_a_gradient_that_differs_is_named() -> None:
     assert reductions.compare_ranks([one, Fingerprint(dict(one.gradients))]) == []
     (found,) = reductions.compare_ranks([one, other])
     assert "differ between ranks after the step (head.weight: norm 1 on rank 0, 1.1 on rank 1)" in found.text
-
-
-def test_rounding_needs_losses_that_differ() -> None:
-    """With the same data on all ranks the mean is exact in any dtype."""
-    same = [Fingerprint(loss=0.5, rounded="bf16")] * 2
-    assert reductions.compare_ranks(same) == []
-    differing = [Fingerprint(loss=0.5, rounded="bf16"), Fingerprint(loss=0.7, rounded="bf16")]
-    assert "rounded to bf16" in reductions.compare_ranks(differing)[0].text
-    assert reductions.compare_ranks(differing, explained=True) == []
-    assert reductions.compare_ranks([differing[0], Fingerprint(loss=0.0, rounded="bf16")]) == [], (
-        "one rank adds nothing"
-    )
 
 
 def test_a_fingerprint_needs_no_copy_of_the_gradients() -> None:

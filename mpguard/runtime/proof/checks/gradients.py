@@ -18,6 +18,7 @@ from mpguard.runtime.proof.checks.common import (
 from mpguard.runtime.proof.observe import Observed
 from mpguard.runtime.proof.products import bits
 from mpguard.runtime.proof.verdict import UNOBSERVED, Row, Verdict, not_observed
+from mpguard.runtime.proof.witness import is_allowed, is_division
 
 #: What is found as scaler where there is none, and after the class of one that is disabled.
 NO_SCALER, DISABLED = "none", ", disabled"
@@ -34,23 +35,31 @@ def gradients(seen: Observed, plan: Plan) -> Row:
     # Next to masters, gradients of several passes are added up in FP32.
     narrow = any(bits(dtype) < bits(asked) for dtype in seen.gradients)
     same = not narrow if asked != plan.policy.master_dtype.short else mostly(seen.gradients, asked)
-    return Row("gradients", format_counts(seen.gradients), asked, Verdict.of(same))
+    found, witnessed = format_counts(seen.gradients), seen.witnesses.get("gradients")
+    least = min(plan.policy.reduce_dtype.bits, plan.policy.master_dtype.bits)
+    if not witnessed or all(is_allowed(to, least) for to in seen.rounded):
+        return Row("gradients", found, asked, Verdict.of(same))
+    advice = "What the small dtype rounds away is lost: leave the gradients as the backward pass has made them"
+    if any(is_division(to) for to in seen.rounded):
+        advice = (
+            "Call scaler.unscale_(optimizer) in place of the script's own division, before the gradients are clipped"
+        )
+    return Row("gradients", f"{found}, {witnessed}", asked, Verdict.WRONG, advice=advice)
 
 
 def accumulation(seen: Observed, plan: Plan) -> list[Row]:
     """Compare the dtype in which gradients of several backward passes were added up; no row if there were none."""
     policy = plan.policy
     asked = min(policy.reduce_dtype, policy.master_dtype, key=lambda dtype: dtype.bits)
-    if not seen.accumulation and not seen.rounded:
+    witnessed = seen.witnesses.get("accumulation")
+    if not seen.accumulation and not witnessed:
         return []
-    if not seen.rounded:
+    if not witnessed:
         passes = "pass" if seen.accumulated_passes == 1 else "passes"
         found = f"{format_counts(seen.accumulation)}, {seen.accumulated_passes} {passes}"
         same = _is_reduced_in(seen.accumulation, asked)
     else:
-        found = ", ".join(f"{dtype} in {count} sampled parameters" for dtype, count in seen.rounded.items())
-        found = f"rounded to {found}"
-        same = all(bits(dtype) >= asked.bits for dtype in seen.rounded)
+        found, same = witnessed, all(is_allowed(to, asked.bits) for to in seen.rounded)
     advice = "What the small dtype rounds away is lost: add up in FP32 buffers, and cast nothing before the step"
     if seen.engine == "fsdp1":
         advice = (

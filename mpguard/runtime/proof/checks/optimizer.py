@@ -9,6 +9,7 @@ from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof.checks.common import format_counts, mostly
 from mpguard.runtime.proof.observe import Observed
 from mpguard.runtime.proof.verdict import Row, Verdict, not_observed
+from mpguard.runtime.proof.witness import describe
 
 #: What to do about weights whose values are rounded.
 ROUNDED_WEIGHTS = (
@@ -24,10 +25,11 @@ def optimizer(seen: Observed, plan: Plan) -> Row:
     name, asked = "optimizer", plan.policy.master_dtype.short
     if not seen.masters:
         return Row(name, seen.optimizer, asked, Verdict.UNPROVEN) if seen.optimizer else not_observed(name, asked)
-    rounded_states = "".join(f" rounded to {dtype}" for dtype in seen.rounded_states)
+    rounded_states = "".join(f" {describe(to)}" for to in seen.rounded_states)
     states = f", states {format_counts(seen.states)}{rounded_states}" if seen.states else ""
-    rounded = "".join(f" rounded to {dtype}" for dtype in seen.rounded_weights)
-    found = f"{seen.optimizer}, weights {format_counts(seen.masters)}{rounded}{states}"
+    rounded = "".join(f" {describe(to)}" for to in seen.rounded_weights)
+    witnessed = "".join(f"; {seen.witnesses[row]}" for row in ("weights", "states") if row in seen.witnesses)
+    found = f"{seen.optimizer}, weights {format_counts(seen.masters)}{rounded}{states}{witnessed}"
     both = f"weights and states {asked}"
     lower, allowed = _lower_states(seen, plan), {each.value: each for each in plan.allow if each.kind == STATES}
     exact = not ((rounded or rounded_states) and asked == "fp32")
