@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wrong_programs import IN_BF16, PER_SAMPLE_GRADIENTS, function, kept
+from wrong_programs import EXPLICIT, IN_BF16, PER_SAMPLE_GRADIENTS, function, island, kept
 
 SDPA = """
 class Attend(nn.Module):
@@ -143,6 +143,14 @@ m = nn.Sequential(nn.Linear(32, 32), Block(), Block()); train(m, adam(m), 5)
 #: A block with layers of other widths than its inputs: a kept operator's weight is no square.
 WIDE = "nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 96), nn.SiLU(), nn.Linear(96, 32))"
 
+HEAD_AFTER = """
+m, head = net(), nn.Linear(32, 16); o = torch.optim.AdamW([*m.parameters(), *head.parameters()])
+for _ in range(3):
+    with amp(): h = m(x)
+    with amp(enabled=False): loss = head(h.float()).pow(2).mean()
+    loss.backward(); o.step(); o.zero_grad()
+"""
+
 CLOSURE = """
 m = net(); o = torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=4)
 def closure():
@@ -205,6 +213,16 @@ RIGHT: dict[str, tuple[str, str]] = {
     "products_are_kept": ("bf16_mixed", kept("op in (ops.mm.default, ops.addmm.default)", WIDE)),
     "everything_is_kept": ("bf16_mixed", kept("True", WIDE)),
     "attention_is_kept": ("bf16_mixed", kept("'attention' in str(op)", "Attend()")),
+    "a_head_in_fp32_by_the_script": ("bf16_mixed", island("nn.Linear(32, 22)", region=EXPLICIT)),
+    "a_part_in_fp32_by_the_script_that_is_checkpointed": (
+        "bf16_mixed",
+        island("nn.Linear(32, 22)", "checkpoint(s.island, h, use_reentrant=False)", region=EXPLICIT),
+    ),
+    "a_part_in_fp32_by_the_script_that_is_compiled": (
+        "bf16_mixed",
+        island("nn.Linear(32, 22)", compiled=True, region=EXPLICIT),
+    ),
+    "a_head_in_fp32_after_autocast": ("bf16_mixed", HEAD_AFTER),
     "lbfgs_with_a_closure": ("bf16_mixed", CLOSURE),
     "training_in_a_thread": ("bf16_mixed", THREAD),
     "loader_with_workers": ("bf16_mixed", WORKERS),

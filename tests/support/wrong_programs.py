@@ -91,19 +91,28 @@ m = N(); train(m, adam(m), enabled=False)
 
 #: A part of the model that computes in FP32; the rest in BF16.
 ISLAND = """
+import contextlib
+@contextlib.contextmanager
+def lost():
+    torch.set_autocast_enabled("cpu", False)
+    try: yield
+    finally: torch.set_autocast_enabled("cpu", True)
 from torch.utils.checkpoint import checkpoint
 class N(nn.Module):
     def __init__(s): super().__init__(); s.body = nn.Linear(32, SIZE); s.island = MADE
     def forward(s, x):
         h = s.body(x)
-        with amp(enabled=False): h = h.float(); return HOW
+        with FP32: h = h.float(); return HOW
 m = N(); COMPILE; train(m, adam(m))
 """
 
+#: Regions without autocast: one in which nothing of the script says that it wants it, and one in which the script does.
+LOST, EXPLICIT = "lost()", "amp(enabled=False)"
 
-def island(made: str, how: str = "s.island(h)", *, size: int = 32, compiled: bool = False) -> str:
-    """A model with a part in FP32. how: calls it with `h`. size: of `h`."""
-    script = ISLAND.replace("SIZE", str(size)).replace("MADE", made).replace("HOW", how)
+
+def island(made: str, how: str = "s.island(h)", *, size: int = 32, compiled: bool = False, region: str = LOST) -> str:
+    """A model with a part in FP32. how: calls it with `h`. size: of `h`. region: in which that runs."""
+    script = ISLAND.replace("FP32", region).replace("SIZE", str(size)).replace("MADE", made).replace("HOW", how)
     return script.replace("COMPILE", "m.compile(backend='inductor')" if compiled else "pass")
 
 
@@ -168,7 +177,7 @@ class N(nn.Module):
         with amp(enabled=False): return s.block(h.float()).relu()
     def forward(s, x):
         h = s.b(s.a(x))
-        for _ in range(8): h = s.step(h)
+        for _ in range(48): h = s.step(h)
         return h
 m = N(); train(m, adam(m))
 """
@@ -304,7 +313,16 @@ WRONG: dict[str, tuple[str, str, str]] = {
     ),
     "a_frozen_backbone_in_fp16": ("bf16_mixed", "frozen parts", BACKBONE),
     "a_compiled_block_that_is_called_often": ("bf16_mixed", "compute", COMPILED_BLOCK),
-    "a_part_of_a_compiled_model_in_fp32": ("bf16_mixed", "compute", island("nn.Linear(32, 32)", compiled=True)),
+    "most_of_a_compiled_model_in_fp32": (
+        "bf16_mixed", "compute", island("nn.Linear(32, 96)", compiled=True, region=EXPLICIT),
+    ),
+    "most_of_a_model_in_fp32": ("bf16_mixed", "compute", island("nn.Linear(32, 96)", region=EXPLICIT)),
+    "a_part_without_autocast_of_another_device": (
+        "bf16_mixed", "compute", island("nn.Linear(32, 22)", region="torch.autocast('cuda', enabled=False), lost()"),
+    ),
+    "a_part_in_fp64_by_the_script": (
+        "bf16_mixed", "compute", island("nn.Linear(32, 22).double()", "s.island(h.double())", region=EXPLICIT),
+    ),
     "warm_up_passes_in_bf16": ("bf16_mixed", "compute", WARM_UP),
     "a_probe_of_the_batch_size_in_bf16": ("bf16_mixed", "compute", PROBE),
     "a_discriminator_in_fp32": ("bf16_mixed", "compute", DISCRIMINATOR),

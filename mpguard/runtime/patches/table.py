@@ -18,6 +18,7 @@ from typing import Any
 from mpguard.runtime.containment import PROOF, Containment, contained_hook
 from mpguard.runtime.patches import (
     accelerate,
+    autocast,
     checkpointing,
     deepspeed,
     fsdp_gradients,
@@ -39,6 +40,7 @@ PATCHES = (
     *transformers.PATCHES,
     *deepspeed.PATCHES,
     *torch.PATCHES,
+    *autocast.PATCHES,
     *checkpointing.PATCHES,
     *fsdp_gradients.PATCHES,
     *process_group.PATCHES,

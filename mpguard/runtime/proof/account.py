@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.runtime.proof import profiler, trace
 from mpguard.runtime.proof.inferred import Inferred
-from mpguard.runtime.proof.module_ranges import ModuleRanges
+from mpguard.runtime.proof.ranges import Ranges
 from mpguard.runtime.proof.trace import GraphNode, OperatorTrace, Overflow, Unaligned, Work
 
 if TYPE_CHECKING:
@@ -97,9 +97,7 @@ class StepAccount:
         self.weights: set[tuple[int, ...]] = set() if previous is None else previous.weights
         self.graphs: trace.CompiledGraphs = trace.CompiledGraphs() if previous is None else previous.graphs
         self.te_dtype: str | None = None
-        #: Hooks of modules; None if compiled code is in use, which must not see them.
-        named = previous is None or previous._ranges is not None
-        self._ranges: ModuleRanges | None = ModuleRanges(self._called) if named else None
+        self._ranges: Ranges = Ranges(self._called, named=previous is None or previous._ranges.named)
         #: True if a range of the program was open when the profiler stopped: see `_cut`.
         self._blocked: bool = previous is not None and previous._blocked
         self._thread = 0
@@ -146,14 +144,13 @@ class StepAccount:
         self._calls, self._paused = 0, False
         with self._reporting_failures():
             self._recording, self._thread = profiler.start(), threading.get_ident()
-            if self.running and self._ranges is not None:
+            if self.running:
                 self._ranges.install()
 
     def stop(self) -> None:
         """Stop to record, and remove the hooks. What was recorded remains."""
         self.active = self._resume = self._paused = False
-        if self._ranges is not None:
-            self._ranges.remove()
+        self._ranges.remove()
         if self.running:
             self._cut(resume=False)
 
@@ -161,8 +158,7 @@ class StepAccount:
         """Record nothing more in a fork, and leave the profiler alone: it is the parent's."""
         self.active = self._resume = self._paused = False
         self._recording = None
-        if self._ranges is not None:
-            self._ranges.forget()
+        self._ranges.forget()
 
     def restart(self) -> None:
         """Forget what was recorded, and record the next step from `resume`."""
@@ -201,15 +197,14 @@ class StepAccount:
         if not self.running:
             return
         self._remember(self._cut(resume=False) or OperatorTrace())
-        self._paused = self._ranges is not None
+        self._paused = self._ranges.named
         if not self._paused:
             self.start()
 
     def enter_compiled_code(self) -> None:
         """Remove the hooks of modules before compiled code runs: dynamo would trace them, or compile again."""
-        if self._ranges is not None:
-            self._ranges.remove()
-            self._ranges = None
+        if self._ranges.named:
+            self._ranges.leave_modules()
         self._called(outermost=True)
 
     def _called(self, *, outermost: bool) -> None:
@@ -223,6 +218,15 @@ class StepAccount:
             self._paused = not _gradients_enabled()
             self._calls = 0
             self._remember(self._cut(resume=not self._paused) or OperatorTrace())
+
+    def enter_autocast(self, region: Any, *, inside: bool) -> None:
+        """Record that an autocast region begins. inside: True if autocast was on."""
+        if self.running:
+            self._ranges.enter_autocast(region, inside=inside)
+
+    def leave_autocast(self, region: Any) -> None:
+        """Record that an autocast region ends."""
+        self._ranges.leave_autocast(region)
 
     def range_without_data(self) -> contextlib.AbstractContextManager[Any]:
         """Return a range for operators on fake tensors, which are no part of the training."""
@@ -250,7 +254,7 @@ class StepAccount:
         with self._reporting_failures():
             if not recording.is_of_this_thread:
                 raise RuntimeError("the training runs in another thread than the one that created the optimizer")
-            opened = self._ranges.close() if self._ranges is not None else []
+            opened = self._ranges.close()
             events, unfinished, begun = recording.stop()
             self._blocked = any(not name.startswith(trace.IGNORED) for name in unfinished)
             _steps.cut = bool(unfinished)
@@ -259,8 +263,7 @@ class StepAccount:
             found = trace.read(events, self.weights, self.te_dtype, closures, graphs)
             if resume and not unfinished:
                 self._recording = profiler.start()
-                if self._ranges is not None:
-                    self._ranges.reopen(opened)
+                self._ranges.reopen(opened)
             self._resume |= resume and _steps.cut and not self._blocked
             self._seconds += time.monotonic() - began
             return found
@@ -298,6 +301,7 @@ class StepAccount:
         assert self._open is not None
         ended, self._open, wanted = self._open, None, self._wanted()
         self._calls = 0
+        self._ranges.pass_ended()
         self._number += accumulates
         found = self._cut(resume=self._wanted())
         self._ended += 1
@@ -394,7 +398,7 @@ class StepAccount:
         whole.frozen += self._frozen
         for work, _, flops in self._pending:
             whole.frozen[work] += flops
-        whole.called = None if self._ranges is None else dict(self._ranges.called)
+        whole.called = dict(self._ranges.called) if self._ranges.named else None
         whole.overflows, whole.unaligned = set(self.overflows), set(self._unaligned)
         if not whole.trained and (whole.inferred.work or whole.inferred.compiled):
             whole.reason = "no operator of torch multiplied"
@@ -432,7 +436,11 @@ def _placed(work: Work, origin: Work | None) -> Work:
         return work
     module = work.module if work.module is not None else origin.module
     return dataclasses.replace(
-        work, module=module, attention=work.attention or origin.attention, compiled=work.compiled or origin.compiled
+        work,
+        module=module,
+        attention=work.attention or origin.attention,
+        compiled=work.compiled or origin.compiled,
+        by_script=work.by_script or origin.by_script,
     )
 
 

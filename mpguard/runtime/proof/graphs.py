@@ -29,16 +29,27 @@ def is_traced() -> bool:
     return TracingContext.try_get() is not None
 
 
-def products_in_graph(module: Any, outermost: int | None = None) -> Counter[tuple[str, int | None]]:
+def products_in_graph(
+    module: Any, outermost: int | None = None, *, without_autocast: bool = False, off: bool = False
+) -> Counter[tuple[str, int | None]]:
     """Return the multiply-adds in a graph of dynamo, by dtype and by the id of the module that was called.
 
-    outermost: the id of the module whose `forward` was compiled, if it is one.
+    outermost: the id of the module whose `forward` was compiled, if it is one. without_autocast: True for those only
+    that are in a region which switches autocast off. off: True if the graph is in such a region.
     """
     work: Counter[tuple[str, int | None]] = Counter()
+    regions: dict[Any, bool] = {}
     for node in module.graph.nodes:
+        if _name(node) == "_enter_autocast":
+            regions[node] = not node.args[2]
+        elif _name(node) == "_exit_autocast":
+            regions.pop(node.args[0], None)
+        inside = off if not regions else list(regions.values())[-1]
         for graph in _inner_graphs(module, node):
-            work += products_in_graph(graph, outermost)
+            work += products_in_graph(graph, outermost, without_autocast=without_autocast, off=inside)
         value = _value(node)
+        if without_autocast and not inside:
+            continue
         if hasattr(value, "dtype") and value.dtype.is_floating_point:
             size = math.prod(_sizes(value)) * _contracted(_name(node), node)
             work[short(value.dtype), _module(node) or outermost] += size

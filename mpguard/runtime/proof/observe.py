@@ -55,7 +55,8 @@ class Computed:
     operator of torch. flops: floating-point operations. module: the qualified name of the module in which they ran;
     None if it is not known. place: the same for messages, with classes. attention: True for attention. inside: True if
     the module is a part of a trained model, and has no trained parameter of its own: without gradients, such a module
-    feeds trained ones, while the others are evaluated.
+    feeds trained ones, while the others are evaluated. by_script: True where the script has switched autocast off
+    around a part of the forward pass.
     """
 
     trained: bool
@@ -65,6 +66,7 @@ class Computed:
     place: str = ""
     attention: bool = False
     inside: bool = False
+    by_script: bool = False
 
 
 @dataclasses.dataclass
@@ -338,8 +340,11 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
                 name, place = places.get(module) or (None, _unnamed(work, module, products.called or {}))
                 inside = name is not None and module not in trainable
                 dtype = "fp8" if ran.compiled and module in emulated else work.dtype  # emulated experts: BF16
-                whole[Computed(trained, dtype, 0, name, work.name or place, work.attention, inside)] += part
-        seen.computed += [dataclasses.replace(found, flops=flops) for found, flops in whole.most_common()]
+                found = Computed(trained, dtype, 0, name, work.name or place, work.attention, inside, work.by_script)
+                scripted = _scripted(work, module, part, recorder)
+                whole[dataclasses.replace(found, by_script=True)] += scripted
+                whole[found] += part - scripted
+        seen.computed += [dataclasses.replace(found, flops=flops) for found, flops in whole.most_common() if flops]
 
 
 def _conversions(converted: Mapping[tuple[str, str], int]) -> tuple[dict[str, int], dict[str, int]]:
@@ -379,6 +384,12 @@ def _modules_of(work: Work, flops: int, recorder: Recorder) -> dict[int | None, 
     graphs = {module: size for (dtype, module), size in recorder.compiled.items() if dtype == work.dtype}
     total = sum(graphs.values())
     return {module: flops * size // total for module, size in graphs.items()} if total else {None: flops}
+
+
+def _scripted(work: Work, module: int | None, flops: int, recorder: Recorder) -> int:
+    """Return the work of a module's products that ran in regions without autocast: of compiled code by its graphs."""
+    whole = recorder.compiled.get((work.dtype or "", module), 0) if work.compiled and not work.by_script else 0
+    return flops * recorder.compiled_by_script[work.dtype or "", module] // whole if whole else 0
 
 
 def places_of(roots: list[nn.Module]) -> dict[int | None, tuple[str | None, str]]:

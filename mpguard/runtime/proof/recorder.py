@@ -57,6 +57,10 @@ class Recorder:
         self.engines: list[Any] = []
         self.account: StepAccount = StepAccount(None if previous is None else previous.account)
         self.compiled: Counter[tuple[str, int | None]] = Counter(previous.compiled if previous is not None else ())
+        #: Of these the multiply-adds in regions without autocast.
+        self.compiled_by_script: Counter[tuple[str, int | None]] = Counter(
+            previous.compiled_by_script if previous is not None else ()
+        )
         #: The dtypes of products in graphs that were compiled with gradients.
         self.trained_in_graphs: set[str] = set(previous.trained_in_graphs if previous is not None else ())
         self.weight_uses: set[graphs.WeightUse] = set(previous.weight_uses if previous is not None else ())
@@ -169,12 +173,14 @@ class Recorder:
         is_module = "torch.nn.modules.module" in {kind.__module__ for kind in type(owner).__mro__}
         outermost = frozenset({id(owner)} if is_module else ())
         found = graphs.products_in_graph(module, next(iter(outermost), None))
+        by_script = graphs.products_in_graph(module, next(iter(outermost), None), without_autocast=True)
         trained = torch.is_grad_enabled()
         masks = attention_masks.kernels_in_graph(module) if trained else ()
         uses = set(graphs.weight_uses(module, outermost)) if trained else set()
 
         def record() -> None:
             self.compiled += found
+            self.compiled_by_script += by_script
             if trained:
                 self.trained_in_graphs |= {dtype for dtype, _ in found}
                 self.attention_masks.update(masks)

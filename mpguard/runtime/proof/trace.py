@@ -21,6 +21,9 @@ MODULE = "mpguard::module "
 #: The name of a range around operators that are no part of the training: mpguard's own, and those on fake tensors.
 OUTSIDE = "mpguard::outside"
 
+#: The beginning of the name of a range around what a script computes without autocast; the rest is its number.
+WITHOUT_AUTOCAST = "mpguard::without autocast "
+
 #: The name of a range around the call of an operator whose result selective checkpointing may have kept, and that of
 #: the event of torch's around such a call: it is in the event of the operator.
 FROM_CACHE, DISPATCH_MODE = "mpguard::from cache", "PythonDispatchMode"
@@ -47,7 +50,7 @@ TE_FUNCTIONS = ("_Linear", "_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear"
 FUSED = ("triton_poi_", "triton_red_", "triton_per_", "triton_for_", "triton_split_scan_")
 
 #: The beginnings of names of events that are no kernels of other libraries.
-NO_KERNELS = ("aten::", "autograd::", "torchao::triton_", "c10d", MODULE, FROM_CACHE, "## ", *FUSED)
+NO_KERNELS = ("aten::", "autograd::", "torchao::triton_", "c10d", MODULE, FROM_CACHE, WITHOUT_AUTOCAST, "## ", *FUSED)
 
 #: What a product calls that multiplies a sparse matrix. How many elements that has is not recorded, and autocast casts
 #: no sparse products: they do not count.
@@ -74,6 +77,7 @@ class Work:
     """Products of one place. dtype: None if it is not known, in a kernel that is no operator of torch.
 
     module: the number of the module in which they ran; None if unknown. name: of the kernel whose dtype is not known.
+    by_script: True in a region in which the script has switched autocast off.
     """
 
     dtype: str | None
@@ -81,6 +85,7 @@ class Work:
     module: int | None = None
     compiled: bool = False
     name: str = ""
+    by_script: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +144,8 @@ class _Event:
     """An event with what it inherits from the events around it."""
 
     __slots__ = (
-        "attention", "backward", "cached", "call", "compiled", "end", "fp8", "ignored", "inside", "known", "module",
-        "multiplies", "name", "node", "outer", "raw", "sparse",
+        "attention", "backward", "by_script", "cached", "call", "compiled", "end", "fp8", "ignored", "inside", "known",
+        "module", "multiplies", "name", "node", "outer", "raw", "sparse",
     )  # fmt: skip
 
     def __init__(self, raw: Any, name: str, end: int, outer: _Event | None) -> None:
@@ -150,14 +155,14 @@ class _Event:
         self.multiplies = self.sparse = False  # a product ran inside; it multiplies a sparse matrix
         self.cached = False  # its result was kept, unless a product ran inside
         if outer is None:
-            self.ignored = self.attention = self.compiled = self.fp8 = self.inside = False
+            self.ignored = self.attention = self.compiled = self.fp8 = self.inside = self.by_script = False
             self.module: int | None = None
             self.backward: GraphNode | None = None
             self.call: GraphCall | None = None
             return
         self.ignored, self.attention, self.compiled = outer.ignored, outer.attention, outer.compiled
         self.fp8, self.inside, self.module, self.backward = outer.fp8, outer.inside, outer.module, outer.backward
-        self.call = outer.call
+        self.call, self.by_script = outer.call, outer.by_script
 
     def mark_cached(self) -> None:
         """Mark the operator around the range `FROM_CACHE`, and what is between them."""
@@ -281,7 +286,7 @@ def read(
         for work, flops in graphs.replayed(call):
             _place(dataclasses.replace(work, module=call.event.module), flops, call.event, trace, creators)
     for node, event in creators.items():
-        trace.origins[node] = Work(None, event.attention, event.module, event.compiled)
+        trace.origins[node] = Work(None, event.attention, event.module, event.compiled, by_script=event.by_script)
     return trace
 
 
@@ -290,13 +295,15 @@ def _classify(event: _Event, thread: int, trace: OperatorTrace, creators: dict[G
     name, scope, number = event.name, event.raw.scope(), event.raw.sequence_nr()
     if name.startswith(MODULE):
         event.module = int(name[len(MODULE) :])
+    elif name.startswith(WITHOUT_AUTOCAST):
+        event.by_script = True
     elif name.startswith(IGNORED) or name.endswith(COMPILING):
         event.ignored = True
     elif scope == BACKWARD:
         if number >= 0:
             event.backward = event.raw.fwd_thread_id(), number
             trace.evaluated.add(event.backward)
-        event.inside, event.module = True, None
+        event.inside, event.module, event.by_script = True, None, False
         event.compiled, event.attention = name.startswith(COMPILED), False
         event.fp8 = name.startswith(FP8_FUNCTIONS)
     elif name.startswith("autograd::engine::evaluate_function"):
@@ -353,7 +360,7 @@ def _add(
         te = event.name in TE_FUNCTIONS
         dtype = (te_dtype or _operand(event.raw.dtypes())) if te else None
         name = "" if te else event.name
-    work = Work(dtype, event.attention, event.module, event.compiled, name)
+    work = Work(dtype, event.attention, event.module, event.compiled, name, event.by_script)
     nodes = _place(work, flops, event, trace, creators)
     if event.call is not None:
         event.call.products.append((work, flops))

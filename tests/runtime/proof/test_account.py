@@ -48,7 +48,9 @@ def test_an_ordinary_program_is_proven(tmp_path: Path, name: str) -> None:
     ended = run(tmp_path, script, recipe=recipe)
     made = proof(tmp_path / "proof.json")
     assert ended.returncode == 0 and made["rows"]["compute"]["ok"], transcript(ended)
-    assert made["observed"]["compute"].keys() == {"fp32" if recipe == "fp32" else "bf16"}
+    scripted = {"fp32"} if "a_head_in_fp32" in name or "by_the_script" in name else set()
+    assert made["observed"]["compute"].keys() == {"fp32" if recipe == "fp32" else "bf16"} | scripted
+    assert ("fp32 by the script" in made["rows"]) is bool(scripted), made["rows"]
     assert "warn" not in ended.stderr.lower() and "profiler_" not in ended.stderr, transcript(ended)
     if name == "frozen_encoder_in_fp32":
         assert "(frozen parts: fp32, " in ended.stderr and " % of the products) · recipe" in ended.stderr
@@ -84,7 +86,7 @@ def test_gradients_of_a_model_that_is_not_trained_are_no_training(tmp_path: Path
 )
 def test_the_module_of_a_deviation_is_named(tmp_path: Path, script: str, module: str) -> None:
     net = (
-        "class N(nn.Module):\n  def __init__(s): super().__init__(); s.body = net(); s.head = nn.Linear(32, 64)\n"
+        "class N(nn.Module):\n  def __init__(s): super().__init__(); s.body = net(); s.head = nn.Linear(32, 256)\n"
         "  def forward(s, x):\n    h = s.body(x)\n    with amp(enabled=False): return s.head(h.float())\n"
     )
     ended = run(tmp_path, net + script)

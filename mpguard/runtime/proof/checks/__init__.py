@@ -33,6 +33,7 @@ CHECKS: dict[str, Callable[[Observed, Plan], Row | list[Row]]] = {
     "processes": processes.processes,
     "parameters": model.parameters,
     "compute": compute.compute,
+    "fp32 by the script": compute.scripted,
     "attention": compute.attention,
     "frozen parts": compute.frozen,
     "fp8": fp8.fp8,

@@ -27,11 +27,18 @@ from mpguard.runtime.proof.verdict import Row, Verdict, not_observed
 #: a narrower one.
 WIDER_SHARE = 0.1
 
+#: At most this share may be in FP32 because the script has switched autocast off around a part of the forward pass.
+SCRIPTED_SHARE = 0.75
+
 #: The same where the products are inferred from autograd's graph, which shows neither attention nor what functions do.
 INFERRED_SHARE = 0.5
 
 #: So many elements of gradients that backward casts to a narrower dtype and back are refused, however large the model.
 MANY = 256
+
+#: How many times as long a product takes in FP32 as in BF16 on an H100, without TF32 and with it; from its data sheet:
+#: 67, 495 and 989 TFLOPS.
+COST, COST_TF32 = 15, 2
 
 #: What is found where an optimizer updates only scalars and vectors (a temperature), and no product leads to them.
 NO_PRODUCTS = "none: no matrix is trained"
@@ -53,7 +60,10 @@ def compute(seen: Observed, plan: Plan) -> Row:
     islands = _islands(others, plan)
     fewer_bits = narrower(products, plan)
     wider = sum(each.flops for each in others if each not in fewer_bits)
+    scripted = [each for each in scripted_fp32(seen, plan) if each not in islands]
+    explained = sum(each.flops for each in scripted)
     outside = wider - sum(each.flops for each in islands)
+    outside -= explained if explained <= SCRIPTED_SHARE * total else 0
     limit = (INFERRED_SHARE if seen.inferred else WIDER_SHARE) * total
     found = _found(seen, products, others)
     if rounded := _rounded(seen, plan):
@@ -67,9 +77,34 @@ def compute(seen: Observed, plan: Plan) -> Row:
         kernels = list(dict.fromkeys(each.place for each in unknown))
         reason = f"{100 * share:.0f} % of the products, in {format_names(kernels)}"
         return not_observed(name, asked, reason, _unobserved_advice(kernels))
-    if wider > limit:
+    if wider - explained > limit:
         return Row(name, found, asked, Verdict.ALLOWED, "; ".join(dict.fromkeys(map(str, islands.values()))))
     return Row(name, found, asked, Verdict.AS_ASKED)
+
+
+def scripted_fp32(seen: Observed, plan: Plan) -> list[Computed]:
+    """Return the trained products in FP32 of parts around which the script has switched autocast off."""
+    products = products_of(seen, trained=True)
+    return [
+        each for each in products
+        if each.by_script and each.dtype == "fp32" and "fp32" not in allowed_dtypes(each.module, plan)
+    ]  # fmt: skip
+
+
+def scripted(seen: Observed, plan: Plan) -> list[Row]:
+    """Show the products in FP32 of parts around which the script has switched autocast off, if they are many.
+
+    No row for a small head: at most `WIDER_SHARE` needs no reason.
+    """
+    found = scripted_fp32(seen, plan)
+    total = sum(each.flops for each in products_of(seen, trained=True))
+    share = sum(each.flops for each in found) / max(1, total)
+    if not WIDER_SHARE < share <= SCRIPTED_SHARE:
+        return []
+    places = format_names(list(dict.fromkeys(each.place for each in found)), seen)
+    cost = f"{COST:.0f} times the time of bf16 products on a GPU without TF32, {COST_TF32:.0f} with"
+    text = f"{format_share(share)} of the products, in autocast(enabled=False): {places}; {cost}"
+    return [Row("fp32 by the script", text, "", Verdict.NOT_ASKED)]
 
 
 def _found(seen: Observed, products: list[Computed], others: list[Computed]) -> str:

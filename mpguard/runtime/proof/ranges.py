@@ -1,0 +1,121 @@
+"""`Ranges`: ranges of the profiler around the calls of modules, and around FP32 regions, in which products run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpguard.runtime.containment import contained_hook
+from mpguard.runtime.proof import trace
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Ranges:
+    """Opens a range of the profiler around each call of a module, with global hooks, and around regions of the script.
+
+    called: the classes of the modules that were called, by id. named: False once compiled code was entered: dynamo
+    traces hooks of modules.
+    """
+
+    def __init__(self, on_call: Callable[..., None], *, named: bool = True) -> None:
+        """Create ranges. on_call: gets each call of a module; `outermost` is True if no other module calls it."""
+        self.called: dict[int, str] = {}
+        self.named = named
+        self._on_call = on_call
+        self._handles: list[Any] = []
+        self._open = threading.local()
+        #: Types of the devices whose autocast was on since the last backward pass.
+        self._autocast: set[str] = set()
+
+    def install(self) -> None:
+        """Register the hooks, once."""
+        if self._handles or not self.named:
+            return
+        from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+        self._handles = [
+            register_module_forward_pre_hook(contained_hook(self._enter, "the account of modules")),
+            register_module_forward_hook(contained_hook(self._exit, "the account of modules"), always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks, and close the ranges that are open in this thread."""
+        self.forget()
+        self.close()
+
+    def forget(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def leave_modules(self) -> None:
+        """Remove the hooks for good, and close the ranges of modules that are open in this thread."""
+        self.forget()
+        self.named = False
+        self.reopen([name for name in self.close() if not name.startswith(trace.MODULE)])
+
+    def close(self) -> list[str]:
+        """Close the ranges that are open in this thread, and return their names."""
+        stack = self._stack()
+        names = [name for name, _ in stack]
+        while stack:
+            stack.pop()[1].__exit__(None, None, None)
+        return names
+
+    def reopen(self, names: list[str]) -> None:
+        """Open the ranges again that `close` has closed."""
+        for name in names:
+            self._push(name)
+
+    def pass_ended(self) -> None:
+        """Forget the autocast regions of the forward pass."""
+        self._autocast.clear()
+
+    def enter_autocast(self, region: Any, *, inside: bool) -> None:
+        """Open a range if a region switches autocast off. inside: True if it was on.
+
+        After a region in which it was on, too; else nothing shows that the script wants it for a part only.
+        """
+        if region._enabled:
+            self._autocast.add(region.device)
+        elif inside or region.device in self._autocast:
+            self._push(f"{trace.WITHOUT_AUTOCAST}{id(region)}")
+
+    def leave_autocast(self, region: Any) -> None:
+        """Close the range of a region, if it has one."""
+        self._pop(f"{trace.WITHOUT_AUTOCAST}{id(region)}")
+
+    def _push(self, name: str) -> None:
+        from torch._C._profiler import _RecordFunctionFast
+
+        opened = _RecordFunctionFast(name)
+        opened.__enter__()
+        self._stack().append((name, opened))
+
+    def _pop(self, wanted: str) -> None:
+        """Close a range, and those inside of it; none if it is not open."""
+        stack = self._stack()
+        if not any(name == wanted for name, _ in stack):
+            return  # it was entered before the hooks were registered
+        while stack:
+            name, opened = stack.pop()
+            opened.__exit__(None, None, None)
+            if name == wanted:
+                return
+
+    def _stack(self) -> list[tuple[str, Any]]:
+        if not hasattr(self._open, "ranges"):
+            self._open.ranges = []
+        return self._open.ranges  # type: ignore[no-any-return]
+
+    def _enter(self, module: nn.Module, _inputs: Any) -> None:
+        self.called[id(module)] = type(module).__name__
+        self._on_call(outermost=not any(name.startswith(trace.MODULE) for name, _ in self._stack()))
+        self._push(f"{trace.MODULE}{id(module)}")
+
+    def _exit(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self._pop(f"{trace.MODULE}{id(module)}")
