@@ -51,6 +51,8 @@ if TYPE_CHECKING:
         MissingExtra,
         MpguardError,
         MpguardWarning,
+        NoEffect,
+        NoEffectWarning,
         NotCarried,
         NotInForce,
         NotProven,
@@ -80,6 +82,8 @@ __all__ = [
     "MissingExtra",
     "MpguardError",
     "MpguardWarning",
+    "NoEffect",
+    "NoEffectWarning",
     "NotCarried",
     "NotInForce",
     "NotProven",
@@ -107,8 +111,8 @@ __all__ = [
 #: none of them.
 _LAZY = {
     "mpguard.core.errors": (
-        "ConfigError", "ExtensionError", "MissingExtra", "MpguardError", "MpguardWarning", "NotCarried", "NotInForce",
-        "NotProven", "PolicyError", "SettingsError", "UnknownRecipe",
+        "ConfigError", "ExtensionError", "MissingExtra", "MpguardError", "MpguardWarning", "NoEffect",
+        "NoEffectWarning", "NotCarried", "NotInForce", "NotProven", "PolicyError", "SettingsError", "UnknownRecipe",
     ),
     "mpguard.nn.fp8.amax_history": ("fp8_state_dict", "load_fp8_state_dict"),
     "mpguard.nn.fp8.convert": ("convert", "revert"),

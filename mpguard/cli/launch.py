@@ -59,6 +59,7 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> arg
 def run(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("accelerate") is None:
         raise MissingExtra("accelerate", "accelerate", "mpguard launch")
-    from mpguard.runtime.launch import launcher
+    from mpguard.runtime.launch import launcher, preflight
 
+    preflight.check_named_config(options.argv)
     return launcher.run(options.argv)

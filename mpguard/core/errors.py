@@ -2,7 +2,8 @@
 
     MpguardError
     ├── PolicyError            precision settings that contradict each other (also a ValueError)
-    │   └── UnknownRecipe      no recipe has that name; lists the similar names
+    │   ├── UnknownRecipe      no recipe has that name; lists the similar names
+    │   └── NoEffect           a field changes nothing with the other fields; names the field
     ├── ConfigError            a config file that cannot be used: names file, line and key
     │   └── SettingsError      the same for [tool.mpguard]
     ├── MissingExtra           a library that a target needs is not installed (also an ImportError)
@@ -10,6 +11,7 @@
     └── NotInForce             the run's precision is not what the policy declares
     MpguardWarning (a UserWarning)
     ├── NotCarried             a target has no setting for a field of the policy
+    ├── NoEffectWarning        a field of delayed scaling with another FP8 recipe, which ignores it
     └── NotProven              a run ended before its precision could be observed (enforce="warn")
 
 The form of every message: where: what is; what is needed; what to do.
@@ -41,6 +43,14 @@ class UnknownRecipe(PolicyError):
         self.name = name
         self.known = tuple(sorted(known))
         super().__init__(f"there is no recipe `{name}`{did_you_mean(name, self.known)}")
+
+
+class NoEffect(PolicyError):
+    """A field has a value that changes nothing with the other fields of the policy. `field` is its name."""
+
+    def __init__(self, field: str, message: str) -> None:
+        self.field = field
+        super().__init__(message)
 
 
 class ConfigError(MpguardError):
@@ -90,6 +100,14 @@ class NotCarried(MpguardWarning):
         self.carriers = tuple(carriers)
         by = f"carried by {', '.join(self.carriers)}" if self.carriers else "no target carries it"
         super().__init__(f"{target}: has no place for `{field}={value}` of the policy; {by}")
+
+
+class NoEffectWarning(MpguardWarning):
+    """A field of delayed scaling is set with another FP8 recipe, which ignores it. `field` is its name."""
+
+    def __init__(self, field: str, message: str) -> None:
+        self.field = field
+        super().__init__(message)
 
 
 class NotProven(MpguardWarning):

@@ -9,6 +9,7 @@ from mpguard.explain import launch
 from mpguard.explain.inputs import RunInputs
 from mpguard.explain.model import DEFAULT, Claim, Given, Resolved, ShadowedValue, UnknownValue, resolve
 from mpguard.explain.script import HANDLERS
+from mpguard.lint.facts.values.api_names import TRL_CONFIGS
 from mpguard.policy import hardware
 from mpguard.policy.dtype import Dtype
 
@@ -49,7 +50,10 @@ def mode_claims(run: RunInputs) -> list[Claim]:
             unknown = isinstance(given[name].value, UnknownValue)
             lost = "" if given[name].value else "only True selects a mode; otherwise the launcher's is used"
             value = given[name].value if unknown else name if given[name].value else False
+            by_class = given[name].name
+            default = f"`{by_class}` sets bf16 unless fp16 is given, before what the launcher sets"
             reason = "used unless the unknown value is False" if unknown else _TRAINER.format(name=name)
+            reason = default if by_class in TRL_CONFIGS and not unknown else reason
             claims.append(Claim(value, given[name].origin, reason, lost))
     elif script is not None and script.accelerator is not None and "mixed_precision" in script.accelerator:
         own = script.accelerator["mixed_precision"]

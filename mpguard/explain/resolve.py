@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mpguard.core.errors import PolicyError
-from mpguard.document import Document
+from mpguard.document import Document, validation
 from mpguard.explain import accelerate, deepspeed, launch, policy
 from mpguard.explain.inputs import RunInputs
 from mpguard.explain.model import Explanation, Resolved
@@ -26,6 +27,9 @@ def explain(run: RunInputs, machine: hardware.Hardware | None = None) -> Explana
 
     Raises `ConfigError` and `PolicyError` for inputs that cannot be used.
     """
+    refused = list(_invalid(run))
+    if run.config is not None and validation.own_keys(run.config) is not None:
+        run = dataclasses.replace(run, launcher="accelerate", stock=True)  # there is no policy to read
     engine = launch.engine(run)
     mode = accelerate.mode(run, machine)
     document = deepspeed.document_of(run)[0]
@@ -60,9 +64,20 @@ def explain(run: RunInputs, machine: hardware.Hardware | None = None) -> Explana
         title=_title(run, engine, document, in_force is not None),
         settings=tuple(settings),
         unread=tuple(unread(run, facts, document, direct)),
-        stops=tuple(dict.fromkeys([*launch.stops(run, guarded=in_force is not None), *stops])),
+        stops=tuple(dict.fromkeys([*refused, *launch.stops(run, guarded=in_force is not None), *stops])),
         notes=(*run.notes, *_notes(run)),
     )
+
+
+def _invalid(run: RunInputs) -> Iterator[str]:
+    """Yield what `mpguard launch` refuses in the config, by the same validator: keys and values."""
+    if run.config is None or not run.launches:
+        return
+    for problem in validation.problems(run.config):
+        if not (problem.key == "num_processes" and "num_processes" in run.flags):
+            yield problem.message(run.config)
+    if message := validation.own_keys(run.config):
+        yield message
 
 
 def _notes(run: RunInputs) -> Iterator[str]:

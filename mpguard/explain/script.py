@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from mpguard.lint.facts.domain.backends import switches
 from mpguard.lint.facts.domain.regions import enabled_argument
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.syntax.nodes import dotted
+from mpguard.lint.facts.values.api_names import TRL_CONFIGS
 from mpguard.lint.facts.values.dtypes import AnyDtype, only_dtype
 from mpguard.lint.facts.values.lattice import Atom, Constant, DtypeValue, Ref
 from mpguard.lint.project.project import Project
@@ -58,6 +59,7 @@ class Script:
     handlers: `kwargs_handlers`, by class. fsdp_plugin: arguments of `FullyShardedDataParallelPlugin`, with the dtypes
     of its policy as `param_dtype`, .... initialize: `config` of `deepspeed.initialize`. activate: the recipe of
     `mpguard.activate`. switches: TF32. autocasts: the dtypes of autocast regions. loads: those of loaded models.
+    trl: a config class of TRL, whose `bf16` is on unless `fp16` is (trl 1.16, `trainer/base_config.py`).
     """
 
     path: str
@@ -72,6 +74,7 @@ class Script:
     switches: tuple[Given, ...] = ()
     autocasts: tuple[Given, ...] = ()
     loads: tuple[Given, ...] = ()
+    trl: Given | None = None
 
     @property
     def uses_accelerate(self) -> bool:
@@ -88,7 +91,12 @@ class Script:
         found = dict(self.arguments or {})
         if self.parses_arguments:
             found |= parse_words(words)
-        return {name: given for name, given in found.items() if given.value is not None}
+        found = {name: given for name, given in found.items() if given.value is not None}
+        if self.trl is not None and "bf16" not in found:
+            fp16 = found["fp16"].value if "fp16" in found else False
+            unknown = isinstance(fp16, UnknownValue)
+            found["bf16"] = dataclasses.replace(self.trl, value=_unknown(f"not {fp16}") if unknown else not fp16)
+        return found
 
 
 def parse_words(words: Sequence[Given]) -> dict[str, Given]:
@@ -150,6 +158,7 @@ class _Reader:
             switches=tuple(self._switches()),
             autocasts=tuple(self._autocasts()),
             loads=tuple(self._dtypes(facts.events("load"))),
+            trl=next(self._trl(trainers), None),
         )  # fmt: skip
 
     def _origin(self, node: cst.CSTNode, at: Record, layer: SettingLayer) -> Origin:
@@ -171,6 +180,19 @@ class _Reader:
                     given = dataclasses.replace(given, value=_unknown("the script creates several"))
                 found[name] = given
         return found
+
+    def _trl(self, trainers: Iterable[Event]) -> Iterator[Given]:
+        """Yield the config classes of TRL that the script creates, or has its parser create, with their places."""
+        for event in trainers:
+            own = self.facts.called_path(event.call).startswith("trl.")
+            if event.call.name in TRL_CONFIGS and own and not event.call.starred:
+                yield Given(None, self._origin(event.call.node, event.call, "TrainingArguments"), event.call.name)
+        for call in (*self.facts.calls.get("TrlParser", ()), *self.facts.calls.get("HfArgumentParser", ())):
+            for node in call.positional[:1]:
+                classes = [each.value for each in getattr(node, "elements", ())] or [node]
+                for name in (dotted(each).rpartition(".")[2] for each in classes):
+                    if name in TRL_CONFIGS:
+                        yield Given(None, self._origin(call.node, call, "TrainingArguments"), name)
 
     def _argument(self, call: Call, name: str, position: int | None, layer: SettingLayer = "code") -> Given | None:
         node = call.argument(position, name)

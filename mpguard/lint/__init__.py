@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mpguard.document import Document as Document
     from mpguard.document import Entry as Entry
     from mpguard.document import mp_yaml as mp_yaml
+    from mpguard.document import validation as validation
     from mpguard.document.schemas import accelerate, axolotl, deepspeed, llamafactory
     from mpguard.lint.configs import accelerate_config as accelerate_config
     from mpguard.lint.configs import config_edits as config_edits
@@ -245,6 +246,7 @@ _MODULES = {
     "tracked_fs": "mpguard.core.tracked_fs",
     "unscaled_steps": "mpguard.lint.facts.domain.unscaled_steps",
     "unused": "mpguard.lint.facts.domain.unused",
+    "validation": "mpguard.document.validation",
     "wrappers": "mpguard.lint.facts.domain.wrappers",
 }
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from mpguard.core.errors import PolicyError, did_you_mean
+from mpguard.core.errors import NoEffect, NoEffectWarning, PolicyError, did_you_mean
 from mpguard.policy.coerce import coerce
 from mpguard.policy.dtype import Dtype
 
@@ -48,17 +49,12 @@ _TWINS = {
     "fp4_param_gather": "fp4_param",
 }
 
+#: Fields of delayed scaling. With another FP8 recipe they change nothing: Megatron Bridge's own examples set them so.
+_DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "reduce_amax")
+
 #: Fields that may be "auto": a wish, which is granted where that is possible. They save memory and traffic; matrix
 #: products are the same without them. Each has a twin.
 WISHES = ("fp8_param", "fp4_param")
-
-
-class _NoEffect(PolicyError):
-    """A field has a value that has no effect with the other fields of the policy."""
-
-    def __init__(self, field: str, message: str) -> None:
-        self.field = field
-        super().__init__(message)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,7 +229,7 @@ class Policy:
         if self.master_weights == "optimizer":
             self._check_master_weights()
         if self.fp32_modules and not self.low_precision:
-            raise _NoEffect(
+            raise NoEffect(
                 "fp32_modules",
                 f"fp32_modules={self.format_field('fp32_modules')} has no effect here; it needs bf16 or fp16, without "
                 "which everything is computed in FP32. Remove it, or set that",
@@ -248,17 +244,17 @@ class Policy:
         """Raise `PolicyError` for a policy in which an optimizer has no use for masters."""
         what = "master_weights is optimizer: parameters in BF16, their FP32 values in the optimizer"
         if not self.low_precision:
-            raise _NoEffect("master_weights", f"{what}; it needs bf16. Remove it, or set bf16=True")
+            raise NoEffect("master_weights", f"{what}; it needs bf16. Remove it, or set bf16=True")
         if self.fp16:
-            raise _NoEffect(
+            raise NoEffect(
                 "master_weights",
                 f"{what}; with fp16 GradScaler cannot unscale the gradients of FP16 parameters. Use bf16, or set "
                 "master_weights to model",
             )
         if self.params_dtype is not self.compute_dtype:
-            raise _NoEffect("master_weights", f"{what}; params_dtype is {self.params_dtype}. Remove one of them")
+            raise NoEffect("master_weights", f"{what}; params_dtype is {self.params_dtype}. Remove one of them")
         if self.master_dtype is not Dtype.FP32:
-            raise _NoEffect("master_weights", f"{what}; master_dtype is {self.master_dtype}. Remove one of them")
+            raise NoEffect("master_weights", f"{what}; master_dtype is {self.master_dtype}. Remove one of them")
         if self.fp8_param is True or self.fp4_param is True:
             raise PolicyError(
                 f"{what}; parameters stored in FP8 or FP4 need an optimizer with masters of its own. Set fp8_param (or "
@@ -303,11 +299,13 @@ class Policy:
             ("compile_mode", self.compile is not False, "compile True or auto"),
         ]
         for name, has_effect, needs in only:
-            if not has_effect and self.explicit(name):
-                raise _NoEffect(
-                    name,
-                    f"{name}={self.format_field(name)} has no effect here; it needs {needs}. Remove it, or set that",
-                )
+            if has_effect or not self.explicit(name):
+                continue
+            message = f"{name}={self.format_field(name)} has no effect here; it needs {needs}"
+            if name not in _DELAYED or not self.fp8:
+                raise NoEffect(name, f"{message}. Remove it, or set that")
+            warnings.warn(NoEffectWarning(name, message), stacklevel=4)  # of the line that creates the policy
+            self._fill(name, _FIELDS[name].default)
         if self.first_last_layers_bf16 and not (self.num_layers_at_start_in_bf16 or self.num_layers_at_end_in_bf16):
             raise PolicyError(
                 "first_last_layers_bf16 is True and num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16 "
@@ -344,7 +342,7 @@ class Policy:
         if not self.fp16:
             for name in names:
                 if self.explicit(name):
-                    raise _NoEffect(
+                    raise NoEffect(
                         name,
                         f"{name}={self.format_field(name)} without fp16; only FP16's range needs loss scaling. "
                         "Remove it, or set fp16=True",
@@ -460,10 +458,15 @@ class Policy:
         for name, twin in _TWINS.items():
             if name in changes and twin not in changes:
                 merged[twin] = changes[name]
+        if merged.get("fp8") and merged.get("fp8_recipe", "tensorwise") != "delayed":
+            for field in (
+                set(_DELAYED) - changes.keys() - ({"fp8_margin"} if merged.get("fp8_recipe") == "mxfp8" else set())
+            ):
+                merged.pop(field, None)
         while True:
             try:
                 return Policy(**merged)
-            except _NoEffect as error:
+            except NoEffect as error:
                 if error.field in changes:
                     raise
                 for field in {error.field, _TWINS.get(error.field, error.field)}:

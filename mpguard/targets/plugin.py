@@ -19,6 +19,7 @@ Each decorator supplies the method that its name is derived from:
     @x.strategy_reader     read_strategy(config)
     @x.detector            detect(config)
     @x.adapter             adapt(settings, config)
+    @x.equivalent          policy_for(config, policy)
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class Plugin(FormerNames, former=_FORMER):
         self._strategy_reader: Callable[[Mapping[str, Any]], str | None] | None = None
         self._detector: Callable[[Mapping[str, Any]], bool] | None = None
         self._adapter: Callable[[dict[str, Setting], Mapping[str, Any]], dict[str, Setting]] | None = None
+        self._equivalent: Callable[[Mapping[str, Any], Policy], Policy] | None = None
         unknown = self.carries - set(FIELD_NAMES)
         if unknown:
             field = sorted(unknown)[0]
@@ -108,6 +110,7 @@ class Plugin(FormerNames, former=_FORMER):
         self, config: Mapping[str, Any], policy: Policy, strategy: str | None = None
     ) -> dict[str, Setting]:
         """Return `settings` for one config: for its own strategy unless one is given, and adapted to its other keys."""
+        policy = self.policy_for(config, policy)
         return self.adapt(self.settings(policy, strategy or self.read_strategy(config)), config)
 
     def build_arguments(self, policy: Policy, strategy: str | None = None) -> dict[str, Any]:
@@ -148,6 +151,10 @@ class Plugin(FormerNames, former=_FORMER):
         """Return settings without those that conflict with other keys of a config; by default all of them."""
         return settings if self._adapter is None else self._call(self._adapter, settings, config)
 
+    def policy_for(self, config: Mapping[str, Any], policy: Policy) -> Policy:
+        """Return the form of a policy that a config has: by default the policy itself."""
+        return policy if self._equivalent is None else self._call(self._equivalent, config, policy)
+
     def _call(self, function: Callable[..., Result], *arguments: Any) -> Result:
         return entry_points.call_extension(f"plugin {self.name}", function, *arguments)
 
@@ -187,6 +194,13 @@ class Plugin(FormerNames, former=_FORMER):
     ) -> Callable[[dict[str, Setting], Mapping[str, Any]], dict[str, Setting]]:
         """Decorator for `adapt`: `(settings, config) -> settings`, for keys that require or exclude others."""
         self._adapter = function
+        return function
+
+    def equivalent(
+        self, function: Callable[[Mapping[str, Any], Policy], Policy]
+    ) -> Callable[[Mapping[str, Any], Policy], Policy]:
+        """Decorator for `policy_for`: `(config, policy) -> policy`, for configs that have a policy in another form."""
+        self._equivalent = function
         return function
 
     def not_carried(self, policy: Policy, strategy: str | None = None) -> list[str]:

@@ -14,6 +14,7 @@ from mpguard import PolicyError
 from mpguard.policy import Dtype, Policy
 from mpguard.targets import ABSENT, Setting, Settings, lookup, plugin
 
+_SCALING = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _STAGES = {1: "deepspeed-zero1", 2: "deepspeed-zero2", 3: "deepspeed-zero3"}
 
 
@@ -133,7 +134,7 @@ def _power(scale: float) -> int:
 
 def _refuse_loss_scale(policy: Policy) -> None:
     """Raise `PolicyError` for loss scale settings, which the GradScaler of `torch_autocast` does not have."""
-    for field in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
+    for field in _SCALING:
         if policy.explicit(field):
             raise PolicyError(
                 f"deepspeed: {field} is {policy.format_field(field)} with fp16 and params_dtype fp32; its "
@@ -181,6 +182,24 @@ def strategy_of(config: Mapping[str, Any]) -> str | None:
     """Return the strategy of the ZeRO stage; `single` for stage 0, None if no stage is stated."""
     stage = lookup(config, "zero_optimization.stage")
     return _STAGES.get(stage, "single" if stage == 0 else None) if isinstance(stage, int) else None
+
+
+@deepspeed.equivalent
+def policy_for(config: Mapping[str, Any], policy: Policy) -> Policy:
+    """Return the policy with FP32 parameters for a config that computes through `torch_autocast`.
+
+    Parameters and optimizer states are FP32 then, and the inputs of each product are cast: the same policy as a `bf16`
+    section with FP32 master weights. Without its own loss scaling settings, FP16 has this form too.
+    """
+    dtype = lookup(config, "torch_autocast.dtype")
+    on = [name for name in ("bf16", "fp16") if lookup(config, f"{name}.enabled") not in (False, ABSENT)]
+    if lookup(config, "torch_autocast.enabled") is not True or on or not isinstance(dtype, str):
+        return policy
+    same = policy.low_precision and Dtype.spelled(dtype) is policy.compute_dtype
+    masters = policy.master_dtype is Dtype.FP32 and policy.master_weights == "model"
+    if not same or not masters or any(policy.explicit(name) for name in _SCALING):
+        return policy
+    return policy.replace(params_dtype=Dtype.FP32, name=policy.name)
 
 
 @deepspeed.reader

@@ -299,3 +299,28 @@ def test_a_deepspeed_file_of_a_folder_beside_is_shown_by_its_shortest_path(capsy
     Path("configs/accelerate.yaml").write_text(text, encoding="utf-8")
     found = setting(explained(capsys, "configs/accelerate.yaml"), "bf16.enabled")
     assert found["source"] == {"layer": "DeepSpeed JSON", "file": "ds.json", "line": 1}
+
+
+@pytest.mark.parametrize(
+    ("script", "mode", "place"),
+    [
+        ("from trl import SFTConfig\nargs = SFTConfig(output_dir='o')\n", "bf16", 2),
+        ("from trl import GRPOConfig\nargs = GRPOConfig(output_dir='o', fp16=False)\n", "bf16", 2),
+        ("from trl import DPOConfig\nargs = DPOConfig(output_dir='o', bf16=False)\n", "fp8", None),
+        ("from trl import DPOConfig\nargs = DPOConfig(output_dir='o', fp16=True)\n", "fp16", 2),
+        ("from trl import SFTConfig, TrlParser\nargs = TrlParser((SFTConfig,)).parse()\n", "bf16", 2),
+        ("from transformers import TrainingArguments\nargs = TrainingArguments(output_dir='o')\n", "fp8", None),
+    ],
+)
+def test_trls_configs_set_bf16_unless_fp16_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, mode: str, place: int | None
+) -> None:
+    from mpguard.explain import explain, gather
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(script)
+    config = "distributed_type: MULTI_GPU\nmixed_precision: fp8\nnum_processes: 8\nfp8_config: {backend: AO}\n"
+    (tmp_path / "mp.yaml").write_text(config)
+    found = explain(gather([Path("mp.yaml"), Path("train.py")], environment={})).get("mixed_precision")
+    assert found is not None and found.value == mode
+    assert (found.origin.file, found.origin.line) == (("train.py", place) if place else ("mp.yaml", 2))

@@ -155,7 +155,6 @@ def test_emulation_is_torchaos() -> None:
         ({"fp16": True, "min_loss_scale": float("nan")}, "it is a finite number above 0"),
         ({"fp16": True, "min_loss_scale": 8, "initial_loss_scale": 4}, "8, above initial_loss_scale=4"),
         ({"bf16": True, "fp8_margin": 1}, "fp8_margin=1 has no effect here; it needs fp8 with fp8_recipe delayed"),
-        ({"bf16": True, "fp8": "hybrid", "fp8_amax_history_len": 16}, "it needs fp8 with fp8_recipe delayed"),
         ({"bf16": True, "fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 0}, "counts steps, from 1"),
         ({"bf16": True, "fp8": "hybrid", "fp8_recipe": "delayed", "fp8_margin": -1}, "it counts from 0"),
         ({"bf16": True, "fp8": "hybrid", "fp8_recipe": "blockwise", "fp8_multi_head_attention": True},
@@ -225,6 +224,7 @@ def policies() -> some.SearchStrategy[Policy]:
     )
 
 
+@pytest.mark.filterwarnings("ignore::mpguard.NoEffectWarning")
 @given(policies())
 def test_the_text_form_parses_back(policy: Policy) -> None:
     read = Policy.parse(str(policy))
@@ -233,6 +233,7 @@ def test_the_text_form_parses_back(policy: Policy) -> None:
     assert Policy.of(json.loads(json.dumps(policy.settings()))) == policy
 
 
+@pytest.mark.filterwarnings("ignore::mpguard.NoEffectWarning")
 @given(policies())
 def test_settings_are_what_is_explicit(policy: Policy) -> None:
     assert set(policy.settings()) == {name for name in FIELD_NAMES if policy.explicit(name)}
@@ -265,6 +266,45 @@ def test_a_change_takes_along_what_it_takes_the_effect_from() -> None:
     assert (without.num_layers_at_start_in_bf16, without.num_layers_at_end_in_bf16) == (0, 0)
     assert policy.replace(fp8=None) == mpguard.recipe("bf16_mixed")
     assert mpguard.recipe("fp16_mixed").replace(fp16=False, bf16=True, grad_reduce_in_fp32=True) == Policy(bf16=True)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "field", "value"),
+    [
+        ("tensorwise", "fp8_amax_history_len", 1024),
+        ("tensorwise", "fp8_amax_compute_algo", "max"),
+        ("blockwise", "fp8_margin", 1),
+        ("rowwise", "reduce_amax", False),
+        ("mxfp8", "fp8_amax_history_len", 16),
+    ],
+)
+def test_a_field_of_delayed_scaling_with_another_recipe_is_a_warning(recipe: str, field: str, value: Any) -> None:
+    """Megatron Bridge's guide sets them so; a value that changes nothing contradicts nothing."""
+    with pytest.warns(mpguard.NoEffectWarning, match=f"{field}={value} has no effect here") as caught:
+        policy = Policy(bf16=True, fp8="e4m3", fp8_recipe=recipe, **{field: value})
+    assert caught[0].filename == __file__ and not policy.explicit(field)
+    assert policy == Policy(bf16=True, fp8="e4m3", fp8_recipe=recipe)
+
+
+def test_the_custom_example_of_megatron_bridge_is_a_policy() -> None:
+    """docs/training/mixed-precision.md of Megatron Bridge, "Custom FP8 configuration"."""
+    with pytest.warns(mpguard.NoEffectWarning):
+        policy = Policy(
+            bf16=True, params_dtype="bf16", pipeline_dtype="bf16", fp8="hybrid", fp8_recipe="tensorwise", fp8_margin=0,
+            fp8_amax_history_len=1024, fp8_amax_compute_algo="max", fp8_param_gather=True,
+        )  # fmt: skip
+    assert policy.fp8_recipe == "tensorwise" and policy.fp8_param is True
+
+
+def test_the_error_of_a_field_without_effect_names_it() -> None:
+    with pytest.raises(mpguard.NoEffect) as caught:
+        Policy(bf16=True, hysteresis=3)
+    assert caught.value.field == "hysteresis"
+
+
+def test_a_change_of_the_recipe_drops_the_fields_of_the_other() -> None:
+    delayed = mpguard.recipe("bf16_with_fp8_delayed_scaling_mixed")
+    assert delayed.replace(fp8_recipe="tensorwise").fp8_amax_history_len == 1
 
 
 def test_a_change_without_effect_is_still_refused() -> None:

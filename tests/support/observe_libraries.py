@@ -142,11 +142,11 @@ def deepspeed_settings(plain: Mapping[str, Any]) -> dict[str, Any]:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     from mpguard.runtime import guard as guards
-    from mpguard.runtime.patches.deepspeed import _deepspeed_arguments
+    from mpguard.runtime.patches import deepspeed_config
 
     config = copy.deepcopy(dict(plain))
     if (guard := guards.current()) is not None:
-        config = _deepspeed_arguments({"config": config}, guard)["config"]
+        config = deepspeed_config.arguments({"config": config}, guard)[0]["config"]
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         config[key] = 1
     config = {key: value for key, value in config.items() if value != "auto"}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import mpguard
-from mpguard.core.errors import PolicyError
+from mpguard.core.errors import NoEffectWarning, PolicyError
 from mpguard.policy.policy import Policy
 
 #: For each field, values to try. `variations` skips a value that conflicts with the other fields of a policy.
@@ -91,7 +91,7 @@ def variations(policy: Policy, field: str) -> Iterator[Policy]:
     for value in CANDIDATES[field]:
         try:
             changed = policy.replace(**{field: value}, **TOGETHER.get((field, value), {}))
-        except PolicyError:
+        except (PolicyError, NoEffectWarning):
             continue
         if changed != policy:
             yield changed

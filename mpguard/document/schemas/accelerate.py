@@ -107,6 +107,11 @@ SAGEMAKER = _ALL | _words(
     "ec2_instance_type iam_role_name image_uri profile region base_job_name pytorch_version transformers_version"
     " py_version sagemaker_inputs_file sagemaker_metrics_file additional_args"
 )
+#: The members of `accelerate.utils.DistributedType`.
+DISTRIBUTED_TYPES = (
+    "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "DEEPSPEED",
+    "FSDP", "XLA", "MEGATRON_LM", "MULTI_HPU", "MULTI_NEURON",
+)  # fmt: skip
 #: Old top-level keys, which accelerate converts to others when it reads the file.
 OLD = _words("fp16 dynamo_backend")
 

@@ -7,13 +7,13 @@ launch for which there is any is refused.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpguard.core.errors import ConfigError, did_you_mean
-from mpguard.document import Document, mp_yaml
-from mpguard.document.schemas.accelerate import OLD, unknown_key
+from mpguard.core.errors import ConfigError
+from mpguard.document import Document, mp_yaml, read, validation
+from mpguard.document.schemas.accelerate import OLD, TOP, VERSION
 from mpguard.nn import compile as compilation
 from mpguard.policy import hardware
 from mpguard.policy.dtype import Dtype
@@ -59,33 +59,53 @@ def check_config(document: Document, processes: int | None) -> None:
 
     accelerate would report neither, and name the temporary copy of the file. processes: `--num_processes`.
     """
-    from accelerate.commands.config.config_args import ClusterConfig
-    from accelerate.utils import DistributedType
-
-    known = {*ClusterConfig.__dataclass_fields__, *OLD}
     config = document.require()
     if config.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise ConfigError(
             f"{document.path}: is for SageMaker, where accelerate starts the script with another launcher. "
             'Call mpguard.activate("RECIPE") in the script'
         )
-    if not known & config.keys():
+    if not (TOP | OLD) & config.keys():
         keys = ", ".join(f"`{key}`" for key in list(config)[:3])
         raise ConfigError(
             f"{document.path}: is not an accelerate config; its keys are {keys}. `mpguard init RECIPE -o FILE` writes "
             "one"
         )
-    for key in config:
-        if key not in known:
-            raise ConfigError(f"{document.where(str(key))}: accelerate has no such key{unknown_key(str(key)) or ''}")
-    kinds = list(DistributedType.__members__)
-    kind, configured = config.get("distributed_type"), config.get("num_processes")
-    if isinstance(kind, str) and kind not in kinds:
-        hint = did_you_mean(kind.upper(), kinds) or f"; it is one of {', '.join(kinds)}"
-        raise ConfigError(f"{document.where('distributed_type')}: accelerate has no `{kind}`{hint}")
-    valid = isinstance(configured, int) and not isinstance(configured, bool) and configured > 0
-    if configured is not None and not valid and processes is None:
-        raise ConfigError(f"{document.where('num_processes')}: is {show(configured)}; a number from 1 is needed")
+    for problem in validation.problems(document):
+        given = problem.key == "num_processes" and processes is not None
+        if not given and not (problem.unknown and problem.key in _newer_keys()):
+            raise ConfigError(problem.message(document))
+
+
+def _newer_keys() -> frozenset[str]:
+    """Return the keys of the installed accelerate, if it is not the version of the committed table."""
+    import importlib.metadata
+
+    if importlib.metadata.version("accelerate") == VERSION:
+        return frozenset()
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    return frozenset(ClusterConfig.__dataclass_fields__)
+
+
+def check_named_config(argv: Sequence[str]) -> None:
+    """Raise the errors of the config that a command line names before accelerate, and with it torch, is imported.
+
+    Only accelerate's own parser knows where the script begins: `--config` behind the first Python file is its argument.
+    """
+    words = list(argv)
+    script = next((place for place, word in enumerate(words) if word.endswith(".py")), len(words))
+    for place, word in enumerate(words[:script]):
+        name, equals, value = word.partition("=")
+        if name not in ("--config", "--config_file", "--config-file"):
+            continue
+        path = Path(value if equals else next(iter(words[place + 1 : script]), ""))
+        if path.is_file():
+            document = read(path)
+            flag = any(each.partition("=")[0] in ("--num_processes", "--num-processes") for each in words[:script])
+            check_config(document, 1 if flag else None)
+            mp_yaml.load_policy(path)
+        return
 
 
 def refusals(launch: PlannedLaunch) -> Iterator[str]:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
-import json
-import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from mpguard.core.errors import ConfigError
 from mpguard.runtime import guard as guards
-from mpguard.runtime.patches import fp8_conversion, fp32_modules, master_weights
+from mpguard.runtime.patches import deepspeed_config, fp8_conversion, fp32_modules, master_weights
 from mpguard.runtime.patches.patch import AnyFunction, Patch
-from mpguard.runtime.plan import with_first_scale
 from mpguard.runtime.proof.observe import innermost
 from mpguard.runtime.proof.products import short
 from mpguard.runtime.proof.remarks import Remark
-from mpguard.targets.inject import differences
-from mpguard.targets.settings import Setting, merged
 
 #: The method of an engine that tells if the section of its config is in force.
 _ENABLED = {"bf16": "bfloat16_enabled", "fp16": "fp16_enabled"}
@@ -40,60 +32,26 @@ def _deepspeed_initialize(original: AnyFunction) -> AnyFunction:
         master_weights.leave_to_engine(guard, [] if model is None else [model])
         if model is not None:
             fp32_modules.keep_in_model(guard, [model])
+        arguments, changed = deepspeed_config.arguments(given, guard)
         guard.engine_depth += 1  # ZeRO steps its optimizer once to allocate its states
         try:
-            result = original(**_deepspeed_arguments(given, guard))
+            result = original(**arguments)
+        except (ValueError, AssertionError, NotImplementedError) as error:
+            if changed:
+                guard.reporter.print_once(
+                    f"deepspeed.initialize refuses the run: {error}. The policy `{guard.plan.policy.name}` had changed "
+                    f"its config ({changed}): if it runs without that, take another ZeRO stage or recipe"
+                )
+            raise
         finally:
             guard.engine_depth -= 1
+        if refusal := deepspeed_config.muon_states(result[0], guard):
+            guard.fail(refusal)
         if guard.waiting:
             guard.recorder.engines.append(result[0])
         return result
 
     return initialize
-
-
-def _deepspeed_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[str, Any]:
-    """Return the arguments of `deepspeed.initialize` with the policy in the config. Raises `ConfigError`."""
-    config, where = given.get("config"), "deepspeed.initialize"
-    if config is None:
-        config = given.pop("config_params", None)
-    arguments: Any = given.get("args")
-    if config is None and getattr(arguments, "deepspeed_config", None) is not None:
-        config = arguments.deepspeed_config
-        given["args"] = copy.copy(arguments)
-        given["args"].deepspeed_config = None
-    if config is None:
-        return given
-    if isinstance(config, (str, os.PathLike)):
-        where, config = str(config), _deepspeed_file(str(config))
-    # The attributes of a DeepSpeedConfig, and of transformers' HfDeepSpeedConfig.
-    plain = getattr(config, "_param_dict", getattr(config, "config", config))
-    if not isinstance(plain, Mapping):
-        raise ConfigError(f"deepspeed.initialize: config is a {type(config).__name__}; a dict or a file is needed")
-    policy = with_first_scale(guard.plan.policy)
-    guard.first_scale = policy.initial_loss_scale if policy.fp16 and policy.loss_scale is None else None
-    changes = differences(plain, policy, "deepspeed")
-    for change in changes:
-        if change.overrides:
-            guard.reporter.log_override(where, change)
-    return {**given, "config": merged(plain, {change.key: Setting(change.new) for change in changes})}
-
-
-def _deepspeed_file(name: str) -> dict[str, Any]:
-    """Read a DeepSpeed config from a path or from base64, as DeepSpeed does. Raises `ConfigError`."""
-    from mpguard.document import read
-
-    if Path(name).is_file():
-        return read(Path(name)).require()
-    try:
-        import base64
-
-        loaded = json.loads(base64.urlsafe_b64decode(name).decode("utf-8"))
-    except (ValueError, UnicodeDecodeError):
-        raise ConfigError(
-            f"{name}: there is no such file; deepspeed.initialize needs the path of a DeepSpeed config"
-        ) from None
-    return dict(loaded)
 
 
 def _engine_step(original: AnyFunction) -> AnyFunction:

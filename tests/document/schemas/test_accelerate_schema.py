@@ -16,6 +16,7 @@ from processes import in_fork, run_python
 from mpguard.document.schemas.accelerate import (
     ARGUMENTS,
     DEEPSPEED,
+    DISTRIBUTED_TYPES,
     DYNAMO,
     FP8,
     FP8_BACKENDS,
@@ -306,3 +307,17 @@ print("BUILT", Accelerator(mixed_precision="fp8", fsdp_plugin=plugin).distribute
     refused = "torchao with FSDP2 and cpu_ram_efficient_loading is not supported" in done.stderr
     assert refused is on, done.stderr
     assert ("BUILT" in done.stdout) is not on
+
+
+def test_the_distributed_types_are_accelerates() -> None:
+    tree = ast.parse((PACKAGE / "utils/dataclasses.py").read_text())
+    members = next(
+        [
+            each.targets[0].id
+            for each in node.body
+            if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name)
+        ]
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "DistributedType"
+    )
+    assert tuple(members) == DISTRIBUTED_TYPES

@@ -425,14 +425,14 @@ def test_a_deepspeed_config_object_gets_the_policy() -> None:
     from types import SimpleNamespace
 
     from mpguard.runtime.guard import Guard
-    from mpguard.runtime.patches import deepspeed
+    from mpguard.runtime.patches import deepspeed_config
     from mpguard.runtime.plan import Plan
 
     guard = Guard(Plan(mpguard.recipe("bf16_mixed"), enforce="off"))
     given = {"config": SimpleNamespace(_param_dict={"train_batch_size": 1})}
-    assert deepspeed._deepspeed_arguments(given, guard)["config"]["bf16"] == {"enabled": True}
+    assert deepspeed_config.arguments(given, guard)[0]["config"]["bf16"] == {"enabled": True}
     with pytest.raises(mpguard.ConfigError, match="a dict or a file is needed"):
-        deepspeed._deepspeed_arguments({"config": 3}, guard)
+        deepspeed_config.arguments({"config": 3}, guard)
 
 
 # -- several processes ---------------------------------------------------------------------------

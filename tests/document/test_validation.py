@@ -1,0 +1,98 @@
+"""One validator: what launch refuses in a config is a finding of lint and a stop of explain, with the same words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from limits import seconds
+
+from mpguard.cli import main
+from mpguard.core.errors import ConfigError
+from mpguard.document import parse, validation
+from mpguard.runtime.launch import preflight
+
+BASE = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "MULTI_CPU",
+    "mixed_precision": "bf16",
+    "num_machines": "1",
+    "num_processes": "2",
+    "use_cpu": "true",
+    "fp8_config": "{mpguard_recipe: bf16_mixed}",
+}
+#: Keys that replace those of BASE; None removes one. The clause that all three print.
+REFUSED = [
+    ({"num_processes": None, "num_procesess": "2"}, "`num_procesess`: accelerate has no such key", "`num_processes`"),
+    ({"num_processes": "two"}, "`num_processes`: is two; a number from 1 is needed", ""),
+    ({"num_processes": "0"}, "`num_processes`: is 0; a number from 1 is needed", ""),
+    ({"num_machines": "'1'"}, "`num_machines`: is 1; a number from 1 is needed", ""),
+    ({"distributed_type": "MULTI_GPUS"}, "`distributed_type`: accelerate has no `MULTI_GPUS`", "`MULTI_GPU`"),
+    ({"fp8_config": "{mpguard_recpie: bf16_mixed}"}, "mpguard_recpie`: ", "`mpguard_recipe`"),
+    ({"fp8_config": "{mpguard_recipe: bf16_mixed, mpguard_overide: {}}"}, "mpguard_overide`: ", "mpguard_overrides"),
+]
+
+
+def write(folder: Path, changes: dict[str, str | None]) -> Path:
+    lines = [f"{key}: {value}" for key, value in {**BASE, **changes}.items() if value is not None]
+    path = folder / "mp.yaml"
+    path.write_text("\n".join(lines) + "\n")
+    (folder / "train.py").write_text("from accelerate import Accelerator\n\naccelerator = Accelerator()\n")
+    return path
+
+
+@pytest.mark.parametrize(("changes", "clause", "meant"), REFUSED)
+def test_launch_explain_and_lint_refuse_the_same(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, str | None],
+    clause: str,
+    meant: str,
+) -> None:
+    path = write(tmp_path, changes)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        preflight.check_named_config(["--config", str(path), "train.py"])
+    assert main(["explain", "mp.yaml", "train.py"]) == 1
+    explained = capsys.readouterr().err
+    assert main(["lint", "--no-cache", "--isolated", "mp.yaml"]) == 1
+    linted = capsys.readouterr().out
+    for text in (str(refused.value), explained):
+        assert clause in text and meant in text
+    assert clause.partition("`: ")[0] in linted and meant in linted
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"distributed_type": "NO", "num_processes": "1"},
+        {"num_processes": "${GPUS}"},
+        {"num_processes": None, "num_machines": None},
+        {"tpu_env": "[]", "main_process_port": "29500"},
+    ],
+)
+def test_configs_that_can_be_launched_have_no_problem(tmp_path: Path, changes: dict[str, str | None]) -> None:
+    document = parse(write(tmp_path, changes).read_text(), "mp.yaml")
+    assert not list(validation.problems(document)) and validation.own_keys(document) is None
+
+
+def test_a_flag_replaces_the_number_of_the_config(tmp_path: Path) -> None:
+    path = write(tmp_path, {"num_processes": "two"})
+    preflight.check_named_config(["--num_processes", "2", f"--config={path}", "train.py"])
+    preflight.check_named_config(["train.py", "--config", str(path)])  # an argument of the script
+
+
+def test_errors_of_the_config_come_before_torch_is_imported(tmp_path: Path) -> None:
+    path = write(tmp_path, {"num_procesess": "2"})
+    code = (
+        "import sys; from mpguard.cli import main\n"
+        f"status = main(['launch', '--config', {str(path)!r}, 'train.py'])\n"
+        "assert status == 2 and not {'torch', 'accelerate'} & set(sys.modules), sorted(sys.modules)"
+    )
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=seconds(60), check=False, cwd=tmp_path)
+    assert done.returncode == 0 and "did you mean `num_processes`" in done.stderr, done.stderr
