@@ -335,7 +335,7 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
         for ran, flops in counted.items():
             # Emulated FP8 layers multiply in FP32 inside of functions, which dynamo's graphs do not show.
             hidden = emulated and ran.compiled and ran.dtype == "fp32" and "fp32" not in recorder.trained_in_graphs
-            work = dataclasses.replace(ran, dtype="fp8") if hidden else ran
+            work = dataclasses.replace(ran, dtype="fp8") if hidden else _attention_in_parts(ran, recorder)
             for module, part in _modules_of(work, flops, recorder).items():
                 name, place = places.get(module) or (None, _unnamed(work, module, products.called or {}))
                 inside = name is not None and module not in trainable
@@ -345,6 +345,18 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
                 whole[dataclasses.replace(found, by_script=True)] += scripted
                 whole[found] += part - scripted
         seen.computed += [dataclasses.replace(found, flops=flops) for found, flops in whole.most_common() if flops]
+
+
+def _attention_in_parts(ran: Work, recorder: Recorder) -> Work:
+    """Return the work of compiled code, as attention's where only attention can have multiplied in FP32.
+
+    Where no attention kernel takes the operands (dropout, a mask), compiled code has the parts of `math` attention,
+    which multiplies in FP32, as eager code does. The graphs that dynamo has compiled show whether anything else does.
+    """
+    parts = (
+        ran.compiled and ran.dtype == "fp32" and recorder.attention_masks and "fp32" not in recorder.trained_in_graphs
+    )
+    return dataclasses.replace(ran, attention=True) if parts else ran
 
 
 def _conversions(converted: Mapping[tuple[str, str], int]) -> tuple[dict[str, int], dict[str, int]]:

@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 
 import fake_te_weights
 import torch
-from processes import in_fork, mp_yaml, proof, transcript
+from processes import in_fork, mp_yaml, proof, run_python, transcript
 from torch import nn
 
 import mpguard
@@ -508,3 +508,27 @@ def test_the_proof_says_what_the_run_goes_without(
     assert facts["verdict"] == "in force" and facts["rows"][row]["found"].startswith(found)
     assert facts["rows"][row]["ok"] is None and facts["observed"]["left_out"][row]
     assert f"mpguard: {row} is off here: " in run.stderr
+
+
+LORA = """
+import torch, mpguard
+from torch import nn
+from mpguard.runtime import guard as guards
+mpguard.activate(mpguard.recipe("hopper_bf16_with_fp8_mixed").replace(fp8_emulate=True, compile=False))
+class Lora(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base, self.lora_A, self.lora_B = nn.Linear(32, 48), nn.Linear(32, 16), nn.Linear(16, 48)
+        self.base.requires_grad_(False)
+    def forward(self, x): return self.base(x) + self.lora_B(self.lora_A(x))
+m = nn.Sequential(Lora(), nn.Linear(48, 64))
+o = torch.optim.AdamW([each for each in m.parameters() if each.requires_grad])
+print(sorted(guards.current().recorder.account.weights), flush=True)
+"""
+
+
+def test_products_by_a_frozen_base_in_fp8_are_recognized(tmp_path: Path) -> None:
+    """Transformer Engine's kernels are recognized by the shapes of weights; an adapter's optimizer has no others."""
+    (tmp_path / "t.py").write_text(LORA)
+    ended = in_fork([tmp_path / "t.py"], cwd=tmp_path, program=run_python)
+    assert "(48, 32)" in ended.stdout, transcript(ended)
