@@ -20,6 +20,7 @@ from mpguard.core.console import print_message
 from mpguard.core.errors import ConfigError, did_you_mean_file
 from mpguard.lint.formats.terminal import Outcome
 from mpguard.lint.model.result import FileReport
+from mpguard.lint.project import tree
 from mpguard.lint.source.files import READS, Target, collect, kind_of, too_deep
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def _run(options: argparse.Namespace) -> int:
     paths, stdin = _stdin(options)
     adoption = lint_adoption.Adoption(options)
     configs = _configs(options)
+    tree.use_named(paths)
     collected = collect(paths, options.force_exclude, options.include_markdown)
     for message in (*collected.refused, *collected.empty):
         print_message(message)

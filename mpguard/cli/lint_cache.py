@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from mpguard.cli.lint_options import flat
 from mpguard.core import settings, tracked_fs
 from mpguard.core.console import print_message
+from mpguard.lint.project import tree
 
 if TYPE_CHECKING:
     from mpguard.lint.model.result import FileReport
@@ -100,6 +101,7 @@ def open_cache(options: argparse.Namespace) -> EarlierReports:
         options.gpu,
         options.isolated,
         options.configs,
+        tree.named(),
         sorted((*key, seen) for key, seen in trace.accesses.items()) if trace else [],
     ])  # fmt: skip
     key = tracked_fs.digest(run.encode("utf-8", "surrogateescape"))

@@ -109,6 +109,11 @@ def expected(project: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("minor", MINORS, ids=lambda minor: f"3.{minor}")
 def test_every_python_finds_the_same(minor: int, project: Path, expected: list[Any], tmp_path: Path) -> None:
+    if minor == sys.version_info[1]:
+        found = expected  # another run of the same Python says nothing new
+        assert {each["path"] for each in found if each["code"] == "MPG302"} >= set(NEWER)
+        assert len({each["code"] for each in found}) > 80
+        return
     python = interpreter(minor)
     if python is None:
         pytest.skip(f"there is no Python 3.{minor} on PATH, in pyenv or in MPGUARD_PYTHONS")

@@ -33,12 +33,14 @@ class LaunchConfig:
         `deepspeed_config.mixed_precision` takes precedence over the top level (S7); without both,
         the precision that the DeepSpeed file it names enables. None if it sets none, or it is unknown.
     distributed_type: as it is written; `DEEPSPEED` for a DeepSpeed file.
+    fp8_backend: that of the launch line, which overrides the config's, in upper case; "" if it is unknown.
     """
 
     path: str
     document: Document
     mixed_precision: str | None
     distributed_type: str | None
+    fp8_backend: str | None = None
     #: The file and the word of the launch line that sets `mixed_precision` instead.
     place: tuple[str, Word] | None = None
 
@@ -140,6 +142,9 @@ def launched(path: str) -> tuple[LaunchConfig, ...] | None:
         if precision is not None and precision.text is not None:
             where = (os.path.relpath(launch.path), precision)
             config = dataclasses.replace(config, mixed_precision=precision.text.lower(), place=where)
+        backend = launch.options.get("fp8_backend")
+        if backend is not None:
+            config = dataclasses.replace(config, fp8_backend=(backend.text or "").upper())
         if config not in found:
             found.append(config)
     return tuple(found) or None
@@ -158,7 +163,7 @@ def _flags_only(launch: Launch) -> LaunchConfig:
     """Return the config of a launch line that has no config file, and sets the precision itself."""
     from mpguard.document import parse
 
-    return LaunchConfig(os.path.relpath(launch.path), parse("", launch.path, "yaml"), None, None)
+    return LaunchConfig(os.path.relpath(launch.path), parse("{}", launch.path, "yaml"), None, None)
 
 
 def _named(launch: Launch) -> Word | None:

@@ -6,12 +6,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from mpguard.core import tracked_fs
 from mpguard.core.tracked_fs import cached_per_run
 from mpguard.lint.source.files import NEVER
+
+#: Folders that the user has named, in and above which nothing marks a project: each counts as one.
+_named = set[Path]()
+
+
+def use_named(paths: Iterable[str]) -> None:
+    """Take the folders among `paths` that are in no project as projects from now on.
+
+    Their code imports, calls and launches each other: without this a function's callers would be unknown, and findings
+    would depend on a `.git` around the files.
+    """
+    folders = {Path(path).absolute() for path in paths if tracked_fs.type_of(path) == "folder"}
+    alone = {each for each in folders if not any(_is_marked(above) for above in (each, *each.parents))}
+    _named.clear()
+    _named.update(each for each in alone if alone.isdisjoint(each.parents))
+
+
+def named() -> list[str]:
+    """Return the folders that `use_named` has taken as projects, sorted."""
+    return sorted(map(str, _named))
 
 
 def file_of(module: str, from_path: str) -> str | None:
@@ -69,6 +89,10 @@ def outermost(folder: Path) -> Path:
 
 def is_project(folder: Path) -> bool:
     """True if a folder is the top of a project, and not of an installed package, or any folder."""
+    return folder in _named or _is_marked(folder)
+
+
+def _is_marked(folder: Path) -> bool:
     return any(tracked_fs.exists(folder / name) for name in ("pyproject.toml", "mpguard.toml", ".git"))
 
 

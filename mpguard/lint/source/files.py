@@ -13,8 +13,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -41,6 +42,8 @@ NEVER = frozenset((
     ".mypy_cache", ".ruff_cache", ".pytest_cache", ".ipynb_checkpoints", ".mpguard_cache",
 ))  # fmt: skip
 
+#: The group of pathspec's regular expressions that ends a match of a folder.
+_FOLDER_MARK = "ps_d"
 #: The most folders above a file: the search for settings and modules visits each of them.
 DEEPEST = 100
 
@@ -234,7 +237,7 @@ def _below(folder: str, outer: tuple[_Patterns, ...], include_markdown: bool) ->
         if _ignored(path, False, ignores) or configured.excludes(path, False):
             continue
         if configured.include:
-            kind = (kind_of(entry.name) or "python") if configured.include.match(path, False) else None
+            kind = (kind_of(entry.name) or "python") if configured.include.covers(path) else None
         if kind is not None:
             target = _target(entry, path, f"{absolute}/{entry.name}", kind)
             if target is not None:
@@ -260,22 +263,48 @@ class _Patterns:
 
     def __init__(self, root: str, lines: Iterable[str]) -> None:
         self.root = os.path.join(os.path.abspath(root), "")
-        self.spec: GitIgnoreSpec = _spec(tuple(lines))
+        self.spec, self.own = _compiled(tuple(lines))
 
     def match(self, path: str, is_folder: bool) -> bool | None:
-        """Return True if a pattern matches; False if a `!pattern` does; None if none does."""
+        """Return True if a pattern matches the path itself; False if a `!pattern` does; None if none does.
+
+        As in Git, the last pattern wins. A pattern that matches a folder above says nothing of the path: who goes down
+        a tree has asked for that folder before. Otherwise `!*/` would bring back all files, and pathspec, where a match
+        of a folder counts less than one of a file, would keep the folders out that it brings back.
+        """
+        name = self._name(path, is_folder)
+        return None if name is None else next((include for each, include in self.own if each(name)), None)
+
+    def covers(self, path: str) -> bool:
+        """True if a pattern matches a file or a folder above it."""
+        name = self._name(path, False)
+        return name is not None and bool(self.spec.check_file(name).include)
+
+    def _name(self, path: str, is_folder: bool) -> str | None:
         absolute = os.path.abspath(path)
         if not absolute.startswith(self.root):
             return None
-        name = absolute[len(self.root) :].replace(os.sep, "/")
-        return self.spec.check_file(name + "/" if is_folder else name).include
+        return absolute[len(self.root) :].replace(os.sep, "/") + ("/" if is_folder else "")
 
 
 @functools.lru_cache(maxsize=256)
-def _spec(lines: tuple[str, ...]) -> GitIgnoreSpec:
+def _compiled(lines: tuple[str, ...]) -> tuple[GitIgnoreSpec, list[tuple[Callable[[str], bool], bool]]]:
+    """Return the patterns as pathspec has them, and for each, the last one first, what matches a path itself.
+
+    With it, if it leaves the path out.
+    """
     from pathspec import GitIgnoreSpec
 
-    return GitIgnoreSpec.from_lines(lines)
+    def matcher(regex: re.Pattern[str]) -> Callable[[str], bool]:
+        if _FOLDER_MARK not in regex.groupindex:
+            # `pkg/**` matches all in a folder, and not the folder.
+            return lambda name: (whole := regex.search(name)) is not None and name[whole.end() - 1 :] != "/"
+        # The mark is the slash at which the pattern ends; if that is not the last character, a folder above matched.
+        return lambda name: any(found.end(_FOLDER_MARK) in (-1, len(name)) for found in regex.finditer(name))
+
+    spec = GitIgnoreSpec.from_lines(lines)
+    found = ((each.regex, each.include) for each in reversed([*spec.patterns]))
+    return spec, [(matcher(regex), include) for regex, include in found if regex is not None and include is not None]
 
 
 def matches(patterns: Iterable[str], root: Path, path: str) -> bool:

@@ -70,6 +70,27 @@ def test_gitignore_at_all_levels() -> None:
     assert found() == ["a.py", "pkg/c.py", "pkg/keep/gen.py", "pkg/root.py"]
 
 
+IGNORES = {
+    "folders and one kind of file are brought back": "*\n!*/\n!*.py\n",
+    "a folder is brought back with all in it": "/*\n!/pkg/\n",
+    "a folder that is left out keeps its files": "pkg/\n!pkg/a.py\n",
+    "the last pattern wins": "*.py\n!a.py\npkg/inner/\n",
+    "folders alone": "pkg/*/\n!pkg/deep/\n",
+    "all of a folder but one": "pkg/**\n!pkg/inner/\n!pkg/inner/b.py\n",
+    "spaces and characters": "[ab].py\n!pkg/inner/?.py\n#x.py\n",
+}
+
+
+@pytest.mark.parametrize("text", IGNORES.values(), ids=IGNORES)
+def test_what_git_ignores_is_ignored(text: str) -> None:
+    names = {"a.py", "pkg/a.py", "pkg/b.py", "pkg/inner/a.py", "pkg/inner/b.py", "pkg/deep/pkg/a.py", "x.json"}
+    make(*names, **{".gitignore": text})
+    subprocess.run(["git", "init", "-q", "."], check=True)
+    listed = ["git", "ls-files", "--others", "--exclude-standard"]
+    kept = subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split()
+    assert found() == sorted(name for name in kept if name != ".gitignore")
+
+
 def test_gitignore_above_a_named_folder_holds_in_a_repository() -> None:
     make("pkg/a.py", "pkg/gen.py", **{".gitignore": "gen.py\n"})
     assert found("pkg") == ["pkg/a.py", "pkg/gen.py"]  # no repository: nothing above counts

@@ -14,7 +14,7 @@ from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, compatible
 from mpguard.lint.facts.syntax.records import Call, Scope, Use
 from mpguard.lint.facts.values import project_words
-from mpguard.lint.facts.values.lattice import Class, Function, Ref
+from mpguard.lint.facts.values.lattice import Class, Function, Object, Ref
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -162,7 +162,10 @@ def _differ(event: Event, model: Event | None, facts: Facts) -> bool:
     owner = event.scope.owner
     if owner is not None and facts.class_kind(owner) == "own_optimizer":
         return True  # it compiles its own functions
-    if facts.traces.differ(event.subject, event.call, model.subject, model.call) or _are_parts(event.key, model.key):
+    is_other = facts.traces.differ(event.subject, event.call, model.subject, model.call)
+    if is_other and not _wraps(event, model, facts):
+        return True
+    if _are_parts(event.key, model.key):
         return True
     if _are_parameters(event, model, facts):
         return True
@@ -173,6 +176,27 @@ def _differ(event: Event, model: Event | None, facts: Facts) -> bool:
         return False  # the model may have another name there
     name = model.key.rsplit(".", 1)[-1]
     return bool(atoms) and all(isinstance(atom, Function) and _without(name, atom.scope) for atom in atoms)
+
+
+def _wraps(outer: Event, inner: Event, facts: Facts) -> bool:
+    """True if the subject of an event was made of that of another one: `DistributedDataParallel(model)`."""
+    if outer.subject is not None and inner.call in facts.flow.backward(outer.subject, outer.call):
+        return True
+    parts = set(_creating(inner.subject, inner.call, facts))
+    pending, seen = _creating(outer.subject, outer.call, facts), set[Call]()
+    while pending:
+        call = pending.pop()
+        if call in parts:
+            return True
+        if call not in seen:
+            seen.add(call)
+            pending += [each for arg in call.node.args for each in _creating(arg.value, call, facts)]
+    return False
+
+
+def _creating(node: cst.BaseExpression | None, at: Call, facts: Facts) -> list[Call]:
+    atoms = [each.atom for each in facts.evaluate(node, at)]
+    return [atom.call for atom in atoms if isinstance(atom, Object) and atom.call is not None]
 
 
 def _are_parameters(event: Event, model: Event, facts: Facts) -> bool:

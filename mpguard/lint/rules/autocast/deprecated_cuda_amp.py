@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import libcst as cst
 
@@ -36,6 +37,10 @@ _NAMES = {
 }
 
 
+#: The versions of torch from which on `torch.amp` has them.
+_SINCE = {"autocast": (1, 10), "GradScaler": (2, 3), "custom_fwd": (2, 4), "custom_bwd": (2, 4)}
+
+
 class DeprecatedCudaAmp(Rule):
     """`torch.cuda.amp` and `torch.cpu.amp` are deprecated in favour of `torch.amp`.
 
@@ -53,8 +58,8 @@ class DeprecatedCudaAmp(Rule):
     fix if the arguments come from `*args`, if a name is passed on as a value, or if `GradScaler` is a base class, whose
     own call of `__init__` would need the device; nor for an autocast without a dtype in a BF16 run, where MPG310's fix
     passes the dtype first. Unsafe if another file of the tree may import the name from the fixed
-    module: the calls there would need the device too. `torch.amp.GradScaler` needs torch 2.3, `torch.amp.custom_fwd`
-    2.4.
+    module: the calls there would need the device too; and if the requirements of the project allow a torch that lacks
+    the new name: `torch.amp.GradScaler` needs torch 2.3, `torch.amp.custom_fwd` 2.4.
 
     ## Known limits
     A fallback for old versions of torch is not reported: in an `except` arm, next to an import from `torch.amp`, or
@@ -247,7 +252,9 @@ def check(scaler: torch.cuda.amp.GradScaler):
                     return None
                 edits += made
         elsewhere = at.scope.kind == "module" and any(facts.exported(b.key) for b in found)
-        return Fix("Import from torch.amp, and name the device", "unsafe" if elsewhere else "safe", tuple(edits))
+        used = {use.path[len(b.key) + 1 :] or paths[b].rpartition(".")[2] for b in found for use in uses[b]}
+        fix = _fix("Import from torch.amp, and name the device", used, edits, facts)
+        return dataclasses.replace(fix, applicability="unsafe") if elsewhere else fix
 
     def _use(self, use: Use, name: str, device: str, facts: Facts) -> list[Edit] | None:
         """Return the edits that one use of a name needs; None if it cannot be fixed."""
@@ -278,11 +285,9 @@ def check(scaler: torch.cuda.amp.GradScaler):
                     device = path.split(".")[1]
                     edits = (self._renamed(decorator, at, facts), self._call_with_device(decorator, at, device, facts))
                     fixable = path.rsplit(".", 1)[1].startswith("custom_") and None not in edits
-                    fix = (
-                        Fix("Use torch.amp, and name the device", "safe", tuple(e for e in edits if e))
-                        if fixable
-                        else None
-                    )
+                    made = [each for each in edits if each is not None]
+                    names = {path.rpartition(".")[2]}
+                    fix = _fix("Use torch.amp, and name the device", names, made, facts) if fixable else None
                     yield from self._report(facts.span(decorator, at), path, fix)
 
     def _deprecated_use(self, path: str, scope: Scope, order: int, facts: Facts) -> str:
@@ -305,7 +310,7 @@ def check(scaler: torch.cuda.amp.GradScaler):
         func = self._renamed(call.func, call, facts)
         if edits is None or func is None:
             return None
-        return Fix("Use torch.amp, and name the device", "safe", (func, *edits))
+        return _fix("Use torch.amp, and name the device", {name}, [func, *edits], facts)
 
     def _renamed(self, node: cst.CSTNode, at: Record, facts: Facts) -> Edit | None:
         text = facts.short(node)
@@ -337,6 +342,15 @@ def check(scaler: torch.cuda.amp.GradScaler):
     def _separator(self, following: str) -> str:
         """Return the separator between the first argument and the text that follows it."""
         return "" if following == ")" else "," if following in "\r\n#\\" else ", "
+
+
+def _fix(title: str, names: Collection[str], edits: list[Edit], facts: Facts) -> Fix:
+    """Return a fix; an unsafe one that says so where the project allows a torch without one of the names."""
+    least = max(_SINCE[name] for name in names)
+    allowed = facts.required("torch")
+    if (allowed.low is None and allowed.below is None) or allowed.since(least):
+        return Fix(title, "safe", tuple(edits))
+    return Fix(f"{title}; needs torch {'.'.join(map(str, least))}", "unsafe", tuple(edits))
 
 
 def _replacement(path: str) -> str:

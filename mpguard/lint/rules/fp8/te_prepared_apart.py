@@ -10,6 +10,7 @@ from mpguard.lint import (
     Diagnostic,
     Facts,
     Good,
+    LaunchConfig,
     Note,
     Rule,
     accelerate_config,
@@ -107,9 +108,7 @@ accelerate launch --config_file mp.yaml train.py
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         configs = facts.project.configs_for(facts.path)
-        if not configs or not all(
-            config.mixed_precision == "fp8" and accelerate_config.is_fp8(config.document, "TE") for config in configs
-        ):
+        if not configs or not all(map(_is_transformer_engine, configs)):
             return
         if any(
             constant(event.call.keywords.get("mixed_precision")) in _OTHER_MODES
@@ -123,8 +122,19 @@ accelerate launch --config_file mp.yaml train.py
             kinds = [_kind(each, call, facts) for each in call.positional]
             if "optimizer" in kinds and set(kinds) <= {"optimizer", "other"}:
                 entry = accelerate_config.setting(configs[0].document, "fp8_config", "backend")
-                notes = (Note("the backend is here", entry.key_span, configs[0].path),) if entry is not None else ()
+                span, path = (entry.key_span, configs[0].path) if entry is not None else (None, None)
+                if configs[0].place is not None:
+                    path, span = configs[0].place[0], configs[0].place[1].span
+                notes = (Note("FP8 is chosen here", span, path),) if path is not None else ()
                 yield self.at(call, notes=notes)
+
+
+def _is_transformer_engine(config: LaunchConfig) -> bool:
+    """True if a config, or the flags of a launch line, ask for FP8 with Transformer Engine."""
+    if config.mixed_precision != "fp8" or accelerate_config.is_sagemaker(config.document):
+        return False
+    backend = config.fp8_backend
+    return (accelerate_config.fp8_backend(config.document) if backend is None else backend) == "TE"
 
 
 _OTHER_MODES = (("no",), ("fp16",), ("bf16",))

@@ -423,13 +423,8 @@ def test_a_rule_of_others_is_installed_changed_and_removed(tmp_path: Path, monke
 # -- as without a cache, whatever happens -------------------------------------------------------------
 
 
-def _examples() -> list[Any]:
-    found = []
-    for code, rule in sorted(rules(own_only=True).items()):
-        for number, example in enumerate(examples(rule)):
-            if example.files:
-                found.append(pytest.param(example, id=f"{code}-{number}"))
-    return found
+#: The parts into which examples are divided: a run over several is cheaper than a run for each.
+_PARTS = 16
 
 
 @pytest.fixture
@@ -439,24 +434,33 @@ def unchanged_linter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unchanged_linter")
-@pytest.mark.parametrize("example", _examples())
-def test_every_file_a_rule_reads_is_a_dependency(example: Any, lint: Linted) -> None:
-    """Run each example that has other files, without each of them, and with them again."""
-    name = example.name or "train.py"
-    write(name, example.code)
-    for other, text in example.files.items():
-        write(other, text)
+@pytest.mark.parametrize("part", range(_PARTS))
+def test_every_file_a_rule_reads_is_a_dependency(part: int, lint: Linted) -> None:
+    """Run all examples that have other files, each in a project of its own, without each file, and with it again."""
+    of_rules = (example for _, rule in sorted(rules(own_only=True).items()) for example in examples(rule))
+    chosen = [example for example in of_rules if example.files][part::_PARTS]
+    names = [f"{number}/{example.name or 'train.py'}" for number, example in enumerate(chosen)]
+    others = [
+        [(f"{number}/{name}", text) for name, text in example.files.items()] for number, example in enumerate(chosen)
+    ]
+    for number, (name, example) in enumerate(zip(names, chosen, strict=True)):
+        for path, text in ((f"{number}/pyproject.toml", ""), (name, example.code), *others[number]):
+            write(path, text)
     select = ("--select", "ALL", "--preview")
-    lint(*select, name)
+    assert lint(*select, *names)
     lint(*select, ".")
-    for other, text in example.files.items():
-        Path(other).unlink()
-        lint(*select, name)
+    for place in range(max(map(len, others))):
+        files = [each[place] for each in others if place < len(each)]
+        for path, _ in files:
+            Path(path).unlink()
+        lint(*select, *names)
         lint(*select, ".")
-        write(other, text)
-        lint(*select, name)
-        write(other, text.replace("bf16", "fp16").replace("FSDP", "MULTI_GPU").replace("2", "1"))
-        lint(*select, name)
+        for path, text in files:
+            write(path, text)
+        lint(*select, *names)
+        for path, text in files:
+            write(path, text.replace("bf16", "fp16").replace("FSDP", "MULTI_GPU").replace("2", "1"))
+        lint(*select, *names)
         lint(*select, ".")
 
 
