@@ -753,6 +753,289 @@ def a_hook_rounds() -> None:
     _accumulate(model, clear=True)
 
 
+# -- values between hand-offs --------------------------------------------------------------------
+
+
+def _through(own: nn.Module, dtype: torch.dtype, factor: float = 1.0) -> None:
+    for each in own.parameters():
+        each.grad = each.grad.to(dtype).float() * factor  # type: ignore[union-attr]
+
+
+def _changed(
+    *, each_pass: Any = None, before_clipping: Any = None, after_clipping: Any = None, after_step: Any = None,
+    model: Any = None,
+) -> None:  # fmt: skip
+    """Accumulate over three passes, and change gradients or weights in between."""
+    model = model or net()
+    optimizer = adam(model)
+    for _ in range(3):
+        for inputs in batches(3):
+            (loss_of(model, inputs) / 3).backward()
+            if each_pass is not None:
+                each_pass(model)
+        if before_clipping is not None:
+            before_clipping(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if after_clipping is not None:
+            after_clipping(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if after_step is not None:
+            with torch.no_grad():
+                after_step(model)
+
+
+@case("single")
+def rounds_each_pass() -> None:
+    _changed(each_pass=lambda model: _through(model, torch.bfloat16))
+
+
+@case("single")
+def rounds_each_pass_to_fp16() -> None:
+    _changed(each_pass=lambda model: _through(model, torch.float16))
+
+
+@case("single")
+def rounds_before_clipping() -> None:
+    _changed(before_clipping=lambda model: _through(model, torch.bfloat16))
+
+
+@case("single")
+def rounds_at_the_step() -> None:
+    _changed(after_clipping=lambda model: _through(model, torch.float16))
+
+
+@case("single")
+def rounds_one_matrix_at_the_step() -> None:
+    _changed(after_clipping=lambda model: _through(model[2], torch.bfloat16))
+
+
+@case("single")
+def rounds_and_scales_at_the_step() -> None:
+    _changed(after_clipping=lambda model: _through(model, torch.bfloat16, 0.29))
+
+
+def _scales_by_hand(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    norm = torch.stack([each.grad.norm() for each in model.parameters()]).norm()  # type: ignore[union-attr]
+    _through(model, dtype, 0.05 / float(norm))
+
+
+@case("single")
+def clips_by_hand() -> None:
+    _changed(before_clipping=_scales_by_hand, after_clipping=_scales_by_hand)
+
+
+@case("single")
+def rounds_and_clips_by_hand() -> None:
+    _changed(after_clipping=lambda model: _scales_by_hand(model, torch.float16))
+
+
+def _to_grid(values: torch.Tensor, levels: int, dim: int | None = None) -> torch.Tensor:
+    largest = values.abs().max() if dim is None else values.abs().amax(dim, keepdim=True)
+    return (values * levels / largest).round() * (largest / levels)
+
+
+def _weights_to_grid(levels: int, dim: int | None) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        for layer in (model[0], model[2]):
+            layer.weight.copy_(_to_grid(layer.weight, levels, dim))
+
+    return change
+
+
+@case("single")
+def weights_on_a_grid_for_each_row() -> None:
+    _changed(after_step=_weights_to_grid(127, 1))
+
+
+@case("single")
+def weights_on_a_grid_of_one_scale() -> None:
+    _changed(after_step=_weights_to_grid(127, None))
+
+
+@case("single")
+def weights_on_a_coarse_grid() -> None:
+    _changed(after_step=_weights_to_grid(7, 1))
+
+
+@case("single")
+def weights_on_a_grid_of_groups() -> None:
+    def change(model: Any) -> None:
+        for layer in (model[0], model[2]):
+            layer.weight.copy_(_to_grid(layer.weight.view(-1, 16), 127, 1).view(32, 32))
+
+    _changed(after_step=change)
+
+
+@case("single")
+def gradients_on_a_grid() -> None:
+    def change(model: Any) -> None:
+        for layer in (model[0], model[2]):
+            layer.weight.grad = _to_grid(layer.weight.grad, 127)
+
+    _changed(after_clipping=change)
+
+
+@case("single")
+def weights_whose_memory_is_replaced() -> None:
+    def change(model: Any) -> None:
+        for own in model.parameters():
+            own.data = own.data.clone()
+
+    _changed(after_step=change)
+
+
+@case("single")
+def weights_that_are_bounded_and_normalized() -> None:
+    def change(model: Any) -> None:
+        for own in model.parameters():
+            own.clamp_(-0.125, 0.125)
+            own.div_(own.norm() if own.ndim < 2 else own.norm(dim=1, keepdim=True))
+
+    _changed(after_step=change)
+
+
+def _scaled(
+    divides: Callable[[torch.Tensor, float], object] | None, after: bool = False, scale: float = 2.0**16
+) -> None:
+    """Train in FP16 with a GradScaler, and divide by its scale before or after `unscale_`, or not."""
+    torch.manual_seed(0)
+    model, scaler = net(), torch.amp.GradScaler(DEVICE, init_scale=scale)
+    optimizer = adam(model)
+    for inputs in batches(4):
+        with torch.autocast(DEVICE, torch.float16):
+            loss = model(inputs).float().pow(2).mean()
+        scaler.scale(loss).backward()
+        if after:
+            scaler.unscale_(optimizer)
+        for own in model.parameters():
+            if divides is not None:
+                divides(own.grad, scaler.get_scale())  # type: ignore[arg-type]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+@case("single", "fp16_mixed")
+def divides_by_the_scale_too() -> None:
+    _scaled(lambda gradient, scale: gradient.div_(scale))
+
+
+@case("single", "fp16_mixed")
+def multiplies_by_one_over_the_scale_too() -> None:
+    _scaled(lambda gradient, scale: gradient.mul_(1 / scale))
+
+
+@case("single", "fp16_mixed")
+def divides_by_the_scale_after_unscaling() -> None:
+    _scaled(lambda gradient, scale: gradient.div_(scale), after=True)
+
+
+@case("single", "fp16_mixed")
+def divides_by_the_ranks_that_it_would_have() -> None:
+    _scaled(lambda gradient, _scale: gradient.div_(8), scale=8.0)
+
+
+@case("single", "fp16_mixed")
+def unscales_and_clips() -> None:
+    _scaled(None, after=True)
+
+
+@case("single")
+def states_rounded_to_fp16_between_steps() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for inputs in batches(4):
+        loss_of(model, inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for state in optimizer.state.values():
+            state["momentum_buffer"].copy_(state["momentum_buffer"].half())
+
+
+@case("single")
+def a_hook_bounds() -> None:
+    def bound(own: torch.Tensor) -> None:
+        own.grad.clamp_(-0.01, 0.01)  # type: ignore[union-attr]
+
+    model = net()
+    for own in model.parameters():
+        own.register_post_accumulate_grad_hook(bound)
+    _accumulate(model, clear=True)
+
+
+def _sent(flat: bool, dtype: torch.dtype) -> None:
+    """Round the sums of three passes before the script reduces them itself: each, or all in one tensor."""
+    model = net()
+    optimizer, own = adam(model), list(model.parameters())
+    for _ in range(2):
+        for inputs in batches(3):
+            loss_of(model, inputs).backward()
+        rounded = [each.grad.to(dtype).float() for each in own]  # type: ignore[union-attr]
+        if flat:
+            buffer = torch.cat([each.flatten() for each in rounded])
+            imported_before(buffer)
+            rounded = [
+                part.view_as(each) for part, each in zip(buffer.split(list(map(torch.numel, own))), own, strict=True)
+            ]
+        for each, values in zip(own, rounded, strict=True):
+            each.grad.copy_(values)  # type: ignore[union-attr]
+            if not flat:
+                imported_before(each.grad)
+            each.grad /= 2  # type: ignore[operator]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case()
+def rounds_before_its_own_reduction() -> None:
+    _sent(False, torch.bfloat16)
+
+
+@case()
+def rounds_a_flat_copy_before_its_reduction() -> None:
+    _sent(True, torch.float16)
+
+
+@case()
+def reduces_sums_of_three_passes_in_one_tensor() -> None:
+    _sent(True, torch.float32)
+
+
+@case("fsdp2")
+def fsdp2_rounds_at_the_step() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = net()
+    fully_shard(model, mesh=dist.init_device_mesh(DEVICE, (2,)))
+    _changed(model=model, after_clipping=lambda model: _through(model, torch.bfloat16))
+
+
+@case("fsdp2")
+def fsdp2_rounds_each_pass() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = net()
+    fully_shard(model, mesh=dist.init_device_mesh(DEVICE, (2,)))
+    _changed(model=model, each_pass=lambda model: _through(model, torch.bfloat16))
+
+
+@case("fsdp1")
+def fsdp1_rounds_at_the_step() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    model = FSDP(net(), device_id=_device(), use_orig_params=True)
+    optimizer = adam(model)
+    for inputs in batches(3):
+        loss_of(model, inputs).backward()
+        for own in model.parameters():
+            if own.grad is not None and own.grad.numel():
+                own.grad.copy_(own.grad.bfloat16())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 # -- optimizers ----------------------------------------------------------------------------------
 
 
