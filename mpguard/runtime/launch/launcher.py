@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import contextlib
 import dataclasses
 import json
 import os
@@ -17,10 +16,8 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from mpguard.core import settings
@@ -29,7 +26,7 @@ from mpguard.core.errors import ConfigError, MpguardError, NotInForce
 from mpguard.core.watch_levels import WATCH_LEVELS
 from mpguard.document import mp_yaml, read
 from mpguard.policy.allow import allowances
-from mpguard.runtime.launch import preflight
+from mpguard.runtime.launch import preflight, signals
 from mpguard.runtime.launch.build_locks import remove_own, stale_locks
 from mpguard.runtime.messages import failure_message, header, overridable
 from mpguard.runtime.plan import Plan, absolute, enforcement, refuse_config_after_script, strategy_of
@@ -46,9 +43,6 @@ ParserFactory = Callable[[], argparse.ArgumentParser]
 _OWN_OPTIONS = (
     "--enforce", "--proof-json", "--proof_json", "--allow", "--watch", "--watch-json", "--watch_json",
 )  # fmt: skip
-
-#: Seconds that workers have to end after a signal; then they are killed.
-GRACE = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,13 +264,6 @@ def without_options(tokens: Sequence[str], valued: Sequence[str], switches: Sequ
 # -- running -------------------------------------------------------------------------------------
 
 
-class _Signalled(BaseException):
-    """Raised by the signal handler in the launcher. number: the signal."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 def _print_start(prepared: PreparedLaunch) -> None:
     """Print the header, and the build locks for which the workers might wait indefinitely."""
     print_line(prepared.header)
@@ -308,7 +295,7 @@ def run(argv: Sequence[str], overrides: Mapping[str, Any] | None = None) -> int:
     os.environ.update(prepared.environment)
     options = launch_command_parser().parse_args(command)
     options.quiet = False  # with accelerate's `quiet`, the status of a failed script is always 1
-    with _signals():
+    with signals.as_exceptions(), signals.ending_what_waits():
         try:
             return _launch(launch_command, options)
         finally:
@@ -330,11 +317,11 @@ def _launch(launch_command: Callable[[argparse.Namespace], None], options: argpa
         first = min(causes, key=lambda failure: failure.timestamp, default=error.get_first_failure()[1])
         return shell_status(first.exitcode)
     except SignalException as error:
-        return _end_workers(int(error.sigval))
+        return signals.end_workers(int(error.sigval))
     except KeyboardInterrupt:
-        return _end_workers(signal.SIGINT)
-    except _Signalled as error:
-        return _end_workers(error.number)
+        return signals.end_workers(signal.SIGINT)
+    except signals.Signalled as error:
+        return signals.end_workers(error.number)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     except Exception as error:  # accelerate itself refuses the run before a worker starts
@@ -345,66 +332,6 @@ def _launch(launch_command: Callable[[argparse.Namespace], None], options: argpa
 def shell_status(status: int) -> int:
     """Return a status as a shell does: 128 + the number of the signal that ended the process."""
     return 128 - status if status < 0 else status
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into `_Signalled`, so that they end the workers too.
-
-    Ctrl-C reaches the workers by itself. torchelastic installs its own handlers for the workers that it starts.
-    """
-
-    def handler(number: int, _frame: FrameType | None) -> None:
-        _hurry_on_signals(_Hurry())  # only the first signal is raised
-        raise _Signalled(number)
-
-    former = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGHUP)}
-    former[signal.SIGINT] = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    finally:
-        for number, previous in former.items():
-            signal.signal(number, previous)
-
-
-@dataclasses.dataclass
-class _Hurry:
-    """asked: True once a further signal has arrived while the workers are being ended."""
-
-    asked: bool = False
-
-
-def _hurry_on_signals(hurry: _Hurry) -> None:
-    """Raise nothing at further signals: they only end the wait for the workers."""
-
-    def handler(_number: int, _frame: FrameType | None) -> None:
-        hurry.asked = True
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, handler)
-
-
-def _end_workers(number: int) -> int:
-    """Send a signal to the workers, wait until they have ended, and return the status 128 + the signal.
-
-    A further signal ends the wait: workers that still run are killed.
-    """
-    import psutil  # type: ignore[import-untyped]  # accelerate needs it too
-
-    hurry = _Hurry()
-    _hurry_on_signals(hurry)
-    workers = psutil.Process().children(recursive=True)
-    for worker in workers:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            worker.send_signal(number)
-    deadline = time.monotonic() + GRACE
-    while workers and not hurry.asked and time.monotonic() < deadline:
-        _, workers = psutil.wait_procs(workers, timeout=0.1)
-    for worker in workers:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            worker.kill()
-    psutil.wait_procs(workers, timeout=GRACE)
-    return 128 + number
 
 
 # -- the hook ------------------------------------------------------------------------------------
@@ -429,6 +356,7 @@ def rewrite(argv: list[str], parser_factory: ParserFactory, environment: dict[st
     if prepared is None:
         return
     _print_start(prepared)
+    signals.end_what_waits()
     (os.environ if environment is None else environment).update(prepared.environment)
     argv[:] = prepared.argv
 
