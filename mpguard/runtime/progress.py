@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 #: Looks may take this share of the run's time, after `FREE_SECONDS` that they may take in every run.
-SHARE, FREE_SECONDS = 0.01, 2.0
+SHARE, FREE_SECONDS = 0.01, 0.5
 
 #: For tests and benchmarks: each step is looked at, whatever that costs.
 EVERY_STEP = False
