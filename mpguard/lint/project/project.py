@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -9,18 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mpguard.core import settings, tracked_fs
-from mpguard.core.errors import ConfigError
+from mpguard.core.errors import ConfigError, MpguardError
 from mpguard.lint.project import launch_configs, launch_lines, named_gpu, references, siblings, summaries, tree
 from mpguard.lint.project.launch_configs import LaunchConfig
 from mpguard.lint.project.launch_lines import Launch
 from mpguard.lint.project.requirements import Required, required
 from mpguard.lint.project.siblings import LARGEST_CONFIG
 from mpguard.lint.source.files import MARKDOWN, NOTEBOOK, PYTHON, matches
+from mpguard.policy import recipes
 
 if TYPE_CHECKING:
     from mpguard.document import Document
     from mpguard.lint.facts.file import Facts
     from mpguard.lint.source.incremental import Tree
+    from mpguard.policy.policy import Policy
 
 #: The most modules, and bytes of them, that are read for one linted file. Counted per file and not
 #: per run, so that a file's findings do not depend on the other files of the run.
@@ -120,6 +123,24 @@ class Project:
         folder = Path(path).absolute().parent
         with tracked_fs.recording_for(path):
             return required(str(folder), str(tree.outermost(folder)), package)
+
+    def policies(self, path: str) -> list[Policy]:
+        """Return the policies that the launch configs of a file name, else the one that its settings name.
+
+        The recipe `auto`, which the machine of the launch decides, is not among them.
+        """
+        found: list[Policy | None] = []
+        for config in self.configs_for(path):
+            from mpguard.document import mp_yaml  # imports PyYAML, as reading the config has done
+
+            with contextlib.suppress(MpguardError):  # the check of the config reports it
+                found.append(mp_yaml.policy_of(config.document))
+        with tracked_fs.recording_for(path):
+            recipe = settings.nearest(Path(path)).recipe
+        if recipe is not None and not any(found):
+            with contextlib.suppress(MpguardError):
+                found.append(recipes.recipe(recipe))
+        return [each for each in found if each is not None and not each.name.startswith(recipes.AUTO)]
 
     def declared(self, path: str) -> Literal["training", "inference"] | None:
         """Return the kind of a file that `training-paths` and `inference-paths` declare."""
@@ -318,7 +339,7 @@ class Project:
         file = Path(path).absolute()
         with tracked_fs.recording_for(path):
             top = tree.top_of(file.parent)
-            files = references.users(top, file, name) if tree.is_project(top) else None
+            files = references.users(top, file, name) if tree.is_whole(top) else None
             if files is None or (references.exports_all(file) and references.is_installable(top)):
                 return None
         if len(files) > summaries.MOST_USERS or not all(each.endswith(PYTHON) for each in files):
@@ -342,14 +363,14 @@ class Project:
         file = Path(path).absolute()
         with tracked_fs.recording_for(path):
             top = tree.top_of(file.parent)
-            return not tree.is_project(top) or references.may_derive(top, file, name)
+            return not tree.is_whole(top) or references.may_derive(top, file, name)
 
     def attribute_set_elsewhere(self, path: str, name: str) -> bool:
         """True if other code may set an attribute of this name; outside of a project, it may."""
         file = Path(path).absolute()
         with tracked_fs.recording_for(path):
             top = tree.top_of(file.parent)
-            return not tree.is_project(top) or references.may_set(top, file, name)
+            return not tree.is_whole(top) or references.may_set(top, file, name)
 
     def mentioned_beside(self, path: str, name: str, paths: Iterable[str]) -> bool:
         """True if code in the folder that contains a file and others, but not in the file, has a name."""
@@ -385,13 +406,13 @@ class Project:
         file = Path(path).absolute()
         with tracked_fs.recording_for(path):
             top = tree.top_of(file.parent)
-            return not tree.is_project(top) or references.may_update_scaler(top, file)
+            return not tree.is_whole(top) or references.may_update_scaler(top, file)
 
     def compiled_elsewhere(self, path: str) -> bool:
         """True if other code may compile a model that a file gets; outside of a project, it may."""
         with tracked_fs.recording_for(path):
             top = tree.top_of(Path(path).absolute().parent)
-            return not tree.is_project(top) or references.may_compile(top)
+            return not tree.is_whole(top) or references.may_compile(top)
 
     def looked_up(self, path: str) -> bool:
         """True if code of the project of a file may get a class by a name that is not in the code."""

@@ -13,24 +13,20 @@ from mpguard.core import tracked_fs
 from mpguard.core.tracked_fs import cached_per_run
 from mpguard.lint.source.files import NEVER
 
-#: Folders that the user has named, in and above which nothing marks a project: each counts as one.
+#: Folders that the user has named, in and above which nothing marks a project.
 _named = set[Path]()
 
 
 def use_named(paths: Iterable[str]) -> None:
-    """Take the folders among `paths` that are in no project as projects from now on.
-
-    Their code imports, calls and launches each other: without this a function's callers would be unknown, and findings
-    would depend on a `.git` around the files.
-    """
+    """Take the folders among `paths` that are in no project as whole programs from now on: see `is_whole`."""
     folders = {Path(path).absolute() for path in paths if tracked_fs.type_of(path) == "folder"}
-    alone = {each for each in folders if not any(_is_marked(above) for above in (each, *each.parents))}
+    alone = {each for each in folders if not any(is_project(above) for above in (each, *each.parents))}
     _named.clear()
     _named.update(each for each in alone if alone.isdisjoint(each.parents))
 
 
 def named() -> list[str]:
-    """Return the folders that `use_named` has taken as projects, sorted."""
+    """Return the folders that `use_named` has taken as whole programs, sorted."""
     return sorted(map(str, _named))
 
 
@@ -64,7 +60,7 @@ def top_of(folder: Path) -> Path:
     for candidate in (folder, *folder.parents):
         if candidate.name in NEVER:
             break  # an installed package: the packages next to it are not part of its tree
-        if is_project(candidate):
+        if is_whole(candidate):
             return candidate
     top = folder
     while tracked_fs.is_file(top.parent / "__init__.py"):
@@ -89,11 +85,16 @@ def outermost(folder: Path) -> Path:
 
 def is_project(folder: Path) -> bool:
     """True if a folder is the top of a project, and not of an installed package, or any folder."""
-    return folder in _named or _is_marked(folder)
-
-
-def _is_marked(folder: Path) -> bool:
     return any(tracked_fs.exists(folder / name) for name in ("pyproject.toml", "mpguard.toml", ".git"))
+
+
+def is_whole(folder: Path) -> bool:
+    """True if all callers of its code are in a folder: it is a project, or the user has named it and it is in none.
+
+    Otherwise findings would depend on a `.git` around the files. That nothing uses a function, or that nothing binds a
+    name, is no evidence in a folder that is no project: it may contain snippets.
+    """
+    return folder in _named or is_project(folder)
 
 
 def walk(top: str, hidden: Collection[str] = ()) -> Iterator[tuple[str, list[str]]]:

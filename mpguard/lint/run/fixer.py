@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpguard.core.text_edits import Edit, EditRefused, apply_edits, compatible
-from mpguard.lint.model.result import CONFIG, FileCheck, FixResult
+from mpguard.lint.model.result import CONFIG, SYNTAX, FileCheck, FixResult
 from mpguard.lint.model.rule import Applicability, Diagnostic, Fix
 
 #: Rules that undo each other's fixes would never end; in practice, three rounds suffice.
@@ -101,12 +101,17 @@ class _Fixer:
         if data == self.data:
             return "it changes nothing"
         after = self._check(data)
-        if after.encode is None:
+        if after.encode is None or _broken(after) > _broken(before):
             return "the result does not parse"
         if any(each.code == CONFIG for each in after.findings) and not any(e.code == CONFIG for e in before.findings):
             return "the result is not a valid config"
         self.data, self.checked, self.fixes = data, after, self.fixes + fixes
         return None
+
+
+def _broken(checked: FileCheck) -> int:
+    """Return the number of syntax errors: one for a file, or for each cell of a notebook that does not parse."""
+    return sum(each.code == SYNTAX for each in checked.diagnostics)
 
 
 def _ending(text: str) -> str:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
     from mpguard.lint.project.launch_configs import LaunchConfig
     from mpguard.lint.project.launch_lines import Launch
+    from mpguard.policy.policy import Policy
 
 
 class ProjectApi(Protocol):
@@ -31,6 +32,9 @@ class ProjectApi(Protocol):
 
     def gpu(self, path: str) -> str | None:
         """Return the GPU that is declared or named for a file: a name (`h100`) or a capability (`sm_90`), or None."""
+
+    def policies(self, path: str) -> list[Policy]:
+        """Return the policies that the launch configs of a file name, else the one that its settings name."""
 
     def required(self, path: str, package: str) -> Required:
         """Return the versions of a package that the project of a file requires."""
@@ -152,6 +156,9 @@ class NoProject:
 
     def gpu(self, path: str) -> str | None:  # noqa: ARG002
         return None
+
+    def policies(self, path: str) -> list[Policy]:  # noqa: ARG002
+        return []
 
     def required(self, path: str, package: str) -> Required:  # noqa: ARG002
         return Required()

@@ -20,6 +20,8 @@ class NoMasterWeights(Rule):
     and use BF16 autocast, or FSDP's `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.
 
     ## Known limits
+    Not reported where the recipe of the launch config or of the settings asks for weights that are not FP32
+    (`bf16_full`).
     Silent for adapters, quantized loads and frozen models; for optimizers with stochastic rounding
     (`bf16_stochastic_round=True`), Kahan summation or FP32 masters, which are not among the recognized ones; and where
     the functions that train the model, other than those for checkpoints, mention DeepSpeed, FSDP or Megatron, whose
@@ -80,7 +82,9 @@ def train(model, loader):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.declared == "inference":
+        if facts.declared == "inference" or any(
+            policy.master_dtype is not Dtype.FP32 for policy in facts.project.policies(facts.path)
+        ):
             return
         for weights in facts.training_use.weights(Dtype.BF16):
             optimizers = facts.training_use.plain_optimizers(weights.training) or facts.training_use.trainers(

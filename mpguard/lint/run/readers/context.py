@@ -121,7 +121,7 @@ class Context:
     def _text_of(self, path: str) -> Lines:
         """Return the text of another file that a note points into."""
         for config in self.project.configs_for(path):
-            if config.path == path:
+            if config.path == path and (config.place is None or config.place[0] != path):
                 return Lines(config.document.text)
         from mpguard.lint.source.source import Source
 

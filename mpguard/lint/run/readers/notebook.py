@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from typing import TYPE_CHECKING
+
 from mpguard.lint.model.finding import Lines
 from mpguard.lint.model.result import SYNTAX, FileCheck
 from mpguard.lint.model.rule import Diagnostic
 from mpguard.lint.run.readers import python
 from mpguard.lint.run.readers.context import Context, RuleOutput, not_checked, replaced_text
+
+if TYPE_CHECKING:
+    from mpguard.lint.embedded.notebook import Notebook
 
 
 def check(data: bytes, context: Context) -> FileCheck:
@@ -21,8 +28,29 @@ def check(data: bytes, context: Context) -> FileCheck:
         return context.finish(RuleOutput(Lines(replaced_text(data)), diagnostics, set()))
     if not notebook.python:
         return not_checked(recognized=False)
-    cells = [cell.start for cell in notebook.cells]
-    checked = python.check(notebook.program.encode("utf-8", "replace"), context, cells)
+    checked = _check_cells(notebook, context)
     checked.findings = [notebook.relocated(finding) for finding in checked.findings]
     checked.edited = notebook.edited
+    return checked
+
+
+def _check_cells(notebook: Notebook, context: Context) -> FileCheck:
+    """Check the cells as one program. A cell that does not parse is reported, and the others are checked without it."""
+    cells = [cell.start for cell in notebook.cells]
+    program = notebook.program
+    checked = python.check(program.encode("utf-8", "replace"), context, cells)
+    broken: list[Diagnostic] = []
+    for _ in cells[1:]:
+        error = next((each for each in checked.diagnostics if each.code == SYNTAX and checked.encode is None), None)
+        if error is None:
+            break
+        cell = notebook.cell_at(error.span[0])
+        blank = re.sub(r"[^\r\n]", " ", program[cell.start : cell.end])
+        if program[cell.start : cell.end] == blank:
+            break  # the error is not in one cell
+        broken.append(dataclasses.replace(error, help="nothing in this cell was checked"))
+        program = program[: cell.start] + blank + program[cell.end :]
+        checked = python.check(program.encode("utf-8", "replace"), context, cells)
+    checked.diagnostics = [*broken, *checked.diagnostics]
+    checked.findings = [*context.placed(broken, checked.lines), *checked.findings]
     return checked

@@ -78,13 +78,14 @@ def _check(data: bytes, context: Context, cells: Sequence[int]) -> FileCheck:
             diagnostics += more
             defects += failed
         is_unused = _Unused(facts, {rule.code for rule in dict_rules}, cells).is_unused
-        if diagnostics and not strict:  # findings are reported for programs that Python accepts
-            source.check_syntax()
     ran = set(context.selection.codes) - {defect.code for defect in defects} - {rule.code for rule in left_out}
     lines = Lines(source.text)
     comments = suppressions.in_python(lines) if has_suppressions or diagnostics else suppressions.NONE
     encode = functools.partial(_encoded, encoding=source.encoding, bom=source.bom)
-    return context.finish(RuleOutput(lines, diagnostics, ran, comments, defects, encode, is_unused))
+    checked = context.finish(RuleOutput(lines, diagnostics, ran, comments, defects, encode, is_unused))
+    if (diagnostics or checked.findings) and not strict:  # findings are reported for programs that Python accepts
+        source.check_syntax()
+    return checked
 
 
 class _Unused:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_rules import MakeRule, context, places
+from made_rules import MakeRule, context, engine, places
 
 from mpguard.core.text_edits import Edit
 from mpguard.lint.model.selection import Selectors
 from mpguard.lint.run.readers import notebook
+from mpguard.lint.source.files import Target
 
 
 def data(*sources: str, **metadata: Any) -> bytes:
@@ -41,6 +42,28 @@ def test_a_broken_notebook_is_a_syntax_error(
     checked = notebook.check(b'{"cells": [', here)
     assert [code for code, _ in places(checked)] == codes
     assert checked.encode is None
+
+
+def test_one_broken_cell_is_reported_and_the_others_are_checked(tmp_path: Path, make_rule: MakeRule) -> None:
+    here = context(tmp_path / "a.ipynb", "notebook", make_rule("MPG901", "alpha", becomes="beta"))
+    before = data("alpha", "def f(:\n    pass\n", "x = 1\nalpha", "print 1")
+    checked = notebook.check(before, here)
+    assert [(each.code, each.cell, each.line) for each in checked.findings] == [
+        ("MPG000", 2, 1), ("MPG000", 4, 1), ("MPG901", 1, 1), ("MPG901", 3, 2),
+    ]  # fmt: skip
+    assert {each.help for each in checked.findings if each.code == "MPG000"} == {"nothing in this cell was checked"}
+    assert checked.edited is not None
+    (last,) = (each for each in checked.diagnostics if each.code == "MPG901" and each.span[0] > 20)
+    assert checked.edited([Edit(*last.span, "beta")]) == before.replace(b"1\\nalpha", b"1\\nbeta")
+
+
+def test_a_fix_that_breaks_one_of_several_cells_is_not_applied(tmp_path: Path, make_rule: MakeRule) -> None:
+    path = tmp_path / "a.ipynb"
+    path.write_bytes(data("alpha", "x = 1"))
+    used = engine(make_rule("MPG901", "alpha", becomes="def f(:"), fix="safe")
+    (result,) = used.run([Target(str(path), "notebook", named=True)])
+    assert result.fix_result is not None and result.fix_result.fixes == 0
+    assert "does not parse" in result.fix_result.problems[0]
 
 
 def test_a_notebook_in_another_language_is_not_checked(tmp_path: Path, make_rule: MakeRule) -> None:

@@ -101,3 +101,11 @@ def test_a_template_is_no_python_file_unless_it_is_named(
 def test_a_syntax_error_near_a_set_of_sets_is_reported(tmp_path: Path, make_rule: MakeRule) -> None:
     here = context(tmp_path / "a.py", "python", make_rule("MPG901", "alpha"), named=False)
     assert [code for code, _ in places(python.check(b"x = {{alpha: 1}}\ny = = 1\n", here))] == ["MPG000"]
+
+
+def test_a_file_with_a_syntax_error_gets_that_finding_only(tmp_path: Path) -> None:
+    """Also where it was found in a folder and only a suppression would be reported: a fix could not be checked."""
+    text = b"import torch\nx = 1  # noqa: MPG101\ndef f(:\n"
+    here = context(tmp_path / "a.py", "python", named=False)
+    assert places(python.check(text, here)) == [("MPG000", 3)]
+    assert places(python.check(text.replace(b"(:", b"(): 1"), here)) == [("MPG002", 2)]
