@@ -19,6 +19,10 @@ from mpguard.runtime.ranks import is_reporting_rank, rank
 log = logging.getLogger("mpguard")
 
 
+#: Modules of which functions are called by libraries, around their own.
+_WRAPPERS = (__name__, "mpguard.runtime.patches", "mpguard.watching.patches")
+
+
 class _Call:
     """How the call of a wrapped function's original has ended. It keeps no exception, because that keeps frames."""
 
@@ -135,6 +139,41 @@ class Containment:
             return call.result if call.returned else original(*args, **kwargs)
 
         return contained_wrapper
+
+
+def without_wrappers(error: BaseException) -> BaseException:
+    """Remove the frames of wrappers from the traceback of an error, and of those behind it; return the error.
+
+    What an error of mpguard's own code was raised in is kept.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        waiting += [each.__cause__, each.__context__]
+        each.__traceback__ = _without_wrappers(each.__traceback__)
+    return error
+
+
+def _without_wrappers(trace: TracebackType | None) -> TracebackType | None:
+    frames: list[TracebackType] = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    kept = [each for each in frames if not _is_wrapper(each)]
+    if not kept or _is_wrapper(frames[-1]):
+        return frames[0] if frames else None
+    for each, following in zip(kept, [*kept[1:], None], strict=True):
+        each.tb_next = following
+    return kept[0]
+
+
+def _is_wrapper(trace: TracebackType) -> bool:
+    """True for a frame of a wrapper of a library's function."""
+    return str(trace.tb_frame.f_globals.get("__name__")).startswith(_WRAPPERS)
 
 
 #: Of the proof: where it has failed, what is not observed is no failure of the run.

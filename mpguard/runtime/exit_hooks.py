@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 
 from mpguard.core.console import print_line
 from mpguard.core.errors import NotInForce
-from mpguard.runtime.containment import contained, report_own_failure
+from mpguard.runtime import lost_ranks
+from mpguard.runtime.containment import contained, report_own_failure, without_wrappers
 from mpguard.runtime.crashes import print_cause
 from mpguard.runtime.guard import Guard
 from mpguard.runtime.messages import failure_message, not_in_force
@@ -50,6 +51,7 @@ def finish(guard: Guard, status: int = 0) -> int:
             guard.recorder.stop()
     elif not status:
         print_failure(guard, error)
+    lost_ranks.print_last_line()
     consensus.forget_store()
     return status or int(error is not None)
 
@@ -100,12 +102,13 @@ class ExitHooks:
         former, leave = sys.excepthook, sys.exit
         self.guard.spawned = is_started_by_script()
 
-        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        def hook(kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
             self.crashed = True
             if isinstance(error, NotInForce):
                 print_failure(self.guard, error)
             else:
-                former(kind, error, trace)
+                lost_ranks.describe(error)
+                former(kind, error, without_wrappers(error).__traceback__)
                 print_cause(error)
 
         def exit(status: Any = None) -> NoReturn:

@@ -301,6 +301,12 @@ def place() -> str:
     return host if node is None else f"node {node}, {host}"
 
 
+def place_of(store: Any, number: int) -> str:
+    """Return where a rank runs, as it has published it. Raises torch's error if the store no longer exists."""
+    key = f"{_KEY}/rank/{number}"
+    return str(json.loads(store.get(key))[1]) if store.check([key]) else "its place is not known"
+
+
 class EndRun(Protocol):
     """What ends the run, `Guard.refuse`. alone: True if rank 0 may not know the failure."""
 

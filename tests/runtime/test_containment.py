@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,18 @@ def test_errors_of_the_original_and_decisions_pass() -> None:
         wrapped(original)()
     with pytest.raises(NotInForce):
         wrapped(lambda: None, before=NotInForce("decided"))()
+
+
+def test_a_traceback_has_no_frames_of_wrappers() -> None:
+    def original() -> None:
+        try:
+            raise KeyError("first")
+        except KeyError as error:
+            raise ValueError("of the library") from error
+
+    with pytest.raises(ValueError, match="of the library") as raised:
+        wrapped(wrapped(original))()
+    before = "".join(traceback.format_exception(raised.value))
+    after = "".join(traceback.format_exception(containment.without_wrappers(raised.value)))
+    assert "containment.py" in before and "containment.py" not in after
+    assert "in original" in after and "KeyError: 'first'" in after

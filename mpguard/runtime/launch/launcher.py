@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import dataclasses
 import json
 import os
@@ -28,8 +29,10 @@ from mpguard.document import mp_yaml, read
 from mpguard.policy.allow import allowances
 from mpguard.runtime.launch import preflight, signals
 from mpguard.runtime.launch.build_locks import remove_own, stale_locks
+from mpguard.runtime.lost_ranks import LAST_LINE
 from mpguard.runtime.messages import failure_message, header, overridable
 from mpguard.runtime.plan import Plan, absolute, enforcement, refuse_config_after_script, strategy_of
+from mpguard.runtime.plan_exchange import place
 from mpguard.runtime.proof.report import Proof
 from mpguard.runtime.proof.verdict import NOT_IN_FORCE, Failure, FailureKind
 from mpguard.targets.capabilities import left_out_at_start, require_supported
@@ -315,6 +318,7 @@ def _launch(launch_command: Callable[[argparse.Namespace], None], options: argpa
         # torchelastic ends the other ranks with SIGTERM; they are not the cause, whatever their timestamps are.
         causes = [failure for failure in error.failures.values() if failure.exitcode != -signal.SIGTERM]
         first = min(causes, key=lambda failure: failure.timestamp, default=error.get_first_failure()[1])
+        _print_last_line(error, first)
         return shell_status(first.exitcode)
     except SignalException as error:
         return signals.end_workers(int(error.sigval))
@@ -327,6 +331,29 @@ def _launch(launch_command: Callable[[argparse.Namespace], None], options: argpa
     except Exception as error:  # accelerate itself refuses the run before a worker starts
         raise ConfigError(f"accelerate could not start: {type(error).__name__}: {error}") from error
     return 0
+
+
+def _print_last_line(error: Any, first: Any) -> None:
+    """Print why this node ends, if none of its workers could: one was killed, or another node was lost.
+
+    error: torchelastic's `ChildFailedError`. first: the failure of the worker that failed first.
+    """
+    number = next(rank for rank, failure in error.failures.items() if failure is first)
+    if first.exitcode < 0:
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(-first.exitcode).name
+            print_line(f"mpguard: rank {number} ({place()}) was ended by {name}")
+        return
+    lines = [_last_line(failure.error_file_data) for failure in error.failures.values()]
+    if line := next((line for line in lines if line), None):
+        print_line(line)
+
+
+def _last_line(data: Any) -> str | None:
+    """Return the line that a worker has left for its launcher in torchelastic's error file."""
+    with contextlib.suppress(TypeError, KeyError, AttributeError):
+        return str(data["message"]["extraInfo"][LAST_LINE])
+    return None
 
 
 def shell_status(status: int) -> int:

@@ -22,12 +22,13 @@ from mpguard.core.console import print_line
 from mpguard.core.errors import ConfigError, MpguardError, NotInForce
 from mpguard.core.watch_levels import WATCH_LEVELS
 from mpguard.document import mp_yaml, read
-from mpguard.runtime import activation, exit_hooks
+from mpguard.runtime import activation, exit_hooks, lost_ranks
+from mpguard.runtime.containment import without_wrappers
 from mpguard.runtime.crashes import print_cause
 from mpguard.runtime.guard import Guard
 from mpguard.runtime.messages import failure_message
 from mpguard.runtime.plan import CONFIG, Plan, absolute, refuse_config_after_script
-from mpguard.runtime.ranks import rank
+from mpguard.runtime.ranks import is_reporting_rank, launcher_variable, rank
 
 #: What `python -m mpguard.run --help` shows.
 USAGE = """Run a script with the policy in force and proven.
@@ -115,7 +116,11 @@ def _run(options: argparse.Namespace, guard: Guard) -> int:
         else:
             _run_file(Path(options.script))
     except NotInForce as error:
-        _record(error)
+        if guard.alone:
+            lost_ranks.publish(error)
+        is_printed_here = is_reporting_rank() or guard.alone
+        on_first_node = not launcher_variable("GROUP_RANK", 0)
+        _record(error, None if is_printed_here or on_first_node else f"mpguard: {failure_message(error)}")
         exit_hooks.print_failure(guard, error)
         return 1
     except MpguardError as error:
@@ -124,6 +129,7 @@ def _run(options: argparse.Namespace, guard: Guard) -> int:
     except SystemExit as error:
         if error.code in (None, 0):
             return 0
+        lost_ranks.publish(error)
         _record(error)
         if isinstance(error.code, int):
             return error.code
@@ -132,8 +138,9 @@ def _run(options: argparse.Namespace, guard: Guard) -> int:
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
-        _record(error)
-        trace = error.__traceback__
+        line = lost_ranks.describe(error)
+        _record(error, line)
+        trace = without_wrappers(error).__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             trace = trace.tb_next
         traceback.print_exception(type(error), error, trace)
@@ -181,8 +188,10 @@ def _refuse(message: str, status: int) -> int:
     return status
 
 
-def _record(error: BaseException) -> None:
+def _record(error: BaseException, line: str | None = None) -> None:
     """Write torchelastic's error file: its timestamp shows torchelastic which rank failed first.
+
+    line: what the launcher of this node prints at its end.
 
     In the format of its `ErrorHandler`, which would add a traceback to errors that the user has to fix.
     """
@@ -190,7 +199,7 @@ def _record(error: BaseException) -> None:
     if path is None:
         return
     text = f"mpguard: {error}" if isinstance(error, MpguardError) else "".join(traceback.format_exception(error))
-    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    extra = {"py_callstack": text, "timestamp": str(int(time.time())), **({lost_ranks.LAST_LINE: line} if line else {})}
     with contextlib.suppress(OSError):
         Path(path).write_text(
             json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}})

@@ -1,0 +1,115 @@
+"""Name the rank whose end has ended this one: a rank that died leaves the others with an error of a collective.
+
+A rank that ends with an error of its own publishes it in the process group's store. One whose collective has failed
+reads it there; if there is none, the rank that has not failed either was killed, or its node was lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from typing import Any
+
+from mpguard.core.console import print_line
+from mpguard.runtime.plan_exchange import place, place_of
+from mpguard.runtime.proof.consensus import default_store
+from mpguard.runtime.proof.verdict import names_of
+from mpguard.runtime.ranks import had_group, rank
+
+#: Seconds that a rank whose collective has failed waits for the error of the rank that ended first.
+CAUSE_WAIT = 3.0
+
+#: What errors of collectives and of the store have in common, where they are plain RuntimeErrors.
+_COMMUNICATION = re.compile(
+    r"\bgloo\b|\bNCCL\b|connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|socket", re.I
+)
+
+#: The key of torchelastic's error file that has the line which the launcher of a node prints at its end.
+LAST_LINE = "mpguard_last_line"
+
+#: Characters of an error that a line repeats.
+_LENGTH = 200
+
+_KEY = "mpguard/lost"
+
+
+_last_line: str | None = None
+
+
+def describe(error: BaseException) -> str | None:
+    """Return a line that names the rank because of which a collective has failed here, and keep it for the end.
+
+    None for an error of this rank's own, which is published for the others, and without a process group.
+    """
+    if not had_group():
+        return None
+    if not _is_communication(error):
+        publish(error)
+        return None
+    try:
+        found = _lost_rank(default_store())
+    except Exception:  # the store is gone, and with it the process that hosts it
+        address = f"{os.environ.get('MASTER_ADDR', 'its address')}:{os.environ.get('MASTER_PORT', '')}"
+        found = f"the process group's store at {address} is gone: the node of rank 0 was lost, or its launcher ended"
+    global _last_line  # noqa: PLW0603  a process ends once
+    if found is not None:
+        _last_line = f"mpguard: rank {rank()} ({place()}) ended because of another one: {found}"
+    return _last_line
+
+
+def print_last_line() -> None:
+    """Print, below all else, because of which rank this one ends."""
+    if _last_line is not None:
+        print_line(_last_line)
+
+
+def publish(error: BaseException) -> None:
+    """Publish the error that this rank ends with, for the ranks that wait for it in a collective."""
+    if not had_group():
+        return
+    with contextlib.suppress(Exception):
+        store = default_store()
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:_LENGTH]
+        if not store.check([f"{_KEY}/cause"]):  # the first one is the cause
+            store.set(f"{_KEY}/cause", json.dumps(f"rank {rank()} ({place()}) ended with {text}"))
+
+
+def _is_communication(error: BaseException) -> bool:
+    distributed: Any = sys.modules["torch.distributed"]
+    known = getattr(distributed, "DistError", None)
+    return (known is not None and isinstance(error, known)) or (
+        isinstance(error, (RuntimeError, OSError)) and _COMMUNICATION.search(str(error)) is not None
+    )
+
+
+def _lost_rank(store: Any) -> str | None:
+    """Return which rank has ended first, and how. Raises torch's error if the store no longer exists."""
+    size = int(sys.modules["torch.distributed"].get_world_size()) if _has_group() else 0
+    store.set(f"{_KEY}/failed/{rank()}", "")
+    first = store.add(f"{_KEY}/failed", 1) == 1
+    deadline = time.monotonic() + CAUSE_WAIT * (1 if first else 2)
+    while time.monotonic() < deadline:
+        for key in ("cause", "found"):
+            if store.check([f"{_KEY}/{key}"]):
+                return str(json.loads(store.get(f"{_KEY}/{key}")))
+        if first and size and store.add(f"{_KEY}/failed", 0) >= size:
+            return None  # all have failed in the same way, and none before the others
+        time.sleep(0.1)
+    if not first:
+        return None
+    # One rank asks for all: the others read what it finds.
+    lost = [each for each in range(size) if not store.check([f"{_KEY}/failed/{each}"])]
+    if not lost:
+        return None
+    where = "; ".join(dict.fromkeys(place_of(store, each) for each in lost[:4]))
+    found = f"{names_of(lost)} ({where}) was killed, or does not answer any more"
+    store.set(f"{_KEY}/found", json.dumps(found))
+    return found
+
+
+def _has_group() -> bool:
+    return bool(sys.modules["torch.distributed"].is_initialized())
