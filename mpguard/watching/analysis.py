@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections import deque
@@ -9,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.core.watch_levels import WatchLevel
 from mpguard.nn.fp8.filters import plain_name
+from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.runtime import guard as guards
 from mpguard.runtime.ranks import rank, world_size
 from mpguard.watching import detect, drift, gradients, suggest
 from mpguard.watching.output import JsonLines, Terminal, Trackers, WatchEvent, plain
-from mpguard.watching.replay import FINITE, LOSS, CapturedCall, Captures, Located, replay
+from mpguard.watching.replay import FINITE, LOSS, CapturedCall, Captures, Located, name_in_owner, replay
 from mpguard.watching.rounds import Part, StepRound
 
 if TYPE_CHECKING:
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 
 #: The share of gradients below the smallest normal number of the format in force from which it is an event.
 UNDERFLOW_SHARE = 0.3
+
+#: Looks in a row at which all gradients are zero, and the share of weights that a step leaves as they are, from which
+#: it is an event; the fewest sampled weights with gradients.
+ZERO_LOOKS, STUCK_SHARE, FEWEST_MOVED = 5, 0.9, 64
 
 #: Modules whose shares are written, those that underflow most first.
 WRITTEN_MODULES = 16
@@ -39,10 +45,13 @@ class Analysis:
     def __init__(self, level: WatchLevel, file: JsonLines) -> None:
         self.level = level
         self.file, self.terminal, self.trackers = file, Terminal(), Trackers()
-        self.steps = self.skipped = 0
+        self.steps = self.skipped = self.bad_steps = 0
         self._modules: list[str] = []
         self._replays = 0
         self._was_bad = False
+        self._autocast = ""  # the dtype of autocast around the model
+        self._zeros = 0  # looks in a row at which all gradients were zero
+        self._stuck_reported = False
         self._jumps, self._divergence, self._collapse = detect.NormJumps(), detect.Divergence(), detect.ScaleCollapse()
         self._losses: deque[float] = deque(maxlen=drift.COMPARE_EVERY)
         self._ranks = drift.RankReports()
@@ -72,6 +81,7 @@ class Analysis:
 
         intact: True if the weights are those that the numbers were computed with.
         """
+        self._autocast = captures.dtype or self._autocast
         losses = part.numbers("loss")
         norms = {name: values[0] for name, values in part.rows("norm").items()}
         bad_loss = any(not math.isfinite(loss) for loss in losses)
@@ -98,6 +108,7 @@ class Analysis:
         if current.handled:
             return
         current.handled = True
+        self.bad_steps += 1
         if self._was_bad:
             return
         self._was_bad = True
@@ -119,6 +130,8 @@ class Analysis:
         found = Located(None)
         for batch in _suspects(batches, losses, captures.dropped):
             found = replay(batch)
+            if found.module is not None and batch.first:
+                found = dataclasses.replace(found, module=name_in_owner(batch.module(), found.module))
             if found.module is not None or not found.replayed:
                 break
         if not found.replayed:
@@ -150,7 +163,11 @@ class Analysis:
             return suggest.for_weights(found.module)
         if found.module == LOSS:
             return suggest.for_loss()
-        in_fp32 = bool(found.inputs) and all(each["dtype"] == "float32" for each in found.inputs)
+        computed = found.computed
+        if computed is not None and computed.tried and computed.largest is not None:
+            return suggest.for_overflow(found.module, self.policy, self._modules, computed.dtype, computed.weights)
+        # What is not finite in FP32 either, or was computed in it, has another cause than the precision.
+        in_fp32 = computed is not None and (computed.tried or computed.dtype == "float32")
         overflowed = found.kind == "inf"
         return suggest.for_module(found.module, self.policy, self._modules, overflowed=overflowed, in_fp32=in_fp32)
 
@@ -178,6 +195,8 @@ class Analysis:
             self._losses.append(loss)
         self._look_at_skips(current, skipped, scale)
         self._look_at_curves(current, loss, norm if norm is not None else current.own_norm, skipped)
+        self._look_at_zeros(current, scale)
+        self._look_at_movement(current, skipped)
         self._look_at_underflow(current, scale)
         self._look_at_fp8(current)
 
@@ -207,6 +226,33 @@ class Analysis:
             hint = suggest.for_divergence(self.policy)
             self._emit(WatchEvent("loss_divergence", current.step, None, {"now": now, "best": best}, hint, text))
 
+    def _look_at_zeros(self, current: StepRound, scale: float | None) -> None:
+        """Report gradients that are all zero at several looks in a row: nothing trains."""
+        norms = [values[0] for values in current.rows("norm").values()]
+        if not norms:
+            return
+        self._zeros = self._zeros + 1 if not any(norms) else 0
+        if self._zeros == ZERO_LOOKS:
+            kind = self._format(scale)
+            text = f"all gradients are exactly zero, at {ZERO_LOOKS} steps in a row: nothing trains"
+            value = {"parameters": len(norms), "loss_scale": scale, "format": kind}
+            hint = suggest.for_zeros(kind, scale)
+            self._emit(WatchEvent("zero_gradients", current.step, None, value, hint, text))
+
+    def _look_at_movement(self, current: StepRound, skipped: bool) -> None:
+        """Report once that a step leaves nearly all weights as they are, though they have gradients."""
+        rows = current.rows("movement")
+        wanted = sum(row[0] for row in rows.values())
+        if skipped or self._stuck_reported or wanted < FEWEST_MOVED:
+            return
+        share = sum(row[1] for row in rows.values()) / wanted
+        if share >= STUCK_SHARE:
+            self._stuck_reported = True
+            text = f"the step leaves {share:.0%} of the weights as they are, though their gradients are not zero"
+            text += ": the updates are below the last bit of the weights"
+            hint = suggest.for_stuck()
+            self._emit(WatchEvent("stuck_weights", current.step, None, {"share": round(share, 4)}, hint, text))
+
     def _look_at_underflow(self, current: StepRound, scale: float | None) -> None:
         rows = current.rows("underflow")
         if not rows:
@@ -232,7 +278,7 @@ class Analysis:
                 f"{shares[module][kind]:.0%} of the gradients of `{module}` are below the smallest normal number of "
                 f"{kind.upper()}{more}"
             )
-            hint = suggest.for_underflow(kind, module, self.policy, self._modules)
+            hint = suggest.for_underflow(kind, module, self.policy, self._modules, scaled=scale is not None)
             self._emit(WatchEvent("underflow", current.step, module, {"format": kind, **shares[module]}, hint, text))
 
     def _look_at_fp8(self, current: StepRound) -> None:
@@ -258,7 +304,8 @@ class Analysis:
         policy = self.policy
         if policy is not None and policy.low_bit_recipe is not None:
             return "e5m2" if policy.fp8 == "hybrid" else "e4m3"
-        return "fp16" if scale is not None else "bf16"
+        in_fp16 = self._autocast == "float16" or (policy is not None and policy.fp16)
+        return "fp16" if scale is not None or in_fp16 else "bf16"
 
     # -- ranks -------------------------------------------------------------------------------
 
@@ -295,7 +342,7 @@ class Analysis:
         """Report what is left, and close the file."""
         if rank() == 0:
             self._read_ranks()
-        self.terminal.summarize(self.steps, self.skipped)
+        self.terminal.summarize(self.steps, self.skipped, self.bad_steps)
         self.file.close()
 
 
@@ -323,7 +370,28 @@ def _text_of(found: Located) -> str:
         return f"the weights of {named} have {kind} ({found.reason})"
     got = f", from {'gradients' if found.phase == 'backward' else 'inputs'}: {ranges}" if ranges else ""
     by_order = "" if found.replayed else f" (from the order of the parameters, not replayed: {found.reason})"
-    return f"the first {kind} is made by {named} in the {found.phase} pass{got}{by_order}"
+    return f"the first {kind} is made by {named} in the {found.phase} pass{got}{_computed_text(found)}{by_order}"
+
+
+#: The largest number of the 16-bit formats.
+_LARGEST = {"float16": (Dtype.FP16.short.upper(), Dtype.FP16.largest), "bfloat16": ("BF16", Dtype.BF16.largest)}
+
+
+def _computed_text(found: Located) -> str:
+    """Return how the module computed: the dtype of autocast may be another than those of its inputs and weights."""
+    computed = found.computed
+    if computed is None or computed.dtype not in _LARGEST:
+        return ""
+    name, top = _LARGEST[computed.dtype]
+    text = f"; computed in {name}"
+    if computed.weights == "float32":
+        text += " by autocast, though its weights are FP32"
+    if computed.largest is not None:
+        above = f" up to {computed.largest:.4g}, over the {top:g} of {name}" if computed.largest > top else " finite"
+        text += f"; in FP32 its results are{above}"
+    elif computed.tried:
+        text += "; in FP32 its results are not finite either"
+    return text
 
 
 def _by_order(losses: list[float], norms: dict[str, float], reason: str) -> Located:

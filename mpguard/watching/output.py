@@ -166,12 +166,13 @@ class Terminal:
             write_lines(lines, sys.stderr)
             sys.stderr.flush()
 
-    def summarize(self, steps: int, skipped: int) -> None:
+    def summarize(self, steps: int, skipped: int, bad: int = 0) -> None:
         """Print one line about the whole run, on rank 0, if something happened in it."""
         found = {kind: count for kind, count in self.counts.items() if kind != "skipped_step"}
         if rank() != 0 or not (found or skipped):
             return
         parts = [f"{skipped} skipped"] if skipped else []
+        parts += [f"{bad} of {steps} not finite"] if bad > 1 else []
         parts += [f"{kind} {count}x" for kind, count in sorted(found.items())]
         write_lines([[("mpguard watch: ", "bold yellow"), (f"{steps} steps: {', '.join(parts)}", "")]], sys.stderr)
 

@@ -56,6 +56,7 @@ class CapturedCall:
         self.autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in _autocast_kinds()]
         self.training = module.training
         self.gradients: dict[int, torch.Tensor] = {}
+        self.first = False  # it was kept before the models of the optimizers were known
         self.scalar = False  # one of the outputs is a scalar: the loss, from which all gradients come
 
     def follow(self, outputs: Any) -> None:
@@ -171,6 +172,7 @@ class Captures:
         self.dropped = 0
         self.stale = False  # the step of the batches has ended; they are released when the next begins
         self.reason = ""  # why the batches of a watched model are not kept
+        self.dtype = ""  # of autocast in the last call
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[Any] = []
         self._closed = False
@@ -211,14 +213,40 @@ class Captures:
                 return
             if self.stale:
                 self.clear()
-            batch = CapturedCall(module, args, kwargs)
-            if not self.batches:
-                self.batches.append(batch)
-                return
-            size = sum(each.numel() * each.element_size() for each in _tensors((args, kwargs)))
-            room = KEPT_CALLS if size * KEPT_CALLS <= KEPT_BYTES else 1
-            self.dropped += max(0, len(self.batches) + 1 - room)
-            self.batches = [*self.batches, batch][-room:]
+            self._keep(CapturedCall(module, args, kwargs))
+
+    def first_call(self, module: nn.Module) -> None:
+        """Keep a call of any model in the first step, before the models of the optimizers are known.
+
+        The hook is of this call only: it gets the arguments, keywords too, after the call.
+        """
+        import torch
+
+        if self._closed or module in self._watched or _is_scripted(module) or torch.compiler.is_compiling():
+            return
+        batch = CapturedCall(module, (), {})
+        batch.first = True
+
+        def after(_own: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+            handle.remove()
+            with CONTAINMENT.contained("the watch of the first step"):
+                batch.args, batch.kwargs = args, kwargs
+                if torch.is_grad_enabled():
+                    batch.follow(outputs)
+                self._keep(batch)
+
+        handle = module.register_forward_hook(after, with_kwargs=True)
+
+    def _keep(self, batch: CapturedCall) -> None:
+        """Keep a call, and drop the oldest where there are too many or too large ones."""
+        self.dtype = _short(batch.autocast[0][1]) if batch.autocast else ""
+        if not self.batches:
+            self.batches.append(batch)
+            return
+        size = sum(each.numel() * each.element_size() for each in _tensors((batch.args, batch.kwargs)))
+        room = KEPT_CALLS if size * KEPT_CALLS <= KEPT_BYTES else 1
+        self.dropped += max(0, len(self.batches) + 1 - room)
+        self.batches = [*self.batches, batch][-room:]
 
     def _after(self, module: Any, _args: Any, outputs: Any) -> None:
         import torch
@@ -260,12 +288,27 @@ def plain_module(module: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class Computed:
+    """How a module computed results that are not finite.
+
+    dtype: what it computed in: that of autocast, or of its results. weights: the dtype of its weights; empty without.
+    largest: the largest magnitude of its results in FP32, from the same inputs; None if these are not finite either.
+    tried: True if it was computed in FP32.
+    """
+
+    dtype: str
+    weights: str = ""
+    largest: float | None = None
+    tried: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Located:
     """The first module with NaN or Inf.
 
     module: its name; None if it was not found, then `reason` says why. phase: forward, backward, weights or input.
     kind: nan or inf. inputs: ranges of its inputs (backward: of the gradients that it got). replayed: False
-    without a replay, at least of the forward pass.
+    without a replay, at least of the forward pass. computed: how the module computed, where that is known.
     """
 
     module: str | None
@@ -274,16 +317,33 @@ class Located:
     inputs: tuple[dict[str, Any], ...] = ()
     reason: str = ""
     replayed: bool = True
+    computed: Computed | None = None
 
     def value(self) -> dict[str, Any]:
         """Return what the JSONL file has."""
         facts: dict[str, Any] = {"phase": self.phase, "kind": self.kind, "inputs": list(self.inputs)}
+        if self.computed is not None:
+            facts |= {"computed": dataclasses.asdict(self.computed)}
         return {**facts, "reason": self.reason} if self.reason else facts
 
 
 def _is_scripted(module: Any) -> bool:
     """True for a module of `torch.jit.script` or `torch.jit.load`."""
     return any(base.__name__ == "RecursiveScriptModule" for base in type(module).__mro__)
+
+
+def name_in_owner(module: nn.Module | None, found: str) -> str:
+    """Return the name of a module inside the model that has it, if a script calls parts of a model (`vae.encode`)."""
+    from mpguard.runtime.proof.models import models_of
+
+    if module is None or found in (LOSS, "the batch"):
+        return found
+    for root in models_of(list(module.parameters())):
+        name = next((name for name, own in root.named_modules() if own is module), "")
+        if name:
+            inside = "" if found == type(module).__name__ else f".{found}"
+            return f"{type(root).__name__}.{plain_name(name)}{inside}"
+    return found
 
 
 def cannot_replay(module: nn.Module) -> str:
@@ -362,7 +422,7 @@ def _replay(model: nn.Module, batch: CapturedCall, trace: _Trace) -> Located:
                 stack.enter_context(torch.autocast(device, dtype=dtype))
             outputs = model(*args, **kwargs)
         if trace.forward is not None:
-            return trace.forward
+            return dataclasses.replace(trace.forward, computed=trace.computed())
         return _backward(model, batch, trace, outputs)
 
 
@@ -458,6 +518,8 @@ class _Call:
     name: str
     depth: int
     inputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    arguments: tuple[Any, Any] = ((), {})
+    autocast: tuple[tuple[str, str], ...] = ()
     outputs_finite: bool = True
     got: tuple[dict[str, Any], ...] = ()
 
@@ -470,6 +532,7 @@ class _Trace:
         self._hooks: list[Any] = []
         self._open: list[_Call] = []
         self.forward: Located | None = None
+        self._maker: tuple[nn.Module, _Call, torch.Tensor] | None = None
         #: The first gradient that is not finite: the calls that it is an input, and an output, of.
         self._bad: int | None = None
         self._bad_kind = ""
@@ -478,22 +541,29 @@ class _Trace:
         self._calls: dict[str, _Call] = {}
 
     def __enter__(self) -> _Trace:
+        import torch
+
         for name, module in self._model.named_modules():
             own = plain_name(name)
 
             def before(_module: Any, args: Any, kwargs: Any, own: str = own) -> None:
-                call = _Call(own, own.count(".") + bool(own), _tensors((args, kwargs)))
+                autocast = tuple((kind, _short(torch.get_autocast_dtype(kind))) for kind in _autocast_kinds())
+                depth = own.count(".") + bool(own)
+                call = _Call(own, depth, _tensors((args, kwargs)), (args, kwargs), autocast)
                 self._open.append(call)
                 for tensor in call.inputs:
                     if tensor.requires_grad:
                         _register(tensor, self._listener(call, id(tensor), is_input=True))
 
-            def after(_module: Any, _args: Any, outputs: Any) -> None:
+            def after(module: Any, _args: Any, outputs: Any) -> None:
                 call = self._open.pop()
+                if self.forward is not None:  # what follows has bad inputs
+                    return
                 self._calls[call.name] = call
                 leaves = _tensors(outputs)
-                if self.forward is None and (kind := _kind_in(leaves)):
+                if kind := _kind_in(leaves):
                     self.forward = Located(self._named(call.name), "forward", kind, _ranges(call.inputs))
+                    self._maker = (module, call, next(each for each in leaves if _kind_in([each])))
                 for tensor in leaves:
                     if tensor.requires_grad:
                         _register(tensor, self._listener(call, id(tensor), is_input=False))
@@ -523,6 +593,24 @@ class _Trace:
 
         return seen
 
+    def computed(self) -> Computed | None:
+        """Return how the module that made NaN or Inf forward computed, and what it gives in FP32."""
+        if self._maker is None:
+            return None
+        module, call, bad = self._maker
+        own = next((each for each in module.parameters() if each.is_floating_point()), None)
+        weights = _short(own.dtype) if own is not None else ""
+        dtype = dict(call.autocast).get(bad.device.type, "") if next(module.children(), None) is not None else ""
+        dtype = dtype or _short(bad.dtype)  # of a module that has others inside, the last one may have given FP32
+        if dtype not in ("float16", "bfloat16"):
+            return Computed(dtype, weights)
+        try:
+            largest = _largest_in_fp32(module, *call.arguments)
+        except Exception as error:  # the module insists on its dtype
+            log.debug("mpguard: a module cannot be computed in FP32", exc_info=error)
+            return Computed(dtype, weights)
+        return Computed(dtype, weights, largest, tried=True)
+
     def backward(self, bad_parameters: Sequence[str]) -> Located | None:
         """Return the module whose backward pass made NaN or Inf. bad_parameters: whose gradients are not finite."""
         wrong = [call for call in self._consumers if call.outputs_finite]
@@ -542,6 +630,30 @@ class _Trace:
     def _named(self, name: str) -> str:
         """Return the name of a module; for the model itself, whose own code it is then, its class."""
         return name or type(self._model).__name__
+
+
+def _largest_in_fp32(module: nn.Module, args: Any, kwargs: Any) -> float | None:
+    """Return the largest magnitude that a module computes in FP32 from the same inputs; None if it is not finite."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    def widened(leaf: Any) -> Any:
+        narrow = isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
+        return leaf.detach().float() if narrow else leaf
+
+    own = {name: widened(each) for name, each in (*module.named_parameters(), *module.named_buffers())}
+    args, kwargs = tree_map(widened, (args, kwargs))
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        for kind in ("cuda", "cpu"):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        leaves = _tensors(torch.func.functional_call(module, own, args, kwargs))
+    if not leaves or _kind_in(leaves):
+        return None
+    return max(float(each.abs().max()) for each in leaves if each.numel())
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _kind_in(tensors: Sequence[torch.Tensor]) -> str:

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 from mpguard.core.watch_levels import WatchLevel
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.runtime import guard as guards
+from mpguard.runtime.proof import ranges
 from mpguard.runtime.proof.models import models_of
 from mpguard.runtime.proof.observe import innermost, updated_by
 from mpguard.runtime.ranks import is_forked_after_cuda, world_size
-from mpguard.watching import drift, gradients
+from mpguard.watching import drift, gradients, movement
 from mpguard.watching.analysis import Analysis
 from mpguard.watching.containment import CONTAINMENT
 from mpguard.watching.fp8 import DelayedScales
@@ -67,6 +68,7 @@ class Watch:
         self.level = level
         self.analysis = Analysis(level, JsonLines(jsonl, level))
         self.captures = Captures()
+        ranges.outermost_listeners[:] = [self._first_call]
         self.hook_calls = self.engine_depth = 0
         self._begin()
 
@@ -86,6 +88,7 @@ class Watch:
         self._roots: list[weakref.ref[nn.Module]] = []
         self._weights: deque[tuple[int, Part]] = deque()
         self._scales = DelayedScales()
+        self._kept: movement.Kept | None = None  # samples of weights before the step that runs
 
     @property
     def active(self) -> bool:
@@ -102,6 +105,12 @@ class Watch:
         self.analysis = Analysis(self.level, JsonLines(None, self.level))
         self.captures.clear()
         self._begin()
+
+    def _first_call(self, module: nn.Module) -> None:
+        """Keep what the first step computes, until it is known to be finite."""
+        if self.active and self._round.step == 1 and not self._round.stepped:
+            with CONTAINMENT.contained("the watch of the first step"):
+                self.captures.first_call(module)
 
     # -- models ------------------------------------------------------------------------------
 
@@ -194,6 +203,9 @@ class Watch:
     def after_step(self, optimizer: Any) -> None:
         """Conclude what has arrived, after an optimizer has stepped."""
         if not self.engine_depth and id(optimizer) in self._round.stepped:
+            if self._kept is not None:
+                kept, self._kept = self._kept, None
+                self._add_part([kept.counts()], [("movement", kept.names)], intact=False)
             self._finish_step()
 
     def scaler_steps(self, scaler: Any) -> int:
@@ -208,6 +220,7 @@ class Watch:
             if self.hook_calls > calls or not scaler.is_enabled() or not self._begin_step(optimizer):
                 return
             self._round.skipped += 1
+            self._kept = None
             tensors, keys = self._fresh_numbers()
             self._add_gradients(optimizer, tensors, keys, always=True)
             self._add_part(tensors, keys, intact=True)
@@ -316,7 +329,7 @@ class Watch:
             return
         part = Part(tensors, keys)
         self._round.parts.append(part)
-        if self.level == "full":
+        if self.level == "full" or self._round.step == 1:  # what is wrong from the start shows before it is applied
             part.readout.wait()
         if part.readout.arrived():
             self._examine(self._round, part, intact=intact)
@@ -355,6 +368,7 @@ class Watch:
             scale = self._stepping._scale if scaled else 1.0
             tensors += gradients.underflow(own, step, scale, whole=self.level == "full")
             keys += [("underflow", group) for group in groups]
+            self._kept = movement.keep(self._names_of(optimizer, parameters), parameters, optimizer, step)
 
     def _set_norm_interval(self, own: Sequence[torch.Tensor], seconds: float) -> None:
         """Set after how many steps norms are due again, so that they take at most `NORM_SHARE` of the time.
@@ -393,6 +407,7 @@ class Watch:
     def finish(self) -> None:
         """Report what is left, at the end of the run."""
         self.conclude_all()
+        ranges.outermost_listeners.clear()
         self.captures.close()
         self.analysis.finish()
 

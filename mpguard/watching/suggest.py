@@ -16,8 +16,9 @@ def for_module(
     names: all modules of the model. overflowed: True if it made infinities, not NaN. in_fp32: True if its inputs have
     that dtype already.
     """
-    if in_fp32 and not overflowed:
-        return f"check {module} for 0/0, log(0) and sqrt(0); an epsilon helps, another dtype does not"
+    if in_fp32:
+        cause = "log(0), 1/0 and exp of a large number" if overflowed else "0/0, log(0) and sqrt(0)"
+        return f"check {module} for {cause}; an epsilon or a bound helps, another dtype does not"
     if policy is not None and policy.low_bit_recipe is not None:
         return f"keep {module} out of FP8: {_out_of_fp8(module, names)}"
     if policy is None or not policy.low_precision:
@@ -28,6 +29,20 @@ def for_module(
     if policy.fp16:
         return f"{own}, or use BF16, whose range is that of FP32: mpguard_recipe: bf16_mixed"
     return own if overflowed else f"{own}; if it stays, check it for 0/0, log(0) and sqrt(0)"
+
+
+def for_overflow(module: str, policy: Policy | None, names: Collection[str], dtype: str, weights: str) -> str:
+    """Return what to do about a module whose results are finite in FP32, and not in the dtype that computed them."""
+    if policy is not None and module in names:
+        own = f'compute {module} in FP32: mpguard_overrides: {{fp32_modules: ["{module}"]}}'
+    else:
+        own = f"compute {module} in FP32 (`with torch.autocast(..., enabled=False)` around it)"
+        if weights == "float32" and policy is not None:
+            own += ": its weights in FP32 do not make autocast compute it so"
+    if dtype == "float16":
+        recipe = "train in BF16, whose range is that of FP32"
+        return f"{own}, or {recipe}{': mpguard_recipe: bf16_mixed' if policy is not None else ''}"
+    return own
 
 
 def _out_of_fp8(module: str, names: Collection[str]) -> str:
@@ -92,8 +107,29 @@ def for_divergence(policy: Policy | None) -> str:
     return "lower the learning rate, or warm it up longer"
 
 
-def for_underflow(kind: str, module: str, policy: Policy | None, names: Collection[str]) -> str:
-    """Return what to do about gradients that underflow the format that a run computes in."""
+def for_zeros(kind: str, scale: float | None) -> str:
+    """Return what to do about gradients that are all zero. kind: the format that computed them."""
+    loss = "look for a loss that is detached or multiplied by 0"
+    if kind != "fp16":
+        return loss
+    scaler = (
+        f"raise the loss scale, which is {scale:g}" if scale is not None else "scale the loss (torch.amp.GradScaler)"
+    )
+    return f"they may be below the smallest number of FP16: {scaler}, or use BF16; else {loss}"
+
+
+def for_stuck() -> str:
+    """Return what to do about weights that do not move."""
+    return (
+        "keep the weights that are updated in FP32 (load the model in FP32 and let autocast compute in BF16, or master "
+        "weights in the optimizer), or raise the learning rate"
+    )
+
+
+def for_underflow(kind: str, module: str, policy: Policy | None, names: Collection[str], *, scaled: bool = True) -> str:
+    """Return what to do about gradients that underflow the format that a run computes in. scaled: by a loss scale."""
+    if kind == "fp16" and not scaled:
+        return "scale the loss (torch.amp.GradScaler), or use BF16, which has the range of FP32"
     if kind == "fp16":
         return (
             "raise the loss scale (mpguard_overrides: {initial_loss_scale: ...}), or use BF16, which has the range of "

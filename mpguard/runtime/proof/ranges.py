@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+#: Functions that get each module that no other module calls, before its call, while ranges are open.
+outermost_listeners: list[Callable[[Any], None]] = []
+
+
 class Ranges:
     """Opens a range of the profiler around each call of a module, with global hooks, and around regions of the script.
 
@@ -114,7 +118,10 @@ class Ranges:
 
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
         self.called[id(module)] = type(module).__name__
-        self._on_call(outermost=not any(name.startswith(trace.MODULE) for name, _ in self._stack()))
+        outermost = not any(name.startswith(trace.MODULE) for name, _ in self._stack())
+        self._on_call(outermost=outermost)
+        for listener in outermost_listeners if outermost else ():
+            listener(module)
         self._push(f"{trace.MODULE}{id(module)}")
 
     def _exit(self, module: nn.Module, _inputs: Any, _output: Any) -> None:

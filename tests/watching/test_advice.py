@@ -1,0 +1,87 @@
+"""The advice of the watch follows the dtype that computed; zero gradients and weights that do not move are events."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the real library runs here")
+
+from paths import PROGRAMS
+from processes import in_fork, mp_yaml, run_python, transcript
+
+Events = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def events(tmp_path_factory: pytest.TempPathFactory) -> Events:
+    run = in_fork(
+        [PROGRAMS / "watch_advice.py"], cwd=tmp_path_factory.mktemp("advice"), program=run_python, timeout=300
+    )
+    assert run.returncode == 0 and "its own code failed" not in run.stderr, transcript(run)
+    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"kind"')]
+    return {line["kind"]: line["found"] for line in lines}
+
+
+def test_an_overflow_is_named_by_the_dtype_that_computed(events: Events) -> None:
+    event = events["overflow of FP16 autocast"][0]
+    computed = event["value"]["computed"]
+    assert (event["event"], event["module"], event["step"]) == ("nonfinite", "0", 7)
+    assert (computed["dtype"], computed["weights"], computed["tried"]) == ("float16", "float32", True)
+    assert computed["largest"] > 65504, "in FP32 the results are finite, and over what FP16 holds"
+    assert "compute 0 in FP32" in event["suggestion"] and "train in BF16" in event["suggestion"]
+    assert not events["the same batch in BF16"]
+
+
+@pytest.mark.parametrize("kind", ["log of 0 in FP32", "log of 0 in FP16 autocast", "0/0 in BF16 autocast"])
+def test_what_fp32_does_not_mend_gets_an_epsilon(kind: str, events: Events) -> None:
+    event = events[kind][0]
+    assert (event["event"], event["module"], event["step"]) == ("nonfinite", "2", 1)
+    assert event["value"]["computed"]["largest"] is None
+    assert "an epsilon or a bound helps, another dtype does not" in event["suggestion"]
+
+
+def test_gradients_that_are_all_zero(events: Events) -> None:
+    (event,) = events["all gradients are zero"]
+    assert (event["event"], event["step"], event["value"]["loss_scale"]) == ("zero_gradients", 5, 2.0)
+    assert "raise the loss scale, which is 2" in event["suggestion"]
+    (event,) = [each for each in events["all gradients are zero in FP32"] if each["event"] == "zero_gradients"]
+    assert event["suggestion"].startswith("look for a loss that is detached")
+
+
+def test_gradients_below_fp16_without_a_loss_scale(events: Events) -> None:
+    (event,) = events["subnormal without a scaler"]
+    assert event["event"] == "underflow" and event["value"]["format"] == "fp16"
+    assert event["suggestion"].startswith("scale the loss (torch.amp.GradScaler)")
+
+
+def test_weights_that_do_not_move(events: Events) -> None:
+    (event,) = events["weights that do not move"]
+    assert event["event"] == "stuck_weights" and event["value"]["share"] > 0.9 and event["step"] == 10
+    assert "in FP32" in event["suggestion"]
+    for clean in ("weights that move in BF16", "a learning rate of 0", "clean"):
+        assert not events[clean], clean
+
+
+@pytest.mark.parametrize("keywords", [False, True])
+def test_nan_from_the_first_step_of_a_launched_run_is_replayed(keywords: bool, tmp_path: Path) -> None:
+    """The models of a launched run are known from the first optimizer step; its batch is kept before."""
+    program = [PROGRAMS / "watch_first_step.py", *(["--keywords"] if keywords else [])]
+    run = in_fork(["--config", mp_yaml(tmp_path, fp8_config="{mpguard_recipe: bf16_mixed}"), *program], cwd=tmp_path)
+    printed = transcript(run)
+    assert "step 1: the loss is not finite: the first NaN is made by `norm` in the forward pass" in printed
+    assert "6 of 6 not finite" in printed and "its own code failed" not in printed
+
+
+def test_an_fp32_part_of_a_model_inside_of_autocast_is_named(tmp_path: Path) -> None:
+    """A VAE whose weights are FP32 on purpose: autocast computes it in FP16 all the same."""
+    program = [PROGRAMS / "watch_first_step.py", "--vae"]
+    run = in_fork(["--config", mp_yaml(tmp_path, fp8_config="{mpguard_recipe: fp16_mixed}"), *program], cwd=tmp_path)
+    printed = transcript(run)
+    assert "the first Inf is made by `VAE.conv_in` in the forward pass" in printed
+    assert (
+        "computed in FP16 by autocast, though its weights are FP32" in printed and "over the 65504 of FP16" in printed
+    )
