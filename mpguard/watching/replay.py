@@ -288,7 +288,7 @@ def plain_module(module: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Computed:
+class NarrowResult:
     """How a module computed results that are not finite.
 
     dtype: what it computed in: that of autocast, or of its results. weights: the dtype of its weights; empty without.
@@ -317,7 +317,7 @@ class Located:
     inputs: tuple[dict[str, Any], ...] = ()
     reason: str = ""
     replayed: bool = True
-    computed: Computed | None = None
+    computed: NarrowResult | None = None
 
     def value(self) -> dict[str, Any]:
         """Return what the JSONL file has."""
@@ -593,7 +593,7 @@ class _Trace:
 
         return seen
 
-    def computed(self) -> Computed | None:
+    def computed(self) -> NarrowResult | None:
         """Return how the module that made NaN or Inf forward computed, and what it gives in FP32."""
         if self._maker is None:
             return None
@@ -603,13 +603,13 @@ class _Trace:
         dtype = dict(call.autocast).get(bad.device.type, "") if next(module.children(), None) is not None else ""
         dtype = dtype or _short(bad.dtype)  # of a module that has others inside, the last one may have given FP32
         if dtype not in ("float16", "bfloat16"):
-            return Computed(dtype, weights)
+            return NarrowResult(dtype, weights)
         try:
             largest = _largest_in_fp32(module, *call.arguments)
         except Exception as error:  # the module insists on its dtype
             log.debug("mpguard: a module cannot be computed in FP32", exc_info=error)
-            return Computed(dtype, weights)
-        return Computed(dtype, weights, largest, tried=True)
+            return NarrowResult(dtype, weights)
+        return NarrowResult(dtype, weights, largest, tried=True)
 
     def backward(self, bad_parameters: Sequence[str]) -> Located | None:
         """Return the module whose backward pass made NaN or Inf. bad_parameters: whose gradients are not finite."""
