@@ -18,23 +18,30 @@ KEY = "mpguard_overflows_left"
 
 
 class _LimitsMixin(torch.amp.GradScaler):
-    """Overrides `update`. _minimum: of the scale. _left: overflows until the scale is halved; None before the first."""
+    """Overrides `update`.
+
+    _minimum: of the scale. _left: overflows until the scale is halved; None before the first. _last_change: the version
+    of the scale's tensor after the last update.
+    """
 
     _minimum: float
     _hysteresis: int
     _left: torch.Tensor | None
+    _last_change: int
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         before = None if self._scale is None or not self._enabled or new_scale is not None else self._scale.clone()
         super().update(new_scale)
         after = self._scale
         if before is None or after is None:
+            self._last_change = after._version if after is not None else -1
             return
         left = before.new_full((), self._hysteresis) if self._left is None else self._left.to(before.device)
         overflow, grew = after < before, after > before  # compared on the device: `item` would synchronize with it
         left = torch.where(overflow, (left - 1).clamp(min=0), torch.where(grew, float(self._hysteresis), left))
         after.copy_(torch.where(overflow & (left > 0), before, after).clamp(min=self._minimum))
         self._left = left
+        self._last_change = after._version
 
     def state_dict(self) -> dict[str, Any]:
         own = {KEY: float(self._left)} if self._enabled and self._left is not None else {}
@@ -61,3 +68,4 @@ def set_limits(scaler: torch.amp.GradScaler, minimum: float, hysteresis: int) ->
         scaler.__class__ = known.get(kind) or type(kind.__name__, (_LimitsMixin, kind), {})
     assert isinstance(scaler, _LimitsMixin)
     scaler._minimum, scaler._hysteresis, scaler._left = minimum, hysteresis, None
+    scaler._last_change = -1

@@ -16,6 +16,9 @@ LOOKED_AT, PATTERN = 16, 4
 #: Steps in a row whose learning rates are compared.
 IN_A_ROW = 3
 
+#: Updates in a row with one given value after which a scale is static, and changes of its tensor by something else.
+REPEATED = 2
+
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
@@ -26,10 +29,25 @@ class _Step:
     skipped: bool
 
 
+@dataclasses.dataclass
+class _Scale:
+    """The scale of a GradScaler. version: of its tensor, after the last update. given: the values that the last updates
+    in a row were given; changed: how often in a row something else has changed it before the next step.
+    """
+
+    tensor: int = 0
+    version: int = -1
+    given: list[float] = dataclasses.field(default_factory=list)
+    changed: int = 0
+
+
 class ScalerUse:
-    """The optimizers that were stepped before each of the first updates of a GradScaler, and their last steps."""
+    """The optimizers that were stepped before each of the first updates of a GradScaler, their last steps, and what
+    sets its scale.
+    """
 
     def __init__(self) -> None:
+        self._scales: weakref.WeakKeyDictionary[Any, _Scale] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Any, list[list[Any]]] = weakref.WeakKeyDictionary()
         self._rates: weakref.WeakKeyDictionary[Any, list[_Step]] = weakref.WeakKeyDictionary()
 
@@ -57,6 +75,34 @@ class ScalerUse:
             "iteration, after both were stepped, or give each its own GradScaler",
             "MPG210",
         )
+
+    def scale_updated(self, scaler: Any, given: Any) -> None:
+        """Record an update of the scale. given: the new value that the script has passed; None if it has not."""
+        known = self._scales.setdefault(scaler, _Scale())
+        value = float(given) if isinstance(given, (int, float)) or getattr(given, "is_cpu", False) else None
+        known.given = [] if value is None else [*known.given[-IN_A_ROW:], value]
+        own = scaler._scale
+        known.tensor, known.version = id(own), own._version if own is not None else -1
+
+    def scale_loaded(self, scaler: Any) -> None:
+        """Forget the scale before a checkpoint was loaded."""
+        self._scales.pop(scaler, None)
+
+    def scale_found(self, scaler: Any) -> None:
+        """Compare the tensor of the scale at a step with what the last update has left. Reads no value of it."""
+        known, own = self._scales.get(scaler), getattr(scaler, "_scale", None)
+        if known is None or own is None or known.version < 0:
+            return
+        version = max(known.version, getattr(scaler, "_last_change", -1))
+        known.changed = known.changed + 1 if (id(own), own._version) != (known.tensor, version) else 0
+        known.tensor, known.version = id(own), own._version
+
+    def set_by_script(self, scaler: Any) -> str:
+        """Return how the script sets the scale itself, always to one value; empty if it does not."""
+        known = self._scales.get(scaler, _Scale())
+        if len(known.given) >= REPEATED and len(set(known.given)) == 1:
+            return f"update({known.given[-1]:g}) after each step"
+        return "its tensor is changed between update() and step()" if known.changed >= REPEATED else ""
 
     def rate_used(self, optimizer: Any, number: int, *, skipped: bool) -> Remark | None:
         """Record the learning rate of a step. Return a remark if a schedule has gone on after one that was skipped.

@@ -143,6 +143,19 @@ m = nn.Sequential(nn.Linear(32, 32), Block(), Block()); train(m, adam(m), 5)
 #: A block with layers of other widths than its inputs: a kept operator's weight is no square.
 WIDE = "nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 96), nn.SiLU(), nn.Linear(96, 32))"
 
+#: A function that multiplies by no matrix; the batch is as large as the width.
+GATE = """
+class Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b): ctx.save_for_backward(a, b); return a * b.sigmoid()
+    @staticmethod
+    def backward(ctx, g): a, b = ctx.saved_tensors; s = b.sigmoid(); return g * s, g * a * s * (1 - s)
+class N(nn.Module):
+    def __init__(s): super().__init__(); s.a, s.b, s.c = (nn.Linear(32, 32) for _ in range(3))
+    def forward(s, x): return s.c(Gate.apply(s.a(x), s.b(x)))
+x = torch.randn(32, 32); m = N(); train(m, adam(m))
+"""
+
 HEAD_AFTER = """
 m, head = net(), nn.Linear(32, 16); o = torch.optim.AdamW([*m.parameters(), *head.parameters()])
 for _ in range(3):
@@ -222,6 +235,7 @@ RIGHT: dict[str, tuple[str, str]] = {
         "bf16_mixed",
         island("nn.Linear(32, 22)", compiled=True, region=EXPLICIT),
     ),
+    "a_function_of_activations_with_a_weights_shape": ("bf16_mixed", GATE),
     "a_head_in_fp32_after_autocast": ("bf16_mixed", HEAD_AFTER),
     "lbfgs_with_a_closure": ("bf16_mixed", CLOSURE),
     "training_in_a_thread": ("bf16_mixed", THREAD),

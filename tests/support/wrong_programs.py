@@ -282,6 +282,11 @@ WRONG: dict[str, tuple[str, str, str]] = {
         "bf16_mixed", "compute",
         function("torch.from_numpy(x.double().numpy() @ w.detach().double().numpy().T).bfloat16()", IN_NUMPY),
     ),
+    "numpy_inside_a_function_whose_batch_is_its_width": (
+        "bf16_mixed", "compute",
+        function("torch.from_numpy(x.double().numpy() @ w.detach().double().numpy().T).bfloat16()", IN_NUMPY)
+        .replace("m = nn.S", "x = torch.randn(32, 32); m = nn.S"),
+    ),
     "fp64_inside_a_custom_operator": ("bf16_mixed", "compute", CUSTOM_OPERATOR),
     "fused_linear_and_cross_entropy_in_fp32": ("bf16_mixed", "compute", FUSED_CROSS_ENTROPY),
     "bf16_attention_under_fp32": (

@@ -20,10 +20,9 @@ from mpguard.runtime.launch import build_locks
 from mpguard.runtime.patches import compile as compilation
 from mpguard.runtime.patches import fp8_conversion, fp32_modules, master_weights
 from mpguard.runtime.patches.patch import Adjustment, AnyFunction, Patch
-from mpguard.runtime.plan import first_scale
 from mpguard.runtime.proof import account, profiler
 from mpguard.runtime.proof.gradients import are_applicable
-from mpguard.runtime.proof.observe import innermost, name_of, updated_by
+from mpguard.runtime.proof.observe import name_of, updated_by
 from mpguard.runtime.proof.samples import safely
 from mpguard.targets.inject import Change, build
 
@@ -96,92 +95,6 @@ def _reason_for_orig_params(guard: guards.Guard, model: Any) -> str:
     if any(id(each) in own for optimizer in guard.optimizers for each in updated_by(optimizer)):
         return "an optimizer that was created before would step parameters that are no longer trained"
     return ""
-
-
-def _scaler_init(original: AnyFunction) -> AnyFunction:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        guard = guards.current()
-        bound = signature.bind(self, *args, **kwargs)
-        if guard is not None and guard.plan.policy.fp16 and bound.arguments.get("enabled", True):
-            policy = guard.plan.policy
-            wanted, scaling = build(policy, "torch", warn=False), {}
-            if policy.loss_scale is None:
-                given = bound.arguments.get("init_scale")
-                if given == policy.initial_loss_scale:
-                    given = None  # the arguments that mpguard has given accelerate
-                guard.first_scale = scaling["init_scale"] = first_scale(policy, given)
-                bound.arguments["init_scale"] = given
-            for name, value in {**wanted.scaling, **scaling}.items():
-                old = bound.arguments.get(name)
-                if old is not None and old != value:
-                    guard.reporter.log_override("GradScaler", Change(name, old, value))
-                bound.arguments[name] = value
-            original(*bound.args, **bound.kwargs)
-            wanted.set_limits(self)
-            return
-        original(*bound.args, **bound.kwargs)
-
-    return __init__
-
-
-def _scaler_step(original: AnyFunction) -> AnyFunction:
-    @functools.wraps(original)
-    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        guard = guards.current()
-        if guard is None or not guard.listening:
-            return original(self, optimizer, *args, **kwargs)
-        if guard.waiting:
-            guard.recorder.scalers[id(innermost(optimizer))] = _scaler_facts(self)
-        calls = guard.step_calls
-        result = original(self, optimizer, *args, **kwargs)
-        if self.is_enabled():
-            guard.scaler_use.stepped(self, optimizer)
-        if guard.step_calls == calls and self.is_enabled():
-            guard.step_skipped(optimizer)
-            guard.measure(optimizer)
-        return result
-
-    return step
-
-
-def _scaler_update(original: AnyFunction) -> AnyFunction:
-    @functools.wraps(original)
-    def update(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        guard = guards.current()
-        if guard is not None and guard.listening and self.is_enabled():
-            remark = guard.scaler_use.updated(self)
-            if remark is not None and casts.is_called_by_script():  # Accelerator and Lightning update after each step
-                guard.reporter.report_remarks([remark])
-
-    return update
-
-
-def _scaler_facts(scaler: Any) -> dict[str, Any]:
-    enabled = scaler.is_enabled()
-    return {
-        "kind": type(scaler).__name__,
-        "enabled": enabled,
-        "scale": scaler.get_scale(),
-        "window": scaler.get_growth_interval() if enabled and scaler.get_growth_factor() >= 1.5 else None,
-    }
-
-
-def _scaler_scale(original: AnyFunction) -> AnyFunction:
-    @functools.wraps(original)
-    def scale(self: Any, outputs: Any) -> Any:
-        result = original(self, outputs)
-        guard = guards.current()
-        if guard is not None and guard.waiting and self.is_enabled():
-            guard.recorder.record_scaled_loss(result)
-        if guard is not None and guard.meter is not None and self.is_enabled():
-            guard.meter.record_unscaled(outputs)
-        return result
-
-    return scale
 
 
 def _backward(original: AnyFunction) -> AnyFunction:
@@ -483,18 +396,6 @@ def _module_load_state_dict(original: AnyFunction) -> AnyFunction:
     return load_state_dict
 
 
-def _scaler_load_state_dict(original: AnyFunction) -> AnyFunction:
-    @functools.wraps(original)
-    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        guard = guards.current()
-        if guard is not None and self.is_enabled():
-            guard.observing_load(lambda: guard.loaded.scaler(self.get_scale()))
-        return result
-
-    return load_state_dict
-
-
 def _compiled_backward(config: ModuleType) -> str | None:
     """Compile backward passes as eager ones run: outside of the autocast region of the forward pass."""
     options: Any = config
@@ -602,54 +503,6 @@ PATCHES = (
         "without a policy FSDP2 reduces in the parameters' dtype (S13)",
         "torch 2.13.0",
         _mixed_precision("fsdp2", "mp_policy", ("param_dtype", "reduce_dtype", "output_dtype")),
-    ),
-    Patch(
-        "torch.amp.grad_scaler",
-        "GradScaler.__init__",
-        ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"),
-        "loss scaling of a custom training loop",
-        "torch 2.13.0",
-        _scaler_init,
-    ),
-    Patch(
-        "torch.amp.grad_scaler",
-        "GradScaler.step",
-        ("optimizer",),
-        "shows if a step was applied, and which scaler scaled it",
-        "torch 2.13.0",
-        _scaler_step,
-    ),
-    Patch(
-        "torch.amp.grad_scaler",
-        "GradScaler.update",
-        ("new_scale",),
-        "shows if a scaler of several optimizers is updated after the step of each",
-        "torch 2.13.0",
-        _scaler_update,
-    ),
-    Patch(
-        "torch.amp.grad_scaler",
-        "GradScaler.scale",
-        ("outputs",),
-        "shows if the loss of a backward pass was scaled",
-        "torch 2.13.0",
-        _scaler_scale,
-    ),
-    Patch(
-        "torch.distributed.fsdp.sharded_grad_scaler",
-        "ShardedGradScaler.scale",
-        ("outputs",),
-        "the same: FSDP1's scaler has its own `scale`",
-        "torch 2.13.0",
-        _scaler_scale,
-    ),
-    Patch(
-        "torch.amp.grad_scaler",
-        "GradScaler.load_state_dict",
-        ("state_dict",),
-        "shows if a resumed run has loaded its loss scale",
-        "torch 2.13.0",
-        _scaler_load_state_dict,
     ),
     Patch(
         "torch.autograd.graph",

@@ -117,6 +117,7 @@ class StepAccount:
         self._frozen: Counter[Work] = Counter()
         self._origins: list[dict[GraphNode, Work]] = []
         self._opaque: dict[GraphNode, tuple[Work, int]] = {}
+        self._likely: dict[GraphNode, tuple[Work, int]] = {}
         self._applied: set[int] = set()
         self.overflows: set[Overflow] = set()
         self._unaligned: set[Unaligned] = set()
@@ -323,6 +324,10 @@ class StepAccount:
             origin = self._origin(node)
             module = product.module if product.module is not None or origin is None else origin.module
             self._unaligned.add(Unaligned(module, product.rows))
+        matrices = ended.inferred.matrix_functions
+        for node in found.evaluated & self._likely.keys():
+            work, flops = self._likely.pop(node)
+            ended.trained[work] += 3 * flops if node[1] in matrices else 0
         for node in found.evaluated & self._opaque.keys():
             work, flops = self._opaque.pop(node)
             ended.trained[work] += 2 * flops
@@ -336,6 +341,7 @@ class StepAccount:
                 self._frozen[work] += flops
         del self._pending[:-REMEMBERED_NODES]
         self._opaque.update(found.opaque)
+        self._likely.update(found.likely)
         self.overflows |= found.overflows
         self._origins.append(found.origins)
         while len(self._origins) > 1 and sum(map(len, self._origins)) > REMEMBERED_NODES:

@@ -42,7 +42,8 @@ class Inferred:
     work: multiply-adds by dtype and by the id of the weight (`UNNAMED` if unknown, `ATTENTION` if there is none).
     leaves: ids of the tensors that get gradients. weights: ids of leaves that operators of torch multiplied by
     something else; not inside of a `torch.autograd.Function`, as FP8 layers do. in_fp8_layers: ids of leaves that
-    functions of the FP8 libraries took. in_functions: those that other functions took. compiled: True if a compiled
+    functions of the FP8 libraries took. in_functions: those that other functions took. matrix_functions: sequence
+    numbers of the nodes of these that took a matrix. compiled: True if a compiled
     region is part of it, whose products are in dynamo's graph.
     """
 
@@ -51,6 +52,7 @@ class Inferred:
     weights: set[int] = dataclasses.field(default_factory=set)
     in_fp8_layers: set[int] = dataclasses.field(default_factory=set)
     in_functions: set[int] = dataclasses.field(default_factory=set)
+    matrix_functions: set[int] = dataclasses.field(default_factory=set)
     compiled: bool = False
 
     def add(self, other: Inferred) -> None:
@@ -59,6 +61,7 @@ class Inferred:
         self.weights |= other.weights
         self.in_fp8_layers |= other.in_fp8_layers
         self.in_functions |= other.in_functions
+        self.matrix_functions |= other.matrix_functions
         self.compiled |= other.compiled
 
 
@@ -98,6 +101,8 @@ def products_behind(outputs: Iterable[Any]) -> Inferred:
         if function:
             taken = {_leaf(operand) for operand in node.next_functions} - {0}
             (products.in_fp8_layers if _is_of_fp8_layers(node) else products.in_functions).update(taken)
+            if any(len(_leaf_shape(operand)) == 2 for operand in node.next_functions if _leaf(operand)):
+                products.matrix_functions.add(node._sequence_nr())
         weight, work = _work(node, tuple(output.shape), function)
         if work:
             products.work[short(output.dtype), weight] += work

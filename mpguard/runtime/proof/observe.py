@@ -56,7 +56,7 @@ class Computed:
     None if it is not known. place: the same for messages, with classes. attention: True for attention. inside: True if
     the module is a part of a trained model, and has no trained parameter of its own: without gradients, such a module
     feeds trained ones, while the others are evaluated. by_script: True where the script has switched autocast off
-    around a part of the forward pass.
+    around a part of the forward pass. evaluated: True in calls of a trained model without gradients.
     """
 
     trained: bool
@@ -67,6 +67,7 @@ class Computed:
     attention: bool = False
     inside: bool = False
     by_script: bool = False
+    evaluated: bool = False
 
 
 @dataclasses.dataclass
@@ -83,8 +84,9 @@ class Observed:
     inferred: why the operators could not be recorded, so that the products are those that autograd's graph implies;
     empty if they were recorded. widened: elements of gradients and of saved activations that were converted to a wider
     dtype in backward, by the narrower one; rounded_in_backward: of those that went to a narrow dtype and back.
-    masters, gradients, states: of the parameters that the optimizer updates. matrices: False if none
-    is a matrix, and the process has, or had, other optimizers, whose products are proven.
+    frozen: elements of parameters that are not trained. masters, gradients, states: of the parameters that the
+    optimizer updates. matrices: False if none is a matrix, and the process has, or had, other optimizers, whose
+    products are proven.
     accumulation: gradients that were added to earlier ones, in backward passes (`accumulated_passes`); of DeepSpeed
     its setting. rounded: sampled parameters whose FP32 gradients were rounded, by what they were rounded to;
     rounded_weights: those whose FP32 values were, between steps or in one; rounded_states: those of whose FP32 states
@@ -119,6 +121,7 @@ class Observed:
     step: int = 0
     skipped: int = 0
     parameters: dict[str, int] = dataclasses.field(default_factory=dict)
+    frozen: dict[str, int] = dataclasses.field(default_factory=dict)
     buffers: dict[str, int] = dataclasses.field(default_factory=dict)
     computed: list[Computed] = dataclasses.field(default_factory=list)
     passes: int = 0
@@ -233,6 +236,7 @@ def observe(
             for own in root.parameters():
                 if own.requires_grad and id(own) in aside:
                     seen.kept[aside[id(own)]] = seen.kept.get(aside[id(own)], 0) + own.numel()
+            _count(seen.frozen, (own for own in root.parameters() if not own.requires_grad))
             _count(seen.buffers, root.buffers())
         if not roots:
             _count_parameters(seen.parameters, updated)
@@ -341,6 +345,7 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
                 inside = name is not None and module not in trainable
                 dtype = "fp8" if ran.compiled and module in emulated else work.dtype  # emulated experts: BF16
                 found = Computed(trained, dtype, 0, name, work.name or place, work.attention, inside, work.by_script)
+                found = dataclasses.replace(found, evaluated=work.evaluated and not trained)
                 scripted = _scripted(work, module, part, recorder)
                 whole[dataclasses.replace(found, by_script=True)] += scripted
                 whole[found] += part - scripted

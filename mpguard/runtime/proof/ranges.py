@@ -122,7 +122,18 @@ class Ranges:
         self._on_call(outermost=outermost)
         for listener in outermost_listeners if outermost else ():
             listener(module)
+        if outermost and _is_evaluated(module):
+            self._push(f"{trace.EVALUATION}{id(module)}")
         self._push(f"{trace.MODULE}{id(module)}")
 
     def _exit(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
         self._pop(f"{trace.MODULE}{id(module)}")
+        if self._stack() and self._stack()[-1][0] == f"{trace.EVALUATION}{id(module)}":
+            self._pop(f"{trace.EVALUATION}{id(module)}")
+
+
+def _is_evaluated(module: nn.Module) -> bool:
+    """True if a module is called without gradients although it is trained: in a validation, or to generate."""
+    import torch
+
+    return not torch.is_grad_enabled() and any(own.requires_grad for own in module.parameters())

@@ -24,6 +24,9 @@ OUTSIDE = "mpguard::outside"
 #: The beginning of the name of a range around what a script computes without autocast; the rest is its number.
 WITHOUT_AUTOCAST = "mpguard::without autocast "
 
+#: The beginning of the name of a range around a call of a trained model without gradients; the rest is its number.
+EVALUATION = "mpguard::evaluation "
+
 #: The name of a range around the call of an operator whose result selective checkpointing may have kept, and that of
 #: the event of torch's around such a call: it is in the event of the operator.
 FROM_CACHE, DISPATCH_MODE = "mpguard::from cache", "PythonDispatchMode"
@@ -49,8 +52,11 @@ TE_FUNCTIONS = ("_Linear", "_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear"
 #: matrix can be among their operands, or what has its shape, such as the gradient of an embedding.
 FUSED = ("triton_poi_", "triton_red_", "triton_per_", "triton_for_", "triton_split_scan_")
 
+#: Further ranges of mpguard.
+OWN = (FROM_CACHE, WITHOUT_AUTOCAST, EVALUATION)
+
 #: The beginnings of names of events that are no kernels of other libraries.
-NO_KERNELS = ("aten::", "autograd::", "torchao::triton_", "c10d", MODULE, FROM_CACHE, WITHOUT_AUTOCAST, "## ", *FUSED)
+NO_KERNELS = ("aten::", "autograd::", "torchao::triton_", "c10d", MODULE, *OWN, "## ", *FUSED)
 
 #: What a product calls that multiplies a sparse matrix. How many elements that has is not recorded, and autocast casts
 #: no sparse products: they do not count.
@@ -77,7 +83,8 @@ class Work:
     """Products of one place. dtype: None if it is not known, in a kernel that is no operator of torch.
 
     module: the number of the module in which they ran; None if unknown. name: of the kernel whose dtype is not known.
-    by_script: True in a region in which the script has switched autocast off.
+    by_script: True in a region in which the script has switched autocast off. evaluated: True in a call of a trained
+    model without gradients.
     """
 
     dtype: str | None
@@ -86,6 +93,7 @@ class Work:
     compiled: bool = False
     name: str = ""
     by_script: bool = False
+    evaluated: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +119,10 @@ class OperatorTrace:
 
     forward: work of the forward pass, each with the nodes that it belongs to (none: without gradient) and its FLOPs.
     backward: FLOPs in the nodes that were evaluated. evaluated: these nodes. origins: where the nodes were created.
-    opaque: FLOPs of the kernels that are no operators, by their nodes; their backward does twice as much. converted:
-    elements that were copied to another dtype in backward, by the dtypes before and after. overflows: numbers that do
-    not fit. unaligned: FP8 products of the backward pass, with the node that they belong to.
+    opaque: FLOPs of the kernels that are no operators, by their nodes; their backward does twice as much. likely: those
+    that multiply by a trained matrix if their node has taken one: all of their operands have the shape of one.
+    converted: elements that were copied to another dtype in backward, by the dtypes before and after. overflows:
+    numbers that do not fit. unaligned: FP8 products of the backward pass, with the node that they belong to.
     """
 
     forward: list[tuple[Work, frozenset[GraphNode], int]] = dataclasses.field(default_factory=list)
@@ -121,6 +130,7 @@ class OperatorTrace:
     evaluated: set[GraphNode] = dataclasses.field(default_factory=set)
     origins: dict[GraphNode, Work] = dataclasses.field(default_factory=dict)
     opaque: dict[GraphNode, tuple[Work, int]] = dataclasses.field(default_factory=dict)
+    likely: dict[GraphNode, tuple[Work, int]] = dataclasses.field(default_factory=dict)
     converted: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
     overflows: set[Overflow] = dataclasses.field(default_factory=set)
     unaligned: list[tuple[Unaligned, GraphNode | None]] = dataclasses.field(default_factory=list)
@@ -144,8 +154,8 @@ class _Event:
     """An event with what it inherits from the events around it."""
 
     __slots__ = (
-        "attention", "backward", "by_script", "cached", "call", "compiled", "end", "fp8", "ignored", "inside", "known",
-        "module", "multiplies", "name", "node", "outer", "raw", "sparse",
+        "attention", "backward", "by_script", "cached", "call", "compiled", "end", "evaluated", "fp8", "ignored",
+        "inside", "known", "module", "multiplies", "name", "node", "outer", "raw", "sparse",
     )  # fmt: skip
 
     def __init__(self, raw: Any, name: str, end: int, outer: _Event | None) -> None:
@@ -156,13 +166,14 @@ class _Event:
         self.cached = False  # its result was kept, unless a product ran inside
         if outer is None:
             self.ignored = self.attention = self.compiled = self.fp8 = self.inside = self.by_script = False
+            self.evaluated = False
             self.module: int | None = None
             self.backward: GraphNode | None = None
             self.call: GraphCall | None = None
             return
         self.ignored, self.attention, self.compiled = outer.ignored, outer.attention, outer.compiled
         self.fp8, self.inside, self.module, self.backward = outer.fp8, outer.inside, outer.module, outer.backward
-        self.call, self.by_script = outer.call, outer.by_script
+        self.call, self.by_script, self.evaluated = outer.call, outer.by_script, outer.evaluated
 
     def mark_cached(self) -> None:
         """Mark the operator around the range `FROM_CACHE`, and what is between them."""
@@ -297,6 +308,8 @@ def _classify(event: _Event, thread: int, trace: OperatorTrace, creators: dict[G
         event.module = int(name[len(MODULE) :])
     elif name.startswith(WITHOUT_AUTOCAST):
         event.by_script = True
+    elif name.startswith(EVALUATION):
+        event.evaluated = True
     elif name.startswith(IGNORED) or name.endswith(COMPILING):
         event.ignored = True
     elif scope == BACKWARD:
@@ -356,17 +369,31 @@ def _add(
     else:
         flops = _kernel_work(event.raw.shapes(), event.raw.dtypes(), weights)
         if not flops:
+            _add_likely(event, trace, creators, weights)
             return
         te = event.name in TE_FUNCTIONS
         dtype = (te_dtype or _operand(event.raw.dtypes())) if te else None
         name = "" if te else event.name
-    work = Work(dtype, event.attention, event.module, event.compiled, name, event.by_script)
+    work = Work(dtype, event.attention, event.module, event.compiled, name, event.by_script, event.evaluated)
     nodes = _place(work, flops, event, trace, creators)
     if event.call is not None:
         event.call.products.append((work, flops))
     if event.known is None and event.node in nodes:
         assert event.node is not None
         trace.opaque[event.node] = work, flops
+
+
+def _add_likely(
+    event: _Event, trace: OperatorTrace, creators: dict[GraphNode, _Event], weights: set[tuple[int, ...]]
+) -> None:
+    """Add a function whose operands all have the shape of a trained matrix: its node shows if one of them is one."""
+    both = zip(event.raw.shapes(), event.raw.dtypes(), strict=False)
+    tensors = [tuple(shape) for shape, dtype in both if shape and products.kineto_dtype(dtype)]
+    square = [shape for shape in tensors if shape in weights]
+    if event.inside or event.node is None or creators.get(event.node) is not event or len(square) < 2:
+        return
+    work = Work(None, event.attention, event.module, event.compiled, event.name, event.by_script)
+    trace.likely[event.node] = work, 2 * square[0][0] * math.prod(square[1])
 
 
 def _place(

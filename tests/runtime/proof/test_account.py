@@ -314,6 +314,80 @@ def test_tensors_can_be_exchanged_where_recording_is_interrupted() -> None:
         whole.stop()
 
 
+VALIDATION = """
+m = net(); o = adam(m)
+def validate():
+    with torch.no_grad(): m(x)
+WHEN
+"""
+
+ORDERS = {
+    "before_the_first_step": "for _ in range(9): validate()\ntrain(m, o)",
+    "of_parts_without_weights": (
+        "class S(nn.Module):\n  def forward(s, h): return h @ h.t() @ h\n"
+        "m = nn.Sequential(net(), S(), nn.Linear(32, 8)); o = adam(m)\nfor _ in range(9): validate()\ntrain(m, o)"
+    ),
+    "between_steps": "train(m, o, steps=1); validate(); train(m, o, steps=3)",
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_validation_is_no_frozen_part(tmp_path: Path, name: str) -> None:
+    """It may be in another dtype than the training; what is frozen feeds the trained parts."""
+    ended = run(tmp_path, VALIDATION.replace("WHEN", ORDERS[name]))
+    assert ended.returncode == 0 and "frozen" not in ended.stderr, transcript(ended)
+    assert ("evaluation" in ended.stderr) is (name != "between_steps"), transcript(ended)
+
+
+def test_a_teacher_is_a_frozen_part(tmp_path: Path) -> None:
+    script = (
+        "m, teacher = net(), net(64, 4).requires_grad_(False)\n"
+        "def step(x):\n  with torch.no_grad(): h = teacher(F.pad(x, (0, 32)))\n  return m(x) - h[:, :32]\n"
+        "train(step, adam(m))"
+    )
+    ended = run(tmp_path, script)
+    assert ended.returncode == 0 and "frozen parts" in ended.stderr, transcript(ended)
+    assert "evaluation" not in ended.stderr
+
+
+def test_a_base_in_fp16_below_adapters_is_named(tmp_path: Path) -> None:
+    script = (
+        "class Lora(nn.Module):\n"
+        "  def __init__(s): super().__init__(); s.base = nn.Linear(32, 32).half().requires_grad_(False); "
+        "s.a = nn.Linear(32, 4, False); s.b = nn.Linear(4, 32, False)\n"
+        "  def forward(s, x):\n"
+        "    with amp(enabled=False): h = s.base(x.half())\n"
+        "    return h + s.b(s.a(x))\n"
+        "m = nn.Sequential(Lora(), Lora()); train(m, adam(m))"
+    )
+    ended = run(tmp_path, script)
+    assert ended.returncode == 1 and "The base model, which is not trained, is in fp16" in ended.stderr, transcript(
+        ended
+    )
+    assert "hook of saved tensors" not in ended.stderr
+
+
+def test_activations_that_are_packed_to_integers_are_a_row(tmp_path: Path) -> None:
+    script = (
+        "def pack(t):\n"
+        "  if isinstance(t, nn.Parameter) or not t.is_floating_point() or t.numel() < 512: return t\n"
+        "  scale = t.abs().max().float() / 127; return (t.float() / scale).round().to(torch.int8), scale, t.dtype\n"
+        "def unpack(p): return p if isinstance(p, torch.Tensor) else (p[0].float() * p[1]).to(p[2])\n"
+        "m = net(); o = adam(m)\n"
+        "with torch.autograd.graph.saved_tensors_hooks(pack, unpack): train(m, o)"
+    )
+    ended = run(tmp_path, script)
+    found = proof(tmp_path / "proof.json")["rows"]["saved activations"]["found"]
+    assert ended.returncode == 0 and found.startswith("converted from int8, "), transcript(ended)
+
+
+def test_fp32_is_not_proven_where_most_products_are_not_seen(tmp_path: Path) -> None:
+    _, _, script = WRONG["numpy_inside_a_function_whose_batch_is_its_width"]
+    script = script.replace(".bfloat16()", ".float()").replace("adam(m))", "adam(m), enabled=False)")
+    ended = run(tmp_path, script, recipe="fp32")
+    assert ended.returncode == 1 and "not proven: compute could not be observed" in ended.stderr, transcript(ended)
+
+
 IN_THREADS = {
     "the_whole_training": (
         "import threading\n"

@@ -14,7 +14,7 @@ in the module of its subject, and its line in `CHECKS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from mpguard.policy.allow import LOCAL_SGD, RANKS_DIFFER
 from mpguard.runtime.containment import has_failed
@@ -36,6 +36,8 @@ CHECKS: dict[str, Callable[[Observed, Plan], Row | list[Row]]] = {
     "fp32 by the script": compute.scripted,
     "attention": compute.attention,
     "frozen parts": compute.frozen,
+    "evaluation": compute.evaluation,
+    "saved activations": compute.saved_activations,
     "fp8": fp8.fp8,
     "fp32 modules": compute.fp32_modules,
     "gradients": gradients.gradients,
@@ -100,17 +102,17 @@ def failures(rows: Iterable[Row], plan: Plan, seen: Observed) -> list[Failure]:
     if wrong or has_failed():
         return wrong
     excused = ("compute",) if seen.inferred else ()  # that operators cannot be recorded must not end a training
-    return [row.failure() for row in _missing(rows, plan) if row.name not in excused]
+    required = REQUIRED_ROWS if plan.policy.low_precision else ("compute",) if compute.is_mostly_unknown(seen) else ()
+    return [row.failure() for row in _missing(rows, required) if row.name not in excused]
 
 
-def _missing(rows: Iterable[Row], plan: Plan) -> list[Row]:
+def _missing(rows: Iterable[Row], required: Collection[str]) -> list[Row]:
     """Return the rows that must be observed, and were not."""
-    if not plan.policy.low_precision:
-        return []
-    return [row for row in rows if row.name in REQUIRED_ROWS and row.verdict is Verdict.UNPROVEN]
+    return [row for row in rows if row.name in required and row.verdict is Verdict.UNPROVEN]
 
 
 def verdict_on(rows: Iterable[Row], plan: Plan, failures: Iterable[Failure]) -> str:
     """Return `verdict_of` the failures; `not proven` if a required row is missing because mpguard's own code failed."""
     verdict = verdict_of(failures)
-    return NOT_PROVEN if verdict == IN_FORCE and _missing(rows, plan) else verdict
+    required = REQUIRED_ROWS if plan.policy.low_precision else ()
+    return NOT_PROVEN if verdict == IN_FORCE and _missing(rows, required) else verdict

@@ -13,6 +13,7 @@ from mpguard.runtime.proof.checks.common import (
     UNKNOWN_SHARE,
     allowed_dtypes,
     by_dtype,
+    format_amount,
     format_counts,
     format_names,
     format_places,
@@ -39,6 +40,9 @@ MANY = 256
 #: How many times as long a product takes in FP32 as in BF16 on an H100, without TF32 and with it; from its data sheet:
 #: 67, 495 and 989 TFLOPS.
 COST, COST_TF32 = 15, 2
+
+#: Dtypes to which activations are packed for the backward pass.
+PACKED = ("int8", "uint8", "int16")
 
 #: What is found where an optimizer updates only scalars and vectors (a temperature), and no product leads to them.
 NO_PRODUCTS = "none: no matrix is trained"
@@ -80,6 +84,12 @@ def compute(seen: Observed, plan: Plan) -> Row:
     if wider - explained > limit:
         return Row(name, found, asked, Verdict.ALLOWED, "; ".join(dict.fromkeys(map(str, islands.values()))))
     return Row(name, found, asked, Verdict.AS_ASKED)
+
+
+def is_mostly_unknown(seen: Observed) -> bool:
+    """True if more than half of the trained products ran in kernels whose dtype is not known."""
+    products = products_of(seen, trained=True)
+    return 2 * sum(each.flops for each in products if each.dtype is None) > sum(each.flops for each in products)
 
 
 def scripted_fp32(seen: Observed, plan: Plan) -> list[Computed]:
@@ -140,9 +150,15 @@ def _advice(seen: Observed, plan: Plan) -> str:
     """Return what to do about products in another dtype than the policy's."""
     asked = plan.policy.compute_dtype.short
     products = products_of(seen, trained=True)
+    found = by_dtype(products)
+    low = [dtype for dtype in (*_rounded(seen, plan), *found) if dtype in ("fp16", "bf16") and dtype != asked]
+    if base := next((dtype for dtype in low if seen.frozen.get(dtype)), ""):
+        return (
+            f"The base model, which is not trained, is in {base} ({format_amount(seen.frozen[base])} parameters), and "
+            f"the gradients pass through what it computes: load it in {asked}"
+        )
     if _rounded(seen, plan):
         return "Something rounds them to that dtype (a hook of saved tensors, a cast in the forward pass): remove it"
-    found = by_dtype(products)
     if asked == "fp32" or (asked not in found and found.keys() & {"bf16", "fp16"}):
         return "Remove the autocast or the cast there, or choose a policy of that dtype"
     if asked not in found:
@@ -192,6 +208,17 @@ def _rounded(seen: Observed, plan: Plan) -> list[str]:
     return sorted(narrow & {"bf16", "fp16", "fp8", "fp4"} - expected)  # integers are masks and indices
 
 
+def saved_activations(seen: Observed, _plan: Plan) -> list[Row]:
+    """Show integers that backward converts to floating-point numbers, if they are as many as a tenth of the gradients.
+
+    They are activations that were packed for the backward pass, or large masks.
+    """
+    least = WIDER_SHARE * sum(seen.gradients.values())
+    packed = {dtype: elements for dtype, elements in seen.widened.items() if dtype in PACKED and elements > least}
+    found = ", ".join(f"{dtype}, {format_amount(elements)} elements" for dtype, elements in packed.items())
+    return [Row("saved activations", f"converted from {found}", "", Verdict.NOT_ASKED)] if packed else []
+
+
 def attention(seen: Observed, plan: Plan) -> list[Row]:
     """Compare the dtypes of attention. Autocast leaves some of it in FP32, which the model does not choose."""
     policy, products = plan.policy, products_of(seen, trained=True, attention=True)
@@ -211,9 +238,10 @@ def frozen(seen: Observed, plan: Plan) -> list[Row]:
 
     `allow: frozen` accepts a dtype.
     """
-    if not by_dtype(each for each in seen.computed if not each.trained):
+    products = [each for each in seen.computed if not each.trained and not each.evaluated]
+    if not by_dtype(products):
         return []
-    fewer_bits = narrower([each for each in seen.computed if not each.trained and each.inside], plan)
+    fewer_bits = narrower([each for each in products if each.inside], plan)
     found, asked = frozen_share(seen, least=0.0), plan.policy.compute_dtype.short
     if not fewer_bits:
         return [Row("frozen parts", found, "", Verdict.NOT_ASKED)]
@@ -233,12 +261,20 @@ def frozen(seen: Observed, plan: Plan) -> list[Row]:
 
 def frozen_share(seen: Observed, least: float = 0.01) -> str:
     """Return the dtypes of frozen parts and their share: `fp32, 99 % of the products`. Empty below the least share."""
-    work = sum(each.flops for each in seen.computed if not each.trained)
-    share = work / max(1, sum(each.flops for each in seen.computed))
-    if share <= least:
-        return ""
-    counts = by_dtype(each for each in seen.computed if not each.trained)
-    return f"{format_counts(counts)}, {format_share(share)} of the products" if counts else ""
+    return _share_of([each for each in seen.computed if not each.trained and not each.evaluated], seen, least)
+
+
+def evaluation(seen: Observed, _plan: Plan) -> list[Row]:
+    """Show the products of a trained model that was called without gradients: a validation, or text it generates."""
+    found = _share_of([each for each in seen.computed if each.evaluated], seen, least=0.0)
+    return [Row("evaluation", found, "", Verdict.NOT_ASKED)] if found else []
+
+
+def _share_of(products: list[Computed], seen: Observed, least: float) -> str:
+    """Return the dtypes of products and their share among all; empty below the least share."""
+    share = sum(each.flops for each in products) / max(1, sum(each.flops for each in seen.computed))
+    counts = by_dtype(products)
+    return f"{format_counts(counts)}, {format_share(share)} of the products" if counts and share > least else ""
 
 
 def fp32_modules(seen: Observed, _plan: Plan) -> list[Row]:
