@@ -115,7 +115,7 @@ def _begin(guard: Guard, launched: bool) -> None:
     import_hooks.after("torch", on_torch_import)
     import_hooks.after("transformer_engine", lambda _: guard.recorder.listen_to_modules())
     if guard.plan.enforce == "error":
-        exit_hooks.patch_os_exit(guard)
+        exit_hooks.patch_os_exit()
 
 
 def check_start(plan: Plan, *, launched: bool = True) -> None:

@@ -7,16 +7,19 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
 from mpguard.core.console import print_line
 from mpguard.core.errors import NotInForce
+from mpguard.core.patches import OWN, patch
 from mpguard.runtime import lost_ranks
 from mpguard.runtime.containment import contained, report_own_failure, without_wrappers
 from mpguard.runtime.crashes import print_cause
-from mpguard.runtime.guard import Guard
+from mpguard.runtime.guard import Guard, current
 from mpguard.runtime.messages import failure_message, not_in_force
+from mpguard.runtime.patches import checks
 from mpguard.runtime.proof import consensus, profiler
 from mpguard.runtime.ranks import had_group, is_reporting_rank, is_started_by_script, rank
 from mpguard.runtime.reporter import below_progress_bars
@@ -79,14 +82,25 @@ def print_failure(guard: Guard, error: NotInForce) -> None:
         print_line(f"mpguard: rank {rank()}: {failure_message(error)}")
 
 
-def patch_os_exit(guard: Guard) -> None:
+@patch(
+    "os:_exit",
+    needs=("status",),
+    reason="it skips the atexit handlers, in which a proof ends",
+    lost="a run that ends by os._exit has the status of the script, even if it is not in force",
+    check=checks.ends_at_once,
+    part=OWN,
+)
+def _exit_with_proof(original: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:
+    def _exit(status: int) -> NoReturn:
+        guard = current()
+        original(finish(guard, status) if guard is not None and os.getpid() == guard.process else status)
+
+    return _exit
+
+
+def patch_os_exit() -> None:
     """Patch `os._exit` so that a failed run cannot exit 0 by skipping atexit handlers."""
-    original = os._exit
-
-    def _exit(status: int) -> None:
-        original(finish(guard, status) if os.getpid() == guard.process else status)
-
-    os._exit = _exit  # type: ignore[assignment]
+    os._exit = _exit_with_proof(os._exit)  # type: ignore[assignment]
 
 
 class ExitHooks:

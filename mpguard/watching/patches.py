@@ -12,9 +12,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from mpguard.core import patches
+from mpguard.core.patches import WATCHING, AnyFunction, Patch, patch
 from mpguard.nn.compile import untraced
-from mpguard.runtime.patches import import_hooks
-from mpguard.runtime.patches.patch import AnyFunction, Patch
+from mpguard.runtime.patches import checks, import_hooks
 from mpguard.runtime.patches.table import apply_patch
 from mpguard.watching.containment import CONTAINMENT
 from mpguard.watching.current import current
@@ -23,17 +24,17 @@ from mpguard.watching.current import current
 @functools.cache
 def apply() -> None:
     """Apply each patch when its module is imported, and observe the steps of optimizers; once per process."""
-    for patch in PATCHES:
-        hook = CONTAINMENT.contained_hook(functools.partial(_apply, patch), patch.module)
-        import_hooks.after(patch.module, hook)
+    for each in PATCHES:
+        hook = CONTAINMENT.contained_hook(functools.partial(_apply, each), each.module)
+        import_hooks.after(each.module, hook)
     import_hooks.after("torch", _hook_optimizers)
     # Dynamo must not trace frames of these packages.
     import_hooks.after("torch._dynamo.trace_rules", lambda module: module.add("mpguard.watching"))
     import_hooks.after("torch._dynamo.trace_rules", lambda module: module.add("mpguard.runtime"))
 
 
-def _apply(patch: Patch, module: ModuleType) -> None:
-    apply_patch(patch, module, CONTAINMENT)
+def _apply(each: Patch, module: ModuleType) -> None:
+    apply_patch(each, module, CONTAINMENT)
 
 
 def _hook_optimizers(_torch: ModuleType) -> None:
@@ -74,6 +75,14 @@ def no_grad() -> contextlib.AbstractContextManager[Any]:
     return torch.no_grad()
 
 
+@patch(
+    "torch.autograd.graph:_engine_run_backward",
+    needs=("t_outputs",),
+    reason="the loss that a backward pass begins from",
+    lost="losses are not watched",
+    check=checks.step,
+    part=WATCHING,
+)
 def _backward(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -91,6 +100,14 @@ def _backward(original: AnyFunction) -> AnyFunction:
     return run
 
 
+@patch(
+    "torch.amp.grad_scaler:GradScaler.scale",
+    needs=("outputs",),
+    reason="shows that the loss of the next backward pass is scaled",
+    lost="losses are watched with the loss scale in them",
+    check=checks.scaled_step,
+    part=WATCHING,
+)
 def _scaler_scale(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def scale(self: Any, outputs: Any) -> Any:
@@ -103,6 +120,14 @@ def _scaler_scale(original: AnyFunction) -> AnyFunction:
     return scale
 
 
+@patch(
+    "torch.amp.grad_scaler:GradScaler.step",
+    needs=("optimizer",),
+    reason="shows if a step was skipped, and the loss scale",
+    lost="skipped steps and loss scales are not watched",
+    check=checks.scaled_step,
+    part=WATCHING,
+)
 def _scaler_step(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -122,6 +147,22 @@ def _scaler_step(original: AnyFunction) -> AnyFunction:
     return step
 
 
+@patch(
+    "torch.nn.utils.clip_grad:clip_grad_norm_",
+    needs=("norm_type",),
+    reason="the norm that it computes need not be computed again",
+    lost="norms of gradients are computed again",
+    check=checks.clipped,
+    part=WATCHING,
+)
+@patch(
+    "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel.clip_grad_norm_",
+    needs=("norm_type",),
+    reason="the same for FSDP1, over all ranks",
+    lost="norms of gradients are computed again",
+    check=checks.fsdp1,
+    part=WATCHING,
+)
 def _clip(original: AnyFunction) -> AnyFunction:
     signature = inspect.signature(original)
 
@@ -139,6 +180,14 @@ def _clip(original: AnyFunction) -> AnyFunction:
     return clip_grad_norm_
 
 
+@patch(
+    "deepspeed.runtime.engine:DeepSpeedEngine.backward",
+    needs=(),
+    reason="the loss before it is scaled",
+    lost="losses of DeepSpeed are not watched",
+    check=checks.deepspeed_engine,
+    part=WATCHING,
+)
 def _engine_backward(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def backward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,6 +202,14 @@ def _engine_backward(original: AnyFunction) -> AnyFunction:
     return backward
 
 
+@patch(
+    "deepspeed.runtime.engine:DeepSpeedEngine.step",
+    needs=("self",),
+    reason="the engine alone records which steps it skips",
+    lost="steps that DeepSpeed skips are not watched",
+    check=checks.deepspeed_engine,
+    part=WATCHING,
+)
 def _engine_step(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -175,6 +232,14 @@ def _engine_step(original: AnyFunction) -> AnyFunction:
     return step
 
 
+@patch(
+    "accelerate.accelerator:Accelerator.init_trackers",
+    needs=(),
+    reason="the trackers that the script has started",
+    lost="trackers of accelerate get no values of the watch",
+    check=checks.accelerator,
+    part=WATCHING,
+)
 def _init_trackers(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def init_trackers(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,6 +252,14 @@ def _init_trackers(original: AnyFunction) -> AnyFunction:
     return init_trackers
 
 
+@patch(
+    "accelerate.accelerator:Accelerator.end_training",
+    needs=(),
+    reason="it closes the trackers",
+    lost="the watch may write to trackers that are closed",
+    check=checks.accelerator,
+    part=WATCHING,
+)
 def _end_training(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def end_training(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -200,23 +273,4 @@ def _end_training(original: AnyFunction) -> AnyFunction:
     return end_training
 
 
-PATCHES = (
-    Patch("torch.autograd.graph", "_engine_run_backward", ("t_outputs",),
-          "the loss that a backward pass begins from", "torch 2.13.0", _backward),
-    Patch("torch.amp.grad_scaler", "GradScaler.scale", ("outputs",),
-          "shows that the loss of the next backward pass is scaled", "torch 2.13.0", _scaler_scale),
-    Patch("torch.amp.grad_scaler", "GradScaler.step", ("optimizer",),
-          "shows if a step was skipped, and the loss scale", "torch 2.13.0", _scaler_step),
-    Patch("torch.nn.utils.clip_grad", "clip_grad_norm_", ("norm_type",),
-          "the norm that it computes need not be computed again", "torch 2.13.0", _clip),
-    Patch("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.clip_grad_norm_",
-          ("norm_type",), "the same for FSDP1, over all ranks", "torch 2.13.0", _clip),
-    Patch("deepspeed.runtime.engine", "DeepSpeedEngine.backward", (),
-          "the loss before it is scaled", "deepspeed 0.19.8", _engine_backward),
-    Patch("deepspeed.runtime.engine", "DeepSpeedEngine.step", ("self",),
-          "the engine alone records which steps it skips", "deepspeed 0.19.8", _engine_step),
-    Patch("accelerate.accelerator", "Accelerator.init_trackers", (),
-          "the trackers that the script has started", "accelerate 1.15.0", _init_trackers),
-    Patch("accelerate.accelerator", "Accelerator.end_training", (),
-          "it closes the trackers", "accelerate 1.15.0", _end_training),
-)  # fmt: skip
+PATCHES = tuple(each for each in patches.PATCHES if each.part == WATCHING)

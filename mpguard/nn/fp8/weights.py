@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mpguard.core.errors import MpguardWarning, NotInForce
+from mpguard.core.patches import OWN, patch
 from mpguard.nn.compile import untraced
 from mpguard.nn.fp8 import amax_history
 from mpguard.nn.fp8.padding import PaddingState
@@ -230,6 +231,25 @@ def _stepped(optimizer: Any, _args: Any, _kwargs: Any) -> None:
 # -- DDP ---------------------------------------------------------------------------------------------------------------
 
 
+def _wrapped_in_ddp() -> None:
+    """DDP gets a module, and does not broadcast its weights if it is told so."""
+    from torch._C._distributed_c10d import HashStore
+
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        nn.parallel.DistributedDataParallel(nn.Linear(2, 2), init_sync=False)
+    finally:
+        dist.destroy_process_group()
+
+
+@patch(
+    "torch.nn.parallel.distributed:DistributedDataParallel.__init__",
+    needs=("module", "init_sync"),
+    reason="it broadcasts FP8 weights inexactly, and each rank would keep its own masters",
+    lost="each rank keeps its own exact values of FP8 weights under DDP",
+    check=_wrapped_in_ddp,
+    part=OWN,
+)
 def broadcast_masters(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap `DistributedDataParallel.__init__` so that all ranks start with the exact values of the first rank.
 

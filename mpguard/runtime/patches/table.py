@@ -1,54 +1,52 @@
-"""All patches and adjustments, and how they are applied.
+"""All patches and adjustments of the proof, and how they are applied.
 
-Each patch is applied to the module that defines its target when that module is imported, and only if the
-target still has the parameters that the wrapper relies on; otherwise a warning is logged, the patch is
-skipped, and the proof shows whether the policy is in force. Classes stay classes: methods are replaced, so
-`isinstance`, subclassing and pickling work as before.
+Each patch is applied to the module that defines its target when that module is imported, and only if the target still
+has the parameters that the wrapper relies on. Otherwise one line says what is lost, the proof has a row for it, and it
+shows whether the policy is in force. Classes stay classes: methods are replaced, so `isinstance`, subclassing and
+pickling work as before.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
-import sys
 from types import ModuleType
-from typing import Any
 
+from mpguard.core import patches
+from mpguard.core.patches import PROOF as PART
+from mpguard.core.patches import Adjustment, Patch
 from mpguard.runtime.containment import PROOF, Containment, contained_hook
-from mpguard.runtime.patches import (
-    accelerate,
-    autocast,
-    checkpointing,
-    deepspeed,
-    fsdp_gradients,
-    grad_scaler,
-    gradient_factors,
+from mpguard.runtime.patches import (  # noqa: F401  # importing them fills the table
+    accelerate_plugins,
+    compile_models,
+    deepspeed_engine,
+    fit,
     import_hooks,
-    process_group,
-    torch,
-    transformer_engine,
-    transformers,
+    te_optimizer_masters,
+    torch_autocast_regions,
+    torch_backward_recording,
+    torch_build_locks,
+    torch_checkpoint_recording,
+    torch_compiled_recording,
+    torch_ddp_conversion,
+    torch_fsdp_dtypes,
+    torch_fsdp_gradients,
+    torch_gradient_factors,
+    torch_module_casts,
+    torch_optimizer_conversion,
+    torch_plan_exchange,
+    torch_profiler_precedence,
+    torch_rnn_autocast,
+    torch_scaler_settings,
+    transformers_kernels,
+    transformers_trainer,
 )
-from mpguard.runtime.patches.patch import Adjustment, Patch
 
 log = logging.getLogger("mpguard")
 
-ADJUSTMENTS = torch.ADJUSTMENTS
+ADJUSTMENTS = tuple(patches.ADJUSTMENTS)
 
-PATCHES = (
-    *accelerate.PATCHES,
-    *transformers.PATCHES,
-    *deepspeed.PATCHES,
-    *torch.PATCHES,
-    *grad_scaler.PATCHES,
-    *autocast.PATCHES,
-    *checkpointing.PATCHES,
-    *fsdp_gradients.PATCHES,
-    *process_group.PATCHES,
-    *gradient_factors.PATCHES,
-    *transformer_engine.PATCHES,
-)
+PATCHES = tuple(each for each in patches.PATCHES if each.part == PART)
 
 
 def apply_patches() -> None:
@@ -65,12 +63,7 @@ def _adjust(adjustment: Adjustment, module: ModuleType) -> None:
     """Make an adjustment, or log why not."""
     reason = adjustment.apply(module)
     if reason is not None:
-        log.warning(
-            "mpguard: %s: %s: not changed; the proof shows whether the policy is in force (tested with %s)",
-            adjustment.what,
-            reason,
-            adjustment.tested,
-        )
+        _report(adjustment, f"{adjustment.what}: {reason}")
 
 
 def apply_patch(patch: Patch, module: ModuleType, containment: Containment = PROOF) -> None:
@@ -78,42 +71,23 @@ def apply_patch(patch: Patch, module: ModuleType, containment: Containment = PRO
 
     containment: of the part of mpguard that the patch belongs to.
     """
-    *path, name = patch.target.split(".")
-    owner: Any = module
-    for part in path:
-        owner = getattr(owner, part, None)
-    original = getattr(owner, name, None)
-    if original is None or getattr(original, containment.mark, False):
-        if original is None:
-            log.warning(
-                "mpguard: %s has no %s in the installed version: not wrapped; the proof shows whether the policy is in "
-                "force (tested with %s)",
-                patch.module,
-                patch.target,
-                patch.tested,
-            )
+    owner, name, original = fit.resolve(patch, module)
+    if getattr(original, containment.mark, False):
         return
-    missing = [parameter for parameter in patch.needs if parameter not in inspect.signature(original).parameters]
-    if missing:
-        log.warning(
-            "mpguard: %s.%s has no parameter %s in the installed version: not wrapped; the proof shows whether the "
-            "policy is in force (tested with %s)",
-            patch.module, patch.target, ", ".join(missing), patch.tested,
-        )  # fmt: skip
+    reason = fit.signature(patch, module)
+    if reason is not None:
+        _report(patch, reason)
         return
     if patch.traced:
         wrapped = patch.wrap(original)
     else:
-        wrapped = containment.contain(f"{patch.module}.{patch.target}", original, patch.wrap)
+        wrapped = containment.contain(patch.name, original, patch.wrap)
     setattr(wrapped, containment.mark, True)
-    setattr(owner, name, wrapped)
-    if not path:
-        _replace_imported(name, original, wrapped)
+    fit.replace(owner, name, original, wrapped)
 
 
-def _replace_imported(name: str, original: Any, wrapped: Any) -> None:
-    """Replace a function in the modules that have imported it by name already."""
-    for module in list(sys.modules.values()):
-        namespace = getattr(module, "__dict__", None)
-        if isinstance(namespace, dict) and namespace.get(name) is original:
-            namespace[name] = wrapped
+def _report(each: Patch | Adjustment, reason: str) -> None:
+    """Log once what a run loses without a patch; the proof has a row for it."""
+    line = patches.record_not_applied(each, reason)
+    if line is not None:
+        log.warning("mpguard: %s", line)

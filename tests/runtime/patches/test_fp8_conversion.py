@@ -29,8 +29,8 @@ from mpguard.runtime import guard as guards
 from mpguard.runtime.guard import Guard
 from mpguard.runtime.launch import launcher
 from mpguard.runtime.patches import fp8_conversion
-from mpguard.runtime.patches.torch import _optimized_module
-from mpguard.runtime.patches.transformer_engine import _adam_init
+from mpguard.runtime.patches.te_optimizer_masters import _adam_init
+from mpguard.runtime.patches.torch_compiled_recording import _optimized_module
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof import models
 from mpguard.targets.capabilities import left_out_at_start, require_supported

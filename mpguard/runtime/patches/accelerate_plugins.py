@@ -1,4 +1,4 @@
-"""Patches of accelerate."""
+"""Put the policy into the arguments and plugins of `Accelerator`, and record `LocalSGD`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from mpguard.core.patches import AnyFunction, patch
 from mpguard.nn import compile as compilation
 from mpguard.runtime import checkpoints
 from mpguard.runtime import guard as guards
-from mpguard.runtime.patches import fp8_conversion
-from mpguard.runtime.patches.compile import reporting_failures
-from mpguard.runtime.patches.patch import AnyFunction, Patch
+from mpguard.runtime.patches import checks, fp8_conversion, required
+from mpguard.runtime.patches.compile_models import reporting_failures
 from mpguard.runtime.plan import with_first_scale
 from mpguard.targets.capabilities import fp8_weights
 from mpguard.targets.inject import Change, build
@@ -25,6 +25,22 @@ from mpguard.targets.settings import ABSENT
 _compiled_for_policy: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+@patch(
+    "accelerate.accelerator:Accelerator.__init__",
+    needs=(
+        "mixed_precision",
+        "kwargs_handlers",
+        "fsdp_plugin",
+        "deepspeed_plugin",
+        "deepspeed_plugins",
+        "dynamo_plugin",
+        "dynamo_backend",
+    ),
+    reason="the YAML has no key for the FSDP policy (S12, S13), loss scaling or torchao (S17); code overrides it (S11)",
+    lost="accelerate computes in its own precision, without the policy's FSDP dtypes and loss scaling",
+    check=checks.accelerator,
+    required=required.any_policy,
+)
 def _accelerator(original: AnyFunction) -> AnyFunction:
     signature = inspect.signature(original)
 
@@ -134,6 +150,13 @@ def _accelerate_strategy(given: Mapping[str, Any]) -> str | None:
     return "ddp" if int(os.environ.get("WORLD_SIZE") or 1) > 1 else "single"
 
 
+@patch(
+    "accelerate.accelerator:Accelerator.prepare",
+    needs=("args", "device_placement"),
+    reason="compiling all blocks of a deep model as one graph takes minutes (benchmarks/results/compile_depth.json)",
+    lost="all blocks of a deep model are compiled as one graph, which takes minutes",
+    check=checks.accelerator,
+)
 def _prepare(original: AnyFunction) -> AnyFunction:
     """Compile deep models block by block, in place: accelerate's own regions are copies of the model's modules."""
 
@@ -194,6 +217,13 @@ def _fsdp_plugin(given: Any, wanted: Any, guard: guards.Guard) -> Any:
     return plugin
 
 
+@patch(
+    "accelerate.local_sgd:LocalSGD.__enter__",
+    needs=("self",),
+    reason="gradients are not reduced inside it, which is right there: it averages the weights",
+    lost="gradients that differ between ranks are refused inside of LocalSGD",
+    check=checks.accelerator,
+)
 def _local_sgd(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def __enter__(self: Any) -> Any:
@@ -205,6 +235,13 @@ def _local_sgd(original: AnyFunction) -> AnyFunction:
     return __enter__
 
 
+@patch(
+    "accelerate.local_sgd:LocalSGD.__exit__",
+    needs=("self",),
+    reason="the end of that",
+    lost="gradients that differ between ranks pass after LocalSGD",
+    check=checks.accelerator,
+)
 def _local_sgd_end(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def __exit__(self: Any, *args: Any) -> Any:
@@ -215,42 +252,3 @@ def _local_sgd_end(original: AnyFunction) -> AnyFunction:
         return result
 
     return __exit__
-
-
-PATCHES = (
-    Patch(
-        "accelerate.accelerator",
-        "Accelerator.__init__",
-        (
-            "mixed_precision", "kwargs_handlers", "fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins",
-            "dynamo_plugin", "dynamo_backend",
-        ),
-        "the YAML has no key for the FSDP policy (S12, S13), loss scaling or torchao (S17); code overrides it (S11)",
-        "accelerate 1.15.0",
-        _accelerator,
-    ),
-    Patch(
-        "accelerate.accelerator",
-        "Accelerator.prepare",
-        ("args", "device_placement"),
-        "compiling all blocks of a deep model as one graph takes minutes (benchmarks/results/compile_depth.json)",
-        "accelerate 1.15.0",
-        _prepare,
-    ),
-    Patch(
-        "accelerate.local_sgd",
-        "LocalSGD.__enter__",
-        ("self",),
-        "gradients are not reduced inside it, which is right there: it averages the weights",
-        "accelerate 1.15.0",
-        _local_sgd,
-    ),
-    Patch(
-        "accelerate.local_sgd",
-        "LocalSGD.__exit__",
-        ("self",),
-        "the end of that",
-        "accelerate 1.15.0",
-        _local_sgd_end,
-    ),
-)  # fmt: skip

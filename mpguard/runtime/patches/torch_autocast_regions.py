@@ -1,4 +1,4 @@
-"""Patches of `torch.autocast`: regions in which the script computes a part without it are named in the proof."""
+"""Record where the script switches `torch.autocast` off around a part: the proof names it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ import sys
 from types import FrameType
 from typing import Any
 
+from mpguard.core.patches import AnyFunction, patch
 from mpguard.runtime import guard as guards
-from mpguard.runtime.patches.patch import AnyFunction, Patch
+from mpguard.runtime.patches import checks
 
 #: The module of `torch.autocast`, and the function in it that switches autocast off around `custom_fwd(cast_inputs=)`.
 AUTOCAST, CUSTOM_FWD = "torch.amp.autocast_mode", "decorate_fwd"
 
 
+@patch(
+    "torch.amp.autocast_mode:autocast.__enter__",
+    needs=("self",),
+    reason="products in FP32 are as the script says where it has switched autocast off around a part",
+    lost="a part that the script computes in FP32 on purpose is not named",
+    check=checks.autocast,
+)
 def _enter(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def __enter__(self: Any) -> Any:
@@ -26,6 +34,13 @@ def _enter(original: AnyFunction) -> AnyFunction:
     return __enter__
 
 
+@patch(
+    "torch.amp.autocast_mode:autocast.__exit__",
+    needs=("self",),
+    reason="products in FP32 are as the script says where it has switched autocast off around a part",
+    lost="a part that the script computes in FP32 on purpose is not named",
+    check=checks.autocast,
+)
 def _exit(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def __exit__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,16 +60,3 @@ def _is_of_custom_fwd() -> bool:
     if frame is None:
         return False
     return frame.f_globals.get("__name__") == AUTOCAST and frame.f_code.co_name == CUSTOM_FWD
-
-
-PATCHES = tuple(
-    Patch(
-        AUTOCAST,
-        f"autocast.{method}",
-        ("self",),
-        "products in FP32 are as the script says where it has switched autocast off around a part",
-        "torch 2.13.0",
-        wrap,
-    )
-    for method, wrap in (("__enter__", _enter), ("__exit__", _exit))
-)

@@ -1,4 +1,4 @@
-"""Patches of Transformer Engine."""
+"""Show before models are converted if Transformer Engine's FusedAdam has FP32 masters."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ import functools
 import inspect
 from typing import Any
 
+from mpguard.core.patches import AnyFunction, patch
 from mpguard.runtime import guard as guards
-from mpguard.runtime.patches.patch import AnyFunction, Patch
+from mpguard.runtime.patches import checks
 
 #: The attributes and arguments of FusedAdam that show whether it has FP32 master weights.
 MASTERS = ("master_weights", "master_weight_dtype", "store_param_remainders")
 
 
+@patch(
+    "transformer_engine.pytorch.optimizers.fused_adam:FusedAdam.__init__",
+    needs=MASTERS,
+    reason="models are converted in the __init__ of torch's Optimizer, where it does not show yet if it has "
+    "FP32 masters",
+    lost="parameters in FP8 are not kept with FusedAdam: it is not known if it has FP32 masters",
+    check=checks.fused_adam,
+)
 def _adam_init(original: AnyFunction) -> AnyFunction:
     signature = inspect.signature(original)
 
@@ -27,15 +36,3 @@ def _adam_init(original: AnyFunction) -> AnyFunction:
         original(self, *args, **kwargs)
 
     return __init__
-
-
-PATCHES = (
-    Patch(
-        "transformer_engine.pytorch.optimizers.fused_adam",
-        "FusedAdam.__init__",
-        MASTERS,
-        "models are converted in the __init__ of torch's Optimizer, where it does not show yet if it has FP32 masters",
-        "Transformer Engine 2.20.2",
-        _adam_init,
-    ),
-)

@@ -9,13 +9,14 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mpguard.core.patches import AnyFunction, patch
 from mpguard.nn import compile as compilation
 from mpguard.nn import cuda_graphs
 from mpguard.runtime import compile_progress
 from mpguard.runtime import guard as guards
 from mpguard.runtime.containment import contained
 from mpguard.runtime.guard import Guard
-from mpguard.runtime.patches.patch import AnyFunction
+from mpguard.runtime.patches import checks, required
 from mpguard.runtime.proof.models import models_of
 from mpguard.runtime.proof.observe import updated_by
 from mpguard.runtime.proof.verdict import Refusal
@@ -61,6 +62,14 @@ def reporting_failures(guard: Guard) -> Callable[[str], None] | None:
     return None if guard.plan.policy.compile is True else report
 
 
+@patch(
+    "torch:compile",
+    needs=("model", "backend", "mode"),
+    reason="models are compiled in the mode of the policy, whoever compiles them",
+    lost="models are compiled in the script's mode, not in compile_mode of the policy",
+    check=checks.compiled,
+    required=required.with_compile_mode,
+)
 def in_the_policys_mode(original: AnyFunction) -> AnyFunction:
     """Return `torch.compile` with the policy's `compile_mode` for models; other functions keep their own.
 

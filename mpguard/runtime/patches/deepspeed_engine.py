@@ -1,4 +1,4 @@
-"""Patches of DeepSpeed."""
+"""Put the policy into DeepSpeed's config, and record which steps its engine applies."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+from mpguard.core.patches import AnyFunction, patch
 from mpguard.runtime import guard as guards
-from mpguard.runtime.patches import deepspeed_config, fp8_conversion, fp32_modules, master_weights
-from mpguard.runtime.patches.patch import AnyFunction, Patch
+from mpguard.runtime.patches import checks, deepspeed_config, fp8_conversion, fp32_modules, master_weights, required
 from mpguard.runtime.proof.observe import innermost
 from mpguard.runtime.proof.products import short
 from mpguard.runtime.proof.remarks import Remark
@@ -18,6 +18,14 @@ from mpguard.runtime.proof.remarks import Remark
 _ENABLED = {"bf16": "bfloat16_enabled", "fp16": "fp16_enabled"}
 
 
+@patch(
+    "deepspeed:initialize",
+    needs=("args", "config", "config_params"),
+    reason="reduction and master dtypes can only be set in its config; `auto` and a missing section mean FP32 (S8, S9)",
+    lost="DeepSpeed computes and reduces in the dtypes of its own config",
+    check=checks.deepspeed_engine,
+    required=required.with_deepspeed,
+)
 def _deepspeed_initialize(original: AnyFunction) -> AnyFunction:
     signature = inspect.signature(original)
 
@@ -54,6 +62,14 @@ def _deepspeed_initialize(original: AnyFunction) -> AnyFunction:
     return initialize
 
 
+@patch(
+    "deepspeed.runtime.engine:DeepSpeedEngine.step",
+    needs=("self",),
+    reason="ZeRO steps its optimizer per group, and skips steps without a log: the engine alone knows what was applied",
+    lost="the proof does not know which steps of DeepSpeed were applied",
+    check=checks.deepspeed_engine,
+    required=required.with_deepspeed,
+)
 def _engine_step(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,6 +97,13 @@ def _engine_step(original: AnyFunction) -> AnyFunction:
     return step
 
 
+@patch(
+    "deepspeed.runtime.torch_autocast:autocast_if_enabled",
+    needs=("engine",),
+    reason="the engine disables an autocast region around it, and logs that once",
+    lost="autocast around a DeepSpeed engine is not reported",
+    check=checks.deepspeed_engine,
+)
 def _autocast_in_engine(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def autocast_if_enabled(engine: Any) -> Any:
@@ -123,31 +146,3 @@ def _engine_scaler(engine: Any) -> dict[str, Any] | None:
         "scale": float(scale),
         "window": window.get("scale_window") if dynamic else None,
     }
-
-
-PATCHES = (
-    Patch(
-        "deepspeed",
-        "initialize",
-        ("args", "config", "config_params"),
-        "reduction and master dtypes can only be set in its config; `auto` and a missing section mean FP32 (S8, S9)",
-        "deepspeed 0.19.8",
-        _deepspeed_initialize,
-    ),
-    Patch(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine.step",
-        ("self",),
-        "ZeRO steps its optimizer per group, and skips steps without a log: the engine alone records what was applied",
-        "deepspeed 0.19.8",
-        _engine_step,
-    ),
-    Patch(
-        "deepspeed.runtime.torch_autocast",
-        "autocast_if_enabled",
-        ("engine",),
-        "the engine disables an autocast region around it, and logs that once",
-        "deepspeed 0.19.8",
-        _autocast_in_engine,
-    ),
-)  # fmt: skip

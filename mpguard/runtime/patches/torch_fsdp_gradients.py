@@ -9,14 +9,25 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from mpguard.core.patches import AnyFunction, patch
 from mpguard.runtime import guard as guards
-from mpguard.runtime.patches.patch import AnyFunction, Patch
+from mpguard.runtime.patches import checks
 
 
+@patch(
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._get_grad_inner_tensor",
+    needs=("grad",),
+    reason="gradients of norms are summed over tensor parallel ranks in the compute dtype, before FSDP casts "
+    "them (S36)",
+    lost="gradients of norms are summed over tensor parallel ranks in the compute dtype",
+    check=checks.fsdp2,
+)
 def _take_gradient(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def _get_grad_inner_tensor(self: Any, grad: Any) -> Any:
-        partial = any(placement.is_partial() for placement in getattr(grad, "placements", ()))
+        # Since torch 2.14 a plain gradient of a parameter with `spmd_types` becomes a DTensor inside of the original.
+        spmd: Any = getattr(self, "_spmd_grad_placements", None) if getattr(self, "is_spmd_types", False) else None
+        partial = any(placement.is_partial() for placement in spmd or getattr(grad, "placements", None) or ())
         wider = self.reduce_dtype is not None and self.reduce_dtype.itemsize > grad.dtype.itemsize
         if guards.current() is not None and partial and wider:
             grad = grad.to(self.reduce_dtype)
@@ -25,6 +36,13 @@ def _take_gradient(original: AnyFunction) -> AnyFunction:
     return _get_grad_inner_tensor
 
 
+@patch(
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce",
+    needs=("fsdp_params", "unsharded_grads"),
+    reason="FSDP2 refuses gradients of different dtypes: after the cast for the sum, the others are cast too (S36)",
+    lost="gradients of norms are summed over tensor parallel ranks in the compute dtype",
+    check=checks.fsdp2,
+)
 def _reduce(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def foreach_reduce(fsdp_params: Any, unsharded_grads: list[Any], *args: Any, **kwargs: Any) -> Any:
@@ -35,23 +53,3 @@ def _reduce(original: AnyFunction) -> AnyFunction:
         return original(fsdp_params, unsharded_grads, *args, **kwargs)
 
     return foreach_reduce
-
-
-PATCHES = (
-    Patch(
-        "torch.distributed.fsdp._fully_shard._fsdp_param",
-        "FSDPParam._get_grad_inner_tensor",
-        ("grad",),
-        "gradients of norms are summed over tensor parallel ranks in the compute dtype, before FSDP casts them (S36)",
-        "torch 2.13.0",
-        _take_gradient,
-    ),
-    Patch(
-        "torch.distributed.fsdp._fully_shard._fsdp_collectives",
-        "foreach_reduce",
-        ("fsdp_params", "unsharded_grads"),
-        "FSDP2 refuses gradients of different dtypes: after the cast for the sum, the others are cast too (S36)",
-        "torch 2.13.0",
-        _reduce,
-    ),
-)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Patches of torch's gradient scalers: what they scale, which steps they skip, and who sets the scale."""
+"""Put the policy's loss scaling into GradScalers, and record what they scale, which steps they skip, who sets the scale."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ import functools
 import inspect
 from typing import Any
 
+from mpguard.core.patches import AnyFunction, patch
 from mpguard.runtime import casts
 from mpguard.runtime import guard as guards
-from mpguard.runtime.patches.patch import AnyFunction, Patch
+from mpguard.runtime.patches import checks, required
 from mpguard.runtime.plan import first_scale
 from mpguard.runtime.proof.observe import innermost
 from mpguard.targets.inject import Change, build
 
 
+@patch(
+    "torch.amp.grad_scaler:GradScaler.__init__",
+    needs=("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"),
+    reason="loss scaling of a custom training loop",
+    lost="the loss scale is the script's, and the proof compares what it sees of the scaler",
+    check=checks.scaled_step,
+    required=required.in_fp16,
+)
 def _scaler_init(original: AnyFunction) -> AnyFunction:
     signature = inspect.signature(original)
 
@@ -43,6 +52,14 @@ def _scaler_init(original: AnyFunction) -> AnyFunction:
     return __init__
 
 
+@patch(
+    "torch.amp.grad_scaler:GradScaler.step",
+    needs=("optimizer",),
+    reason="shows if a step was applied, and which scaler scaled it",
+    lost="the proof does not know which steps a GradScaler has skipped",
+    check=checks.scaled_step,
+    required=required.in_fp16,
+)
 def _scaler_step(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,6 +83,13 @@ def _scaler_step(original: AnyFunction) -> AnyFunction:
     return step
 
 
+@patch(
+    "torch.amp.grad_scaler:GradScaler.update",
+    needs=("new_scale",),
+    reason="shows if a scaler of several optimizers is updated after the step of each",
+    lost="a scaler that is updated several times in a step is not reported",
+    check=checks.scaled_step,
+)
 def _scaler_update(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def update(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -92,6 +116,20 @@ def _scaler_facts(scaler: Any) -> dict[str, Any]:
     }
 
 
+@patch(
+    "torch.amp.grad_scaler:GradScaler.scale",
+    needs=("outputs",),
+    reason="shows if the loss of a backward pass was scaled",
+    lost="the proof does not know if the loss of a backward pass was scaled",
+    check=checks.scaled_step,
+)
+@patch(
+    "torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler.scale",
+    needs=("outputs",),
+    reason="the same: FSDP1's scaler has its own `scale`",
+    lost="the proof does not know if the loss of a backward pass was scaled",
+    check=checks.fsdp1_scaler,
+)
 def _scaler_scale(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def scale(self: Any, outputs: Any) -> Any:
@@ -106,6 +144,13 @@ def _scaler_scale(original: AnyFunction) -> AnyFunction:
     return scale
 
 
+@patch(
+    "torch.amp.grad_scaler:GradScaler.load_state_dict",
+    needs=("state_dict",),
+    reason="shows if a resumed run has loaded its loss scale",
+    lost="a resumed run that loses its loss scale is not reported",
+    check=checks.scaled_step,
+)
 def _scaler_load_state_dict(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -117,55 +162,3 @@ def _scaler_load_state_dict(original: AnyFunction) -> AnyFunction:
         return result
 
     return load_state_dict
-
-
-PATCHES = (
-    Patch(
-        "torch.amp.grad_scaler",
-        "GradScaler.__init__",
-        ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"),
-        "loss scaling of a custom training loop",
-        "torch 2.13.0",
-        _scaler_init,
-    ),
-    Patch(
-        "torch.amp.grad_scaler",
-        "GradScaler.step",
-        ("optimizer",),
-        "shows if a step was applied, and which scaler scaled it",
-        "torch 2.13.0",
-        _scaler_step,
-    ),
-    Patch(
-        "torch.amp.grad_scaler",
-        "GradScaler.update",
-        ("new_scale",),
-        "shows if a scaler of several optimizers is updated after the step of each",
-        "torch 2.13.0",
-        _scaler_update,
-    ),
-    Patch(
-        "torch.amp.grad_scaler",
-        "GradScaler.scale",
-        ("outputs",),
-        "shows if the loss of a backward pass was scaled",
-        "torch 2.13.0",
-        _scaler_scale,
-    ),
-    Patch(
-        "torch.distributed.fsdp.sharded_grad_scaler",
-        "ShardedGradScaler.scale",
-        ("outputs",),
-        "the same: FSDP1's scaler has its own `scale`",
-        "torch 2.13.0",
-        _scaler_scale,
-    ),
-    Patch(
-        "torch.amp.grad_scaler",
-        "GradScaler.load_state_dict",
-        ("state_dict",),
-        "shows if a resumed run has loaded its loss scale",
-        "torch 2.13.0",
-        _scaler_load_state_dict,
-    ),
-)

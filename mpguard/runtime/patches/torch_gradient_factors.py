@@ -1,4 +1,4 @@
-"""Patches of what torch multiplies gradients by: clipping, and the division by the loss scale.
+"""Record what torch multiplies gradients by: clipping, and the division by the loss scale.
 
 Between these and backward passes, reductions and steps only the script changes gradients: see `HandOffs`.
 """
@@ -9,11 +9,26 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+from mpguard.core.patches import AnyFunction, patch
 from mpguard.runtime import guard as guards
-from mpguard.runtime.patches.patch import AnyFunction, Patch
+from mpguard.runtime.patches import checks
 from mpguard.runtime.proof.observe import innermost
 
 
+@patch(
+    "torch.nn.utils.clip_grad:clip_grad_norm_",
+    needs=("parameters",),
+    reason="clipping changes gradients between a backward pass and the step: what it finds and leaves is compared",
+    lost="gradients that were clipped are not compared with those of the backward pass",
+    check=checks.clipped,
+)
+@patch(
+    "torch.nn.utils.clip_grad:clip_grad_value_",
+    needs=("parameters",),
+    reason="clipping changes gradients between a backward pass and the step: what it finds and leaves is compared",
+    lost="gradients that were clipped are not compared with those of the backward pass",
+    check=checks.clipped,
+)
 def _clip(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -27,6 +42,13 @@ def _clip(original: AnyFunction) -> AnyFunction:
     return clip
 
 
+@patch(
+    "torch.amp.grad_scaler:GradScaler.unscale_",
+    needs=("optimizer",),
+    reason="gradients that the script has divided by the loss scale itself are divided twice",
+    lost="gradients that are divided twice by the loss scale are not reported",
+    check=checks.scaled_step,
+)
 def _unscale(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def unscale_(self: Any, optimizer: Any) -> Any:
@@ -37,26 +59,3 @@ def _unscale(original: AnyFunction) -> AnyFunction:
             return original(self, optimizer)
 
     return unscale_
-
-
-PATCHES = (
-    *(
-        Patch(
-            "torch.nn.utils.clip_grad",
-            name,
-            ("parameters",),
-            "clipping changes gradients between a backward pass and the step: what it finds and leaves is compared",
-            "torch 2.13.0",
-            _clip,
-        )
-        for name in ("clip_grad_norm_", "clip_grad_value_")
-    ),
-    Patch(
-        "torch.amp.grad_scaler",
-        "GradScaler.unscale_",
-        ("optimizer",),
-        "gradients that the script has divided by the loss scale itself are divided twice",
-        "torch 2.13.0",
-        _unscale,
-    ),
-)

@@ -1,0 +1,153 @@
+"""The table of patches: what is changed in libraries, why, and what is lost without it.
+
+`@patch("torch.optim.optimizer:Optimizer.__init__", ...)` stands on the wrapper; the table is what was decorated.
+Importing this module imports no library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, TypeVar
+
+from mpguard.core.tested import DISTRIBUTIONS, SHOWN, TESTED, Window
+
+#: A function of a library, or a wrapper of one.
+AnyFunction = Callable[..., Any]
+
+_Wrap = TypeVar("_Wrap", bound=AnyFunction)
+
+#: The parts of mpguard that apply patches. OWN: applied by the module that declares it, at a time that it chooses.
+PROOF, WATCHING, OWN = "proof", "watching", "own"
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """A function of a library that is wrapped.
+
+    module: the module that defines it. target: `Class.method` or `function` in that module. needs: the parameters that
+    the wrapper relies on; without one of them the patch is not applied. reason: why it is wrapped, with the S-numbers
+    of docs/findings.md. lost: what a run does without it; patches with the same text are reported in one line.
+    wrap: takes the original function and returns the wrapper. check: a small program of the library: the target is
+    called in it, and it raises `AssertionError` if the library behaves in another way than the wrapper relies on.
+    required: takes a policy and a strategy, and returns True if a run cannot have them without the patch. tested: the
+    versions, if others than those of the library in `TESTED`.
+    traced: True for a function that a model's forward pass calls: dynamo must trace its wrapper, which therefore is not
+    in `mpguard.runtime`, whose frames dynamo skips, and whose own failures are not contained. `check` then shows a
+    behaviour that only the wrapped library has; where it has it anyway, the patch is obsolete.
+    """
+
+    module: str
+    target: str
+    needs: tuple[str, ...]
+    reason: str
+    lost: str
+    wrap: AnyFunction
+    check: Callable[[], None]
+    part: str = PROOF
+    required: Callable[[Any, str | None], bool] | None = None
+    tested: Window | None = None
+    traced: bool = False
+
+    @property
+    def library(self) -> str:
+        return self.module.partition(".")[0]
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.target}"
+
+    @property
+    def window(self) -> Window | None:
+        """The versions that it was tested with; None for Python's own modules."""
+        return self.tested or TESTED.get(self.library)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adjustment:
+    """A change of a library that is no wrapped function: an option, an operator's kernel.
+
+    module: the module after whose import it is made. what: the option or the operator. reason, lost, tested: as in
+    `Patch`. apply: takes the module, and returns why it could not make the change, None if it did; it leaves a user's
+    own value.
+    """
+
+    module: str
+    what: str
+    reason: str
+    lost: str
+    apply: Callable[[ModuleType], str | None]
+    tested: Window | None = None
+
+    @property
+    def library(self) -> str:
+        return self.module.partition(".")[0]
+
+    @property
+    def name(self) -> str:
+        return self.what
+
+    @property
+    def window(self) -> Window | None:
+        return self.tested or TESTED.get(self.library)
+
+
+PATCHES: list[Patch] = []
+ADJUSTMENTS: list[Adjustment] = []
+
+#: Why patches and adjustments were not applied in this process, by what is lost.
+not_applied: dict[str, str] = {}
+
+
+def patch(
+    target: str,
+    *,
+    needs: tuple[str, ...],
+    reason: str,
+    lost: str,
+    check: Callable[[], None],
+    part: str = PROOF,
+    required: Callable[[Any, str | None], bool] | None = None,
+    tested: Window | None = None,
+    traced: bool = False,
+) -> Callable[[_Wrap], _Wrap]:
+    """Put a wrapper into the table. target: `module:Class.method` or `module:function`; the rest as in `Patch`."""
+    module, _, name = target.partition(":")
+
+    def collect(wrap: _Wrap) -> _Wrap:
+        PATCHES.append(Patch(module, name, needs, reason, lost, wrap, check, part, required, tested, traced))
+        return wrap
+
+    return collect
+
+
+def adjustment(
+    module: str, what: str, *, reason: str, lost: str, tested: Window | None = None
+) -> Callable[[Callable[[ModuleType], str | None]], Callable[[ModuleType], str | None]]:
+    """Put a change that is no wrapped function into the table; the arguments are those of `Adjustment`."""
+
+    def collect(apply: Callable[[ModuleType], str | None]) -> Callable[[ModuleType], str | None]:
+        ADJUSTMENTS.append(Adjustment(module, what, reason, lost, apply, tested))
+        return apply
+
+    return collect
+
+
+def installed(library: str) -> str:
+    """Return `transformers 5.30.0`: the library as messages name it, with its version if that is known."""
+    shown = SHOWN.get(library, library)
+    try:
+        return f"{shown} {importlib.metadata.version(DISTRIBUTIONS.get(library, library))}"
+    except importlib.metadata.PackageNotFoundError:
+        return shown
+
+
+def record_not_applied(each: Patch | Adjustment, reason: str) -> str | None:
+    """Record that a patch is not applied, and return the line to print; None if its loss was recorded before."""
+    if each.lost in not_applied:
+        return None
+    tested = f" (tested with {SHOWN.get(each.library, each.library)} {each.window})" if each.window is not None else ""
+    not_applied[each.lost] = f"{installed(each.library)}: {reason}"
+    return f"{installed(each.library)}: {reason}: {each.lost}{tested}"

@@ -1,0 +1,102 @@
+"""Which patches apply: to the installed libraries, by running their programs, and to libraries that have changed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the real library runs here")
+
+from mpguard.core.patches import PATCHES, Patch
+from mpguard.runtime.patches import fit, table
+
+#: What is obsolete by a test of its behaviour: (patch, a library with which it is). Nothing else may be.
+OBSOLETE = {"transformers.masking_utils.find_packed_sequence_indices", "transformers.masking_utils.create_causal_mask"}
+
+
+def test_every_patch_does_what_it_is_for_with_the_installed_libraries() -> None:
+    """Transformer Engine is installed with a GPU only: there tests/gpu trains with its patch."""
+    run = subprocess.run([sys.executable, "-m", "mpguard.runtime.patches.fit"], capture_output=True, text=True)
+    found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"patch"')]
+    assert len(found) > 50, run.stderr[-2000:]
+    lost = [(each["patch"], each["reason"]) for each in found if each["state"] == fit.LOST]
+    assert not lost and run.returncode == 0
+    absent = {each["library"] for each in found if each["state"] == fit.ABSENT}
+    assert absent <= {"transformer_engine"}
+    assert {each["patch"] for each in found if each["state"] == fit.OBSOLETE} <= OBSOLETE
+
+
+def test_reading_the_files_of_the_installed_libraries_finds_every_target() -> None:
+    found = list(fit.read(PATCHES, sys.path))
+    assert [(each.patch.name, each.reason) for each in found if each.state == fit.LOST] == []
+    assert {each.state for each in found} <= {fit.APPLIES, fit.ABSENT}
+
+
+def test_reading_a_library_that_has_changed(tmp_path: Path) -> None:
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('it is not imported')\n")
+    (package / "masking_utils.py").write_text(
+        "def find_packed_sequence_indices(positions): ...\n"
+        "if True:\n    def _ignore_causal_mask_sdpa(padding_mask, q, kv_length, local_attention_size=None): ...\n"
+        "from .other import create_causal_mask\n"
+    )
+    (package / "trainer.py").write_text("class Trainer:\n    pass\n\nclass Other(Trainer):\n    pass\n")
+    chosen = [each for each in table.PATCHES if each.library == "transformers"]
+    found = {each.patch.target: (each.state, each.reason) for each in fit.read(chosen, [str(tmp_path)])}
+    name = "transformers.masking_utils.find_packed_sequence_indices"
+    assert found["find_packed_sequence_indices"] == (fit.LOST, f"{name} has no parameter position_ids")
+    assert found["_ignore_causal_mask_sdpa"] == (fit.APPLIES, "")
+    assert found["create_causal_mask"] == (fit.APPLIES, ""), "imported from elsewhere"
+    assert found["create_chunked_causal_mask"][0] == fit.LOST
+    missing = "there is no Trainer._save_optimizer_and_scheduler in transformers.trainer"
+    assert found["Trainer._save_optimizer_and_scheduler"] == (fit.LOST, missing)
+    assert found["_grouped_mm"] == (fit.LOST, "there is no module transformers.integrations.moe")
+    assert {each.state for each in fit.read(chosen, [str(tmp_path / "empty")])} == {fit.ABSENT}
+
+
+def _patch(check: object, *, traced: bool = False) -> Patch:
+    def wrap(original: object) -> object:
+        return lambda *args: "wrapped"
+
+    return Patch("colorsys", "rgb_to_hsv", ("r",), "reason", "lost", wrap, check, traced=traced)  # type: ignore[arg-type]
+
+
+def test_a_patch_whose_program_does_not_call_its_target_does_not_apply() -> None:
+    import colorsys
+
+    def calls() -> None:
+        """Calls it."""
+        colorsys.rgb_to_hsv(1, 0, 0)
+
+    def calls_another() -> None:
+        """Calls another function."""
+        colorsys.hsv_to_rgb(1, 0, 0)
+
+    def fails() -> None:
+        """Calls it, and finds another behaviour."""
+        assert colorsys.rgb_to_hsv(1, 0, 0) == (0, 0, 0), "another colour"
+
+    states = {}
+    for check in (calls, calls_another, fails):
+        [states[check.__name__]] = list(fit.behaviours([_patch(check)]))
+    assert states["calls"].state == fit.APPLIES
+    assert states["calls_another"].reason == "it is not called in: Calls another function."
+    assert states["fails"].state == fit.LOST and "another colour" in states["fails"].reason
+    assert colorsys.rgb_to_hsv(1, 0, 0) == (0.0, 1.0, 1), "the original is back"
+
+
+@pytest.mark.parametrize(("wanted", "state"), [("wrapped", fit.APPLIES), ((0.0, 1.0, 1), fit.OBSOLETE), (1, fit.LOST)])
+def test_a_traced_patch_is_obsolete_where_the_library_has_the_behaviour(wanted: object, state: str) -> None:
+    import colorsys
+
+    def program() -> None:
+        """Has the behaviour."""
+        assert colorsys.rgb_to_hsv(1, 0, 0) == wanted
+
+    [found] = fit.behaviours([_patch(program, traced=True)])
+    assert found.state == state
