@@ -14,6 +14,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 from mpguard.core import patches
 from mpguard.core.patches import Patch
 from mpguard.runtime.patches import table
+from mpguard.runtime.proof.checks import model
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,8 @@ def test_patches_that_lose_the_same_are_one_line(caplog: pytest.LogCaptureFixtur
     [line] = caplog.messages
     assert "attention runs with a mask: about 13 % slower in BF16 (tested with transformers 5.0 to 5.24)" in line
     assert patches.not_applied.keys() == {"attention runs with a mask: about 13 % slower in BF16"}
+    [row] = model.not_applied(None, None)  # type: ignore[arg-type]
+    assert row.name == "patches" and row.found.startswith("not applied: attention runs with a mask")
 
 
 def test_every_adjustment_has_its_reason_and_one_that_does_not_fit_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -51,6 +51,7 @@ CHECKS: dict[str, Callable[[Observed, Plan], Row | list[Row]]] = {
     "tf32": compute.tf32,
     "compile": model.compiled,
     "attention mask": model.attention_mask,
+    "patches": model.not_applied,
     "kept in bf16": model.kept,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpguard.core import patches
 from mpguard.nn import compile as compilation
 from mpguard.policy.allow import BF16
 from mpguard.policy.dtype import Dtype
@@ -108,6 +109,12 @@ def _compile_mode(seen: Observed, asked: str) -> Row:
         left_out = f"{seen.without_cuda_graphs} of the compiled graphs of this process have no CUDA graph"
         return Row(name, f"{asked}; {left_out} (TORCH_LOGS=cudagraphs says why)", asked, Verdict.NOT_ASKED)
     return Row(name, asked, asked, Verdict.AS_ASKED)
+
+
+def not_applied(_seen: Observed, _plan: Plan) -> list[Row]:
+    """Show the patches that do not apply to the installed libraries, by what the run loses without them."""
+    lost = "; ".join(f"{lost} ({reason})" for lost, reason in patches.not_applied.items())
+    return [Row("patches", f"not applied: {lost}", "", Verdict.NOT_ASKED)] if lost else []
 
 
 def attention_mask(seen: Observed, _plan: Plan) -> list[Row]:
