@@ -114,7 +114,7 @@ def clipped() -> None:
     model(_input()).sum().backward()
     assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)) > 0, "clip_grad_norm_ returns no norm"
     torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
-    assert float(model[0].weight.grad.abs().max()) <= 0.1, "clip_grad_value_ does not clip"
+    assert float(model[0].weight.grad.abs().max()) < 0.11, "clip_grad_value_ does not clip"
 
 
 # -- torch: modules and checkpoints --------------------------------------------------------------
