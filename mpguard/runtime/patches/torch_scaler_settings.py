@@ -1,4 +1,4 @@
-"""Put the policy's loss scaling into GradScalers, and record what they scale, which steps they skip, who sets the scale."""
+"""Put the policy's loss scaling into GradScalers, and record what they scale and skip, and who sets the scale."""
 
 from __future__ import annotations
 
