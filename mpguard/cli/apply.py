@@ -1,4 +1,4 @@
-"""Write a recipe into existing config files: accelerate YAML, DeepSpeed JSON, axolotl YAML.
+"""Write a recipe into existing configs: accelerate, DeepSpeed, axolotl, LLaMA-Factory, Megatron Bridge, NeMo 1.x.
 
 Comments, order, anchors, quotes and file mode are kept. All files are checked before the
 first one is written, and each is replaced atomically.
@@ -21,7 +21,8 @@ from mpguard import targets
 from mpguard.core.console import Line, printable, write_lines
 from mpguard.core.errors import ConfigError, PolicyError
 from mpguard.core.text_edits import apply_edits, write_atomically
-from mpguard.document import Document, mp_yaml, read
+from mpguard.document import Document, dialects, mp_yaml, read
+from mpguard.policy import hardware, recipes
 from mpguard.policy.policy import Policy
 from mpguard.targets import capabilities
 from mpguard.targets.inject import Change
@@ -37,6 +38,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "files", nargs="+", type=Path, metavar="FILE", help="config files; their kind is detected from their content"
     )
     parser.add_argument(
+        "--override",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="another value for a field of the recipe, such as grad_reduce_in_fp32=false (repeatable)",
+    )
+    parser.add_argument(
         "--check", action="store_true", help="write nothing; exit with 1 if a file differs from the recipe"
     )
     parser.add_argument("--diff", action="store_true", help="write nothing; print the changes as a unified diff")
@@ -45,7 +53,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One file: the changes that the recipe needs, the text after them, and notes for the user."""
+    """One file: the changes that the recipe needs, the text after them, and notes for the user.
+
+    at_launch: the recipe is `auto`, which each launch decides, so that nothing of it is in the file.
+    """
 
     document: Document
     kind: str
@@ -54,6 +65,7 @@ class Job:
     changes: tuple[Change, ...]
     text: str
     notes: tuple[str, ...]
+    at_launch: bool = False
 
     @property
     def path(self) -> str:
@@ -61,13 +73,26 @@ class Job:
 
     @property
     def not_carried(self) -> list[str]:
-        return targets.get(self.kind).not_carried(self.policy, self.strategy)
+        if self.at_launch:
+            return []
+        found = targets.get(self.kind).not_carried(self.policy, self.strategy)
+        sharded = self.kind not in capabilities.GUARDED_TARGETS and (self.strategy or "").startswith("fsdp")
+        if sharded and not self.policy.grad_reduce_in_fp32:  # accelerate's FSDP reduces in the compute dtype (S13)
+            found = [field for field in found if field != "grad_reduce_in_fp32"]
+        return found
 
 
 def run(options: argparse.Namespace) -> int:
-    recipe, policy = mp_yaml.resolved(options.recipe)
+    policy = recipes.recipe(options.recipe)
+    recipe = options.recipe.replace("-", "_")
+    given = _given(options.override, options.recipe)
     documents = _documents(options.files)
-    jobs = [_job(document, recipe, _policy(document, documents, recipe, policy), documents) for document in documents]
+    jobs = []
+    for document in documents:
+        if recipe == mp_yaml.AUTO_RECIPE:
+            jobs.append(_job_of_auto(document, policy, given, documents))
+        else:
+            jobs.append(_job(document, recipe, _policy(document, documents, recipe, policy, given), documents, given))
     writes = not (options.check or options.diff)
     if writes:
         _write([job for job in jobs if job.changes])
@@ -94,22 +119,35 @@ def _documents(paths: list[Path]) -> list[Document]:
                 wrong.append(f"{document.path}: is not a config; a YAML or JSON file is needed")
             continue
         if document.kind is None:
-            wrong.append(
-                f"{document.path}: is not an accelerate, DeepSpeed or axolotl config, nor one that another plugin "
-                f"recognizes; its keys are {_keys(document)}"
-            )
+            wrong.append(f"{document.path}: {dialects.unread(document)}")
     if wrong:
         raise ConfigError("\n".join(wrong))
     return documents
 
 
-def _keys(document: Document) -> str:
-    names = [f"`{key}`" for key in document.data]
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "none"
+def _given(words: list[str], recipe: str) -> dict[str, Any]:
+    """Return the fields that `--override` names. Raises `ConfigError` for words of another form."""
+    import yaml
+
+    found: dict[str, Any] = {}
+    for word in words:
+        field, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(f"--override {word}: FIELD=VALUE is needed, such as grad_reduce_in_fp32=false")
+        found[field.replace("-", "_")] = yaml.safe_load(value)
+    recipes.recipe(recipe).replace(**found)  # raises for an unknown field, and for values that cannot be
+    return found
 
 
-def _policy(document: Document, documents: list[Document], recipe: str, policy: Policy) -> Policy:
-    """Return the recipe with the overrides for it in the file, or in the accelerate config that names the file."""
+def _policy(
+    document: Document, documents: list[Document], recipe: str, policy: Policy, given: dict[str, Any]
+) -> Policy:
+    """Return the recipe with the overrides for it in the file, or in the accelerate config that names the file.
+
+    given: the overrides of the command line, which replace those.
+    """
+    if given:
+        return policy.replace(**given)
     sources = [document] if document.kind == "accelerate" else [each for each in documents if _names(each, document)]
     for source in sources:
         stored = mp_yaml.stored(source)
@@ -127,7 +165,27 @@ def _names(document: Document, other: Document) -> bool:
     return os.path.realpath(other.path) in map(os.path.realpath, candidates)
 
 
-def _job(document: Document, recipe: str, policy: Policy, documents: list[Document]) -> Job:
+def _job_of_auto(document: Document, policy: Policy, given: dict[str, Any], documents: list[Document]) -> Job:
+    """Return the job of `auto`: for a run that mpguard launches, the decision is left to each launch.
+
+    Other trainers have no launch of mpguard that decides: their files get what this machine's GPU selects.
+    Raises `PolicyError` without a GPU.
+    """
+    name = policy.name.removeprefix(recipes.AUTO)
+    if document.kind in capabilities.GUARDED_TARGETS:
+        changes = mp_yaml.changes(document.data, mp_yaml.AUTO_RECIPE, given) if document.kind == "accelerate" else []
+        text = apply_edits(document.text, document.edits(changes))
+        note = f"each launch decides by its own GPU (here: {name}); other keys of the file are left as they are"
+        return Job(document, str(document.kind), policy, None, tuple(changes), text, (note,), at_launch=True)
+    if hardware.detect().gpu is None:
+        raise PolicyError(
+            f"{document.path}: `auto` is decided by the GPU, and this machine has none. Name a recipe, or apply it "
+            "where the run will be"
+        )
+    return _job(document, name, recipes.recipe(name).replace(**given), documents, given)
+
+
+def _job(document: Document, recipe: str, policy: Policy, documents: list[Document], given: dict[str, Any]) -> Job:
     kind = document.kind
     assert kind is not None  # `_documents` has checked it
     target = targets.get(kind)
@@ -135,7 +193,7 @@ def _job(document: Document, recipe: str, policy: Policy, documents: list[Docume
     try:
         changes = targets.differences(document.data, policy, kind)
         if kind == "accelerate":
-            changes = [*mp_yaml.changes(document.data, recipe, _overrides(document, recipe)), *changes]
+            changes = [*mp_yaml.changes(document.data, recipe, given or _overrides(document, recipe)), *changes]
         strategy = target.read_strategy(document.data)
         capabilities.require_supported(kind, policy, strategy)
         text = apply_edits(document.text, document.edits(changes))
@@ -147,6 +205,8 @@ def _job(document: Document, recipe: str, policy: Policy, documents: list[Docume
     other = mp_yaml.deepspeed_file(document.data) if kind == "accelerate" else None
     if other is not None and not any(_names(document, each) for each in documents):
         notes.append(f"the precision is set in {other}; pass that file to `mpguard apply` too")
+    if (unknown := dialects.unknown_keys(document)) is not None:
+        notes.append(unknown)
     return Job(document, kind, policy, strategy, tuple(changes), text, tuple(notes))
 
 
@@ -192,7 +252,7 @@ def _lines(jobs: list[Job], recipe: str, written: bool) -> Iterator[Line]:
     width = max(len(job.path) for job in jobs)
     for job in jobs:
         rows = [(str(change), "yellow" if change.overrides else "green") for change in job.changes]
-        rows = rows or [(f"matches {recipe}", "")]
+        rows = rows or [(_without_changes(job, recipe), "")]
         notes = (*job.notes, *map(partial(_not_carried_note, job), job.not_carried))
         rows += [(f"note: {note}", "") for note in notes]
         for index, (text, style) in enumerate(rows):
@@ -208,6 +268,13 @@ def _lines(jobs: list[Job], recipe: str, written: bool) -> Iterator[Line]:
     else:
         differ = "differ" if len(changed) > 1 else "differs"
         yield [(f"{files} {differ} from {recipe}, {settings}. Nothing was written.", "")]
+
+
+def _without_changes(job: Job, recipe: str) -> str:
+    """Return the line of a file without changes. It matches only if all its keys of precision are known."""
+    if job.at_launch or dialects.unknown_keys(job.document) is None:
+        return f"matches {recipe}"
+    return f"has the keys of {recipe} that mpguard knows"
 
 
 def _not_carried_note(job: Job, field: str) -> str:

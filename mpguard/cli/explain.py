@@ -5,6 +5,7 @@ mpguard explain mp.yaml train.py --stock         the same without mpguard
 mpguard explain run.sh                           the launch line of a shell script, Makefile or README
 mpguard explain --launch "accelerate launch --mixed_precision fp16 train.py"
 mpguard explain mp.yaml --live proof.json        what a run did, by its proof
+mpguard explain axolotl.yml                      a config of axolotl, LLaMA-Factory, Megatron Bridge, NeMo 1.x
 
 The files are read, never imported or run; torch is not needed. FILE is accelerate's config, a DeepSpeed
 JSON, a Python script, or a file with a launch line, in any order. Exit status: 0 explained, 1 the run
@@ -47,6 +48,8 @@ def run(options: argparse.Namespace) -> int:
         paths = [Path(str(proof["config"]))]
     if proof is not None and not paths and options.launch is None:
         found = explain.Explanation("proof", ())
+    elif options.launch is None and (config := explain.trainer_config(paths)) is not None:
+        found = explain.explain_config(config)
     else:
         found = explain.explain(
             explain.gather(paths, options.launch, stock=options.stock, hooked=bool(installed())), machine

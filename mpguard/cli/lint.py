@@ -24,7 +24,7 @@ from mpguard.lint.project import tree
 from mpguard.lint.source.files import READS, Target, collect, kind_of, too_deep
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from mpguard.lint.project.launch_configs import LaunchConfig
 
@@ -64,6 +64,8 @@ def _run(options: argparse.Namespace) -> int:
     targets = (*collected.targets, *((stdin,) if stdin else ()))
     reports, fixing = _reports(targets, options, configs), _fixing(options)
 
+    for note in _other_programs(reports):
+        print_message(note)
     trouble, failed = list(collected.refused), set[str]()
     for defect in (defect for report in reports for defect in report.defects):
         print_message(f"{defect}\n{defect.traceback.rstrip()}")
@@ -122,6 +124,19 @@ def _reports(
         known = [next(others) if report is None else report for report in known]
     earlier.write()
     return [report for report in known if report is not None]
+
+
+def _other_programs(reports: Sequence[FileReport]) -> Iterator[str]:
+    """Yield a line for each config that was named and is of a program whose configs mpguard does not read."""
+    for report in reports:
+        target = report.target
+        if not target.named or target.kind != "config" or target.data is not None or report.findings:
+            continue
+        from mpguard.document import dialects, read
+
+        document = read(Path(target.path))
+        if document.kind is None and dialects.other_program(document.data) is not None:
+            yield f"{target.path}: {dialects.unread(document)}"
 
 
 def _configs(options: argparse.Namespace) -> tuple[LaunchConfig, ...]:

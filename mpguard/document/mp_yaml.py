@@ -24,7 +24,7 @@ from mpguard.document import Document, Entry, read
 from mpguard.policy import hardware
 from mpguard.policy.allow import Allowance, allowances
 from mpguard.policy.policy import FIELD_NAMES, Policy
-from mpguard.policy.recipes import AUTO, auto_on
+from mpguard.policy.recipes import auto_on
 from mpguard.policy.recipes import recipe as named
 from mpguard.targets.inject import Change
 from mpguard.targets.settings import ABSENT, lookup, show
@@ -167,16 +167,6 @@ def _check_overrides(document: Document, overrides: Entry, recipe: Entry | None)
             raise ConfigError(f"{document.where(f'{OVERRIDES}.{field}')}: is a section; a single value is needed")
     if overrides.value and recipe is None:
         raise ConfigError(f"{where}: overrides no recipe; `mpguard_recipe` is needed next to it")
-
-
-def resolved(recipe: str) -> tuple[str, Policy]:
-    """Return the name under which `apply` stores a recipe, and its policy. Raises `UnknownRecipe`.
-
-    `auto` is stored as the recipe that it selects on this machine, since the other keys of the file depend on that too.
-    """
-    policy = named(recipe)
-    name = policy.name.removeprefix(AUTO) if policy.name.startswith(AUTO) else recipe.replace("-", "_")
-    return name, named(name)
 
 
 def changes(config: Mapping[str, Any], recipe: str, overrides: Mapping[str, Any] | None = None) -> list[Change]:

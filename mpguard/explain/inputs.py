@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mpguard.core import settings, tracked_fs
 from mpguard.core.errors import ConfigError, did_you_mean_file
-from mpguard.document import Document, read
+from mpguard.document import Document, dialects, read
 from mpguard.explain.model import Given, Origin, SettingLayer
 from mpguard.lint.project import launch_lines
 from mpguard.lint.source.files import kind_of
@@ -115,6 +115,14 @@ def gather(
     )
 
 
+def trainer_config(paths: Sequence[Path]) -> Document | None:
+    """Return the config of a training program that starts itself, if that is the only file; None otherwise."""
+    if len(paths) != 1 or not paths[0].is_file() or kind_of(str(paths[0])) != "config":
+        return None
+    document = read(paths[0])
+    return document if not document.problems and document.kind in dialects.DIALECTS else None
+
+
 def _by_kind(paths: Sequence[Path]) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for path in paths:
@@ -146,8 +154,10 @@ def _kind(path: Path) -> str:
         document = _document(path)
         if document.kind in ("accelerate", "deepspeed"):
             return document.kind
-        what = f"a config of {document.kind}" if document.kind else "neither"
-        raise ConfigError(f"{path}: `explain` reads configs of accelerate and DeepSpeed; this is {what}")
+        if document.kind is not None and document.kind in dialects.DIALECTS:
+            title = dialects.DIALECTS[document.kind].title
+            raise ConfigError(f"{path}: a config of {title} is explained alone; give no other file, and no --launch")
+        raise ConfigError(f"{path}: {dialects.unread(document)}")
     raise ConfigError(
         f"{path}: `explain` reads accelerate's config, a DeepSpeed JSON, a Python script, and launch lines in .sh, "
         "Makefile, .md"

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from mpguard.core.text_edits import Span as Span
     from mpguard.document import Document as Document
     from mpguard.document import Entry as Entry
+    from mpguard.document import dialects as dialects
     from mpguard.document import mp_yaml as mp_yaml
     from mpguard.document import validation as validation
-    from mpguard.document.schemas import accelerate, axolotl, deepspeed, llamafactory
+    from mpguard.document.schemas import accelerate, axolotl, deepspeed, llamafactory, megatron_bridge
     from mpguard.lint.configs import accelerate_config as accelerate_config
     from mpguard.lint.configs import config_edits as config_edits
     from mpguard.lint.configs import launch_expectations as launch_expectations
@@ -139,6 +140,7 @@ if TYPE_CHECKING:
     from mpguard.targets.settings import show as show
 
     accelerate_keys, axolotl_keys, deepspeed_keys, llamafactory_keys = accelerate, axolotl, deepspeed, llamafactory
+    megatron_bridge_keys = megatron_bridge
     fp8_facts, library_names, trace_facts = fp8, api_names, trace
 
 #: Where each name is defined: module -> names. A test compares this and `_MODULES` with the imports above, which only
@@ -229,10 +231,12 @@ _MODULES = {
     "capabilities": "mpguard.targets.capabilities",
     "config_edits": "mpguard.lint.configs.config_edits",
     "deepspeed_keys": "mpguard.document.schemas.deepspeed",
+    "dialects": "mpguard.document.dialects",
     "document": "mpguard.document",
     "fp8_facts": "mpguard.lint.facts.domain.fp8",
     "imports": "mpguard.lint.facts.syntax.imports",
     "launch_expectations": "mpguard.lint.configs.launch_expectations",
+    "megatron_bridge_keys": "mpguard.document.schemas.megatron_bridge",
     "library_names": "mpguard.lint.facts.values.api_names",
     "lightning": "mpguard.lint.facts.domain.lightning",
     "mp_yaml": "mpguard.document.mp_yaml",

@@ -124,9 +124,16 @@ def unsupported_fields(policy: Policy, targets: Iterable[str], strategy: str | N
 
 
 def require_supported(target: str, policy: Policy, strategy: str | None = None) -> None:
-    """Raise `PolicyError` if a required field is carried by nothing in a run of this target."""
+    """Raise `PolicyError` if a required field is carried by nothing in a run of this target.
+
+    Other trainers decide the dtype of the reduction and of the master weights themselves: the config is written, and
+    `Plugin.not_carried` has what it lacks.
+    """
     targets = targets_of_run(target, policy, strategy)
-    if message := unsupported_message(policy, unsupported_fields(policy, targets, strategy), targets):
+    fields = unsupported_fields(policy, targets, strategy)
+    if target not in GUARDED_TARGETS:
+        fields = [field for field in fields if policy.explicit(field) and field != "grad_reduce_in_fp32"]
+    if message := unsupported_message(policy, fields, targets):
         raise PolicyError(message)
 
 

@@ -41,12 +41,15 @@ def axolotl(policy: Policy, strategy: str | None) -> Settings:
     full = policy.master_dtype is Dtype.BF16
     gathered = policy.fp8_param_gather and policy.fp8_recipe == "tensorwise" and strategy == "fsdp2"
     settings: dict[str, Any] = {
-        "bf16": Setting(policy.bf16 and not full, "auto is FP16 on a GPU without BF16"),
+        "bf16": Setting(
+            policy.bf16 and not full,
+            "bfloat16 trains without FP32 weights" if full else "auto is FP16 on a GPU without BF16",
+        ),
         "fp16": _switch(policy.fp16),
         "bfloat16": _switch(full),
         "float16": _switch(False),
         "fp8": _switch(policy.fp8 is not None),
-        "fp8_enable_fsdp_float8_all_gather": _switch(bool(policy.fp8 and gathered)),
+        "fp8_enable_fsdp_float8_all_gather": _switch(bool(policy.fp8 and gathered), _NOT_GATHERED),
     }
     if policy.fp8:
         settings["fp8_config.recipe"] = Setting(policy.fp8_recipe, default=_DEFAULT_RECIPE)
@@ -98,9 +101,13 @@ def _norms(policy: Policy, strategy: str | None) -> Setting:
     return Setting(True)
 
 
-def _switch(on: bool) -> Setting:
+#: Why the all-gather is off.
+_NOT_GATHERED = "the policy does not store parameters in FP8 (fp8_param), or has no tensorwise scales"
+
+
+def _switch(on: bool, reason: str = "") -> Setting:
     """Return the setting of a switch that is off by default, where null and false are equivalent."""
-    return Setting(True) if on else Setting(ABSENT, equivalent=lambda found: not found)
+    return Setting(True) if on else Setting(ABSENT, reason, equivalent=lambda found: not found)
 
 
 @axolotl.detector

@@ -75,6 +75,14 @@ def _off() -> Setting:
     return Setting(ABSENT, equivalent=lambda found: not found)
 
 
+@nemo.detector
+def is_config(config: Mapping[str, Any]) -> bool:
+    """True for a config of a Megatron model of NeMo 1.x: `trainer`, and keys of `model` that only these have."""
+    own = ("megatron_amp_O2", "transformer_engine", "fp8_e4m3", "fp8_hybrid", "native_amp_init_scale", "mcore_gpt")
+    model, trainer = config.get("model"), config.get("trainer")
+    return isinstance(model, Mapping) and isinstance(trainer, Mapping) and any(key in model for key in own)
+
+
 @nemo.reader
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the policy fields of a NeMo 1.x YAML, or of its `model` section, or of the FP8 arguments alone.

@@ -15,6 +15,7 @@ from mpguard import targets
 from mpguard.cli import main
 from mpguard.core import text_edits
 from mpguard.document import mp_yaml, read
+from mpguard.policy import hardware
 
 REASON = "configs are read by accelerate itself"
 load_config_from_file = pytest.importorskip(
@@ -209,7 +210,7 @@ BAD = {
     "nul.yaml": (YAML.encode() + b"\0", "nul.yaml:9: a NUL byte"),
     "empty.yaml": (b"", "empty.yaml: is empty"),
     "broken.json": (b'{"fp16": {"enabled": true},}', "broken.json:1: invalid JSON: a comma before `}`"),
-    "package.json": (b'{"name": "x"}', "package.json: is not an accelerate, DeepSpeed or axolotl config"),
+    "package.json": (b'{"name": "x"}', "package.json: is no config of accelerate, DeepSpeed, axolotl, LLaMA-Factory"),
     "key.yaml": (YAML.encode() + b"fp8_config: {mpguard_recpe: fp32}\n", "key.yaml:9: `fp8_config.mpguard_recpe`: "),
     "section.yaml": (YAML.encode() + b"fp8_config: TE\n", "section.yaml:9: `fp8_config`: is TE; a section is needed"),
     "anchor.yaml": (YAML.replace("fp16  #", "&p fp16  #").encode() + b"x: *p\n", "anchor.yaml:9: "),
@@ -271,3 +272,60 @@ def test_json_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     assert changes["mixed_precision"] == {"old": "fp16", "new": "bf16", "why": ""}
     assert "old" not in changes["fp8_config.mpguard_recipe"]
     assert "new" not in changes["deepspeed_config.mixed_precision"]
+
+
+AXOLOTL_FSDP2 = """\
+base_model: model
+datasets:
+  - path: data
+bf16: true
+fsdp_version: 2
+fsdp_config:
+  reshard_after_forward: true
+"""
+
+
+@pytest.mark.parametrize("recipe", ["bf16_mixed", "bf16_full", "hopper_bf16_with_fp8_mixed"])
+def test_what_axolotl_cannot_carry_is_reported_and_not_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("axolotl.yml").write_text(AXOLOTL_FSDP2)
+    assert main(["apply", recipe, "axolotl.yml"]) == 0
+    assert "note: this file has no setting for grad_reduce_in_fp32=True" in capsys.readouterr().out
+    assert main(["apply", "--check", "--override", "grad_reduce_in_fp32=false", recipe, "axolotl.yml"]) == 0
+    assert "grad_reduce_in_fp32" not in capsys.readouterr().out, "accelerate's FSDP reduces in BF16 by itself"
+
+
+def test_overrides_of_the_command_line_are_stored_in_an_accelerate_config(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\n"
+    Path("mp.yaml").write_text(text)
+    assert main(["apply", "--override", "grad_reduce_in_fp32=false", "bf16_mixed", "mp.yaml"]) == 0
+    found = yaml.safe_load(Path("mp.yaml").read_text())["fp8_config"]
+    assert found == {"mpguard_recipe": "bf16_mixed", "mpguard_overrides": {"grad_reduce_in_fp32": False}}
+    for words, line in (
+        (["--override", "grad_reduce_in_fp32"], "FIELD=VALUE is needed"),
+        (["--override", "grad_reduce=false"], "a policy has no field `grad_reduce`; did you mean"),
+        (["--override", "fp16=true"], "bf16 and fp16 are both True"),
+    ):
+        assert main(["apply", *words, "bf16_mixed", "mp.yaml"]) == 2
+        assert line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("before", ["mixed_precision: fp16\n", "mixed_precision: 'no'\n", ""])
+def test_auto_is_left_to_the_launch(before: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\n{before}"
+    Path("mp.yaml").write_text(text)
+    assert main(["apply", "auto", "mp.yaml"]) == 0
+    assert "each launch decides by its own GPU" in capsys.readouterr().out
+    assert Path("mp.yaml").read_text() == text + "fp8_config:\n  mpguard_recipe: auto\n"
+    assert main(["apply", "--check", "auto", "mp.yaml"]) == 0
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 2}, "fp16": {"enabled": true}}')
+    assert main(["apply", "--check", "auto", "ds.json"]) == 0
+
+
+def test_auto_needs_a_gpu_for_a_trainer_that_mpguard_does_not_launch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("axolotl.yml").write_text(AXOLOTL_FSDP2)
+    monkeypatch.setattr(hardware, "detect", hardware.Hardware)
+    assert main(["apply", "auto", "axolotl.yml"]) == 2
+    assert "`auto` is decided by the GPU, and this machine has none. Name a recipe" in capsys.readouterr().err
+    assert Path("axolotl.yml").read_text() == AXOLOTL_FSDP2

@@ -209,7 +209,7 @@ def test_live_shows_what_a_run_did(capsys: pytest.CaptureFixture[str]) -> None:
         (("run.sh",), "run.sh: has 2 launch lines; name the script"),
         (("broken.py",), "broken.py:1: is not Python that mpguard can read"),
         (("broken.yaml",), "broken.yaml:"),
-        (("other.json",), "explain` reads configs of accelerate and DeepSpeed; this is neither"),
+        (("other.json",), "is no config of accelerate, DeepSpeed, axolotl"),
         (("mp.yaml", "--live", "broken.yaml"), "is not a proof"),
         (("mp.yaml", "--live", "old.json"), "is a proof of version 0"),
         (("mp.yaml", "--live", "gone.json"), "gone.json: cannot be read"),

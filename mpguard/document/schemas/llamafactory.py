@@ -20,8 +20,3 @@ KEYS = frozenset({
     "infer_dtype", "quantization_method", "quantization_bit", "quantization_type", "double_quantization", "tf32",
     "bf16_full_eval", "fp16_full_eval", "torch_compile", "fp16_opt_level", "half_precision_backend", "compute_dtype",
 })  # fmt: skip
-
-
-def is_config(data: object) -> bool:
-    """True if the content of a file is a config of LLaMA-Factory."""
-    return isinstance(data, dict) and {"finetuning_type", "stage"} <= set(data)

@@ -52,7 +52,7 @@ class ConfigAgainstRecipe(ConfigRule):
     severity = "error"
     message = "{what}, the recipe `{recipe}` needs {needed}"
     help = "run `mpguard apply`, or list intended differences in `mpguard_overrides`"
-    kinds = ("accelerate", "deepspeed", "axolotl")
+    kinds = ("accelerate", "deepspeed", "axolotl", "llamafactory", "megatron-bridge", "nemo")
     examples = (
         Bad(
             """\

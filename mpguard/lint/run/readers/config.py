@@ -1,4 +1,4 @@
-"""Configs of accelerate, DeepSpeed, axolotl and LLaMA-Factory. Most YAML and JSON is neither, and is skipped."""
+"""Configs of accelerate, DeepSpeed and training programs. Most YAML and JSON is none, and is skipped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGEST_FOUND = 256 << 10
 _CONFIG_LIKE = lazy_pattern(
     rb"(?:^|[{,])[ \t]*[\"']?(?:compute_environment|distributed_type|mixed_precision"
     rb"|(?:fp8|fsdp|deepspeed|dynamo)_config|zero_optimization|train_(?:micro_)?batch_size\w*|torch_autocast|bf16|fp16|bfloat16|float16|fp8|base_model"
-    rb"|data_types|finetuning_type)[\"']?[ \t]*:",
+    rb"|data_types|finetuning_type|precision|transformer_engine|megatron_amp_O2|train_iters)[\"']?[ \t]*:",
     re.M,
 )
 #: What a config that does not parse must hold to be reported: a key that other files do not have, at a line's start.
@@ -59,13 +59,6 @@ def _is_template(read: Document) -> bool:
     return any(_PLACEHOLDER.match(read.text, place) for place in (start, max(start - 1, 0)))
 
 
-def _other_kind(read: Document) -> str | None:
-    """Return the kind of a config that mpguard checks and does not write."""
-    from mpguard.document.schemas import llamafactory
-
-    return "llamafactory" if llamafactory.is_config(read.data) else None
-
-
 def check(data: bytes, context: Context) -> FileCheck:
     """Check a YAML or JSON file, if it was named or is a config that mpguard supports."""
     named = context.target.named
@@ -75,7 +68,7 @@ def check(data: bytes, context: Context) -> FileCheck:
 
     read = document.decode(data, context.path)
     lines = Lines(read.text)
-    kind = None if read.root is None else read.kind or _other_kind(read)
+    kind = None if read.root is None else read.kind
     diagnostics: list[Diagnostic] = []
     defects: list[Defect] = []
     ran = set(context.selection.codes)

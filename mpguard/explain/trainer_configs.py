@@ -1,0 +1,59 @@
+"""Explain the config of a training program that starts itself: axolotl, LLaMA-Factory, Megatron Bridge, NeMo 1.x.
+
+Such a file decides the run alone: its keys of precision, with their places, and the policy that they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from mpguard.core.errors import PolicyError
+from mpguard.document import Document
+from mpguard.document.dialects import DIALECTS
+from mpguard.explain.inputs import origin_of
+from mpguard.explain.model import Explanation, Origin, Resolved, UnreadKey
+from mpguard.policy.policy import Policy
+from mpguard.targets.plugin import get
+
+
+def explain_config(document: Document) -> Explanation:
+    """Return the explanation of one config. Its kind must be one of `DIALECTS`."""
+    kind = str(document.kind)
+    dialect = DIALECTS[kind]
+    stops: tuple[str, ...] = ()
+    policy: list[Resolved] = []
+    try:
+        policy = list(_policy(document, kind))
+    except PolicyError as error:
+        stops = (f"{document.path}: {error}",)
+    unknown = {entry.path for entry in dialect.unknown(document)}
+    written = [
+        Resolved(".".join(entry.path), entry.value, origin_of(document, ".".join(entry.path)))
+        for entry in dialect.entries(document)
+        if entry.path not in unknown and not isinstance(entry.value, dict)
+    ]
+    return Explanation(
+        title=f"{Path(document.path).as_posix()} · {dialect.title} · without mpguard",
+        settings=(*written, *policy),
+        unread=tuple(_unread(document, kind)),
+        stops=stops,
+        notes=(f"The keys are those of {dialect.title} {dialect.version}. `mpguard apply` writes a recipe into them.",),
+    )
+
+
+def _policy(document: Document, kind: str) -> Iterator[Resolved]:
+    """Yield the fields of the policy that the keys mean together. Raises `PolicyError` if they mean none."""
+    origin = Origin("YAML", document.path)
+    found = Policy.of({**get(kind).read(document.data), "name": kind})
+    yield Resolved("compute_dtype", found.compute_dtype.short, origin)
+    for name, value in found.settings().items():
+        yield Resolved(f"policy.{name}", value, origin)
+
+
+def _unread(document: Document, kind: str) -> Iterator[UnreadKey]:
+    dialect = DIALECTS[kind]
+    for entry in dialect.unknown(document):
+        key = ".".join(entry.path)
+        why = f"keys that mpguard does not know: {dialect.title} {dialect.version} has no such key"
+        yield UnreadKey(key, origin_of(document, key), why)
