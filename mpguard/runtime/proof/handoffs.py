@@ -205,7 +205,8 @@ class HandOffs:
         self._hand_off("gradients", when, tracked, scale)
 
     def _leave(self, keys: Collection[int]) -> None:
-        self._left |= _gradients({key: each for key, each in self._tracked().items() if key in keys})
+        if not is_capturing():
+            self._left |= _gradients({key: each for key, each in self._tracked().items() if key in keys})
 
     def reduction_finds(self, parameters: Iterable[torch.Tensor], flat: torch.Tensor | None) -> None:
         """Compare what a collective of the script sends with what was left, and forget that: others are added to it.

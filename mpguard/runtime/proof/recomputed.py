@@ -37,7 +37,7 @@ def base_of(optimizer: Any) -> Any:
     if kinds[0].__module__.startswith("torch.optim"):
         return None
     base: Any = next((kind for kind in kinds if kind.__module__.startswith("torch.optim.")), None)
-    if base is None or base.__name__ not in ELEMENTWISE or "step" not in vars(base):
+    if base is None or base.__name__ not in ELEMENTWISE:
         return None
     return base if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(base.step) else None
 
@@ -63,8 +63,10 @@ def after(optimizer: Any, base: Any, known: Before) -> torch.Tensor:
     again: Any = object.__new__(base)
     again.__dict__.update(vars(optimizer))
     again.param_groups = [{**known.group, "params": [weight], "foreach": False, "fused": False}]
-    again.state = defaultdict(dict, {weight: known.states} if known.states else {})
-    inspect.unwrap(base.step)(again)
+    states = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in known.states.items()}
+    again.state = defaultdict(dict, {weight: states} if states else {})
+    with torch.no_grad():
+        inspect.unwrap(base.step)(again)
     return weight.detach()
 
 

@@ -1,0 +1,164 @@
+"""Values of gradients between hand-offs, and of weights between steps."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the real library runs here")
+
+import torch
+from torch import nn
+
+from mpguard.runtime.proof import gradients, handoffs, master_values, recomputed, samples
+
+
+def backward(watch: gradients.Gradients, loss: torch.Tensor) -> None:
+    with watch.during_backward([loss], True):
+        loss.backward()
+
+
+def layers(*widths: int) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(width, 3)) for width in widths]
+
+
+def pass_of(watch: gradients.Gradients, own: list[nn.Parameter]) -> None:
+    backward(watch, torch.stack([(each * torch.randn_like(each)).sum() for each in own]).sum())
+
+
+def test_the_first_hook_of_a_tensor_is_the_one_that_samples() -> None:
+    (own,) = layers(40)
+    calls: list[str] = []
+
+    def rounds(each: Any) -> None:
+        calls.append("script")
+        each.grad.copy_(each.grad.bfloat16())
+
+    own.register_post_accumulate_grad_hook(rounds)
+    watch = gradients.Gradients()
+    pass_of(watch, [own])
+    (found,) = watch.handoffs.found
+    assert (found.row, found.when, found.match.to) == ("accumulation", "in a hook of the backward pass", "bf16")
+    assert calls == ["script"] and len(own._post_accumulate_grad_hooks) == 1, "the own hook is removed"
+    assert found.describe("`w`").startswith(f"`w`[{found.place[0]}, {found.place[1]}] was ")
+
+
+def test_few_changed_values_of_many_tensors_are_judged_together() -> None:
+    own = layers(*[2] * 12)
+    optimizer = torch.optim.SGD(own, 0.1)
+    watch = gradients.Gradients([optimizer])
+    pass_of(watch, own)
+    for each in own:
+        each.grad = each.grad.half().float()  # type: ignore[union-attr]
+    watch.handoffs.step_begins(optimizer)
+    (found,) = watch.handoffs.found
+    assert (found.row, found.when, found.match.to) == ("gradients", "before the step", "fp16")
+    assert found.match.changed > 8 and found.parameter in set(map(id, own)) and len(found.place) == 2
+
+
+def test_what_a_step_has_applied_is_not_compared_with_the_next_gradients() -> None:
+    own = layers(64)
+    optimizer = torch.optim.SGD(own, 0.1)
+    watch = gradients.Gradients([optimizer])
+    pass_of(watch, own)
+    watch.handoffs.step_begins(optimizer)
+    own[0].grad = own[0].grad.bfloat16().float()  # type: ignore[union-attr]  # after the step: nothing applies it
+    watch.handoffs.step_begins(optimizer)
+    assert not watch.handoffs.found
+
+
+def test_nothing_is_read_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = layers(64)
+    optimizer = torch.optim.SGD(own, 0.1)
+    watch = gradients.Gradients([optimizer])
+    pass_of(watch, own)
+    for module in (samples, handoffs, gradients):
+        monkeypatch.setattr(module, "is_capturing", lambda: True)
+    monkeypatch.setattr(samples, "index_of", None)
+    own[0].grad = own[0].grad.bfloat16().float()  # type: ignore[union-attr]
+    pass_of(watch, own)
+    with watch.handoffs.around("before clipping", own):
+        pass
+    watch.handoffs.step_begins(optimizer)
+    assert not watch.handoffs.found
+
+
+def test_tensors_are_chosen_by_a_fixed_draw() -> None:
+    large, small = [torch.zeros(64)] * 100, [torch.zeros(2)] * 100
+    chosen = samples.choose([*large, *small])
+    assert (
+        len(chosen) == samples.LEAVES == len(set(chosen))
+        and max(chosen) < 100
+        and chosen == samples.choose([*large, *small])
+    )
+    assert len({b - a for a, b in itertools.pairwise(chosen)}) > 2, "no stride"
+    assert samples.choose(small[:5]) == [0, 1, 2, 3, 4]
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+def subclass(kind: Any, dtype: torch.dtype | None) -> Any:
+    """Return a class whose step calls torch's and rounds the weights then, or not."""
+
+    class Own(kind):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            with torch.no_grad():
+                for own in self.param_groups[0]["params"]:
+                    own.copy_(own if dtype is None else own.to(dtype))
+
+    return Own
+
+
+@pytest.mark.parametrize("name", sorted(recomputed.ELEMENTWISE))
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_step_of_a_subclass_is_computed_again(name: str, dtype: torch.dtype | None) -> None:
+    own = layers(60, 4)
+    optimizer = subclass(getattr(torch.optim, name), dtype)(own, lr=0.01)
+    values, found = master_values.MasterValues(), []
+    for _ in range(3):
+        for each in own:
+            each.grad = torch.randn_like(each)
+        values.begin_step(optimizer)
+        known = dict(values._before)
+        optimizer.step()
+        again = recomputed.after(optimizer, recomputed.base_of(optimizer), known[id(own[0])])
+        if dtype is None:
+            assert torch.allclose(again, samples.sample(own[0]), rtol=1e-6, atol=1e-7)
+        values.end_step(optimizer)
+        found += values.found[id(optimizer)]
+    assert [each.when for each in found][:1] == ([] if dtype is None else ["in the step"])
+    assert all(each.match.to == "bf16" and each.row == "weights" for each in found)
+
+
+def test_a_step_that_cannot_be_computed_again_is_a_suspicion() -> None:
+    class Own(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for own in self.param_groups[0]["params"]:
+                own.copy_((own - 0.01 * own.grad).bfloat16())
+
+    own = layers(60)
+    optimizer, values = Own(own, {}), master_values.MasterValues()
+    own[0].grad = torch.randn_like(own[0])
+    values.begin_step(optimizer)
+    optimizer.step()
+    values.end_step(optimizer)
+    assert not values.found[id(optimizer)] and values.suspected[id(optimizer)] == {"bf16": 1}
+
+
+def test_memory_that_is_replaced_keeps_what_was_left() -> None:
+    own = layers(60)
+    optimizer, values = torch.optim.SGD(own, 0.1), master_values.MasterValues()
+    assert values.exchanged(optimizer) == []
+    own[0].data = own[0].data.clone()
+    assert values.exchanged(optimizer) == [], "with the same values"
+    own[0].data = own[0].data.bfloat16().float()
+    (found,) = values.exchanged(optimizer)
+    assert (found.row, found.when, found.match.to) == ("weights", "since the last step", "bf16")
+    own[0].data = torch.zeros(2, 3)
+    assert values.exchanged(optimizer) == [], "of another shape"
