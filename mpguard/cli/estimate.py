@@ -19,7 +19,7 @@ from mpguard.core.console import Line, print_message, printable, write_lines
 from mpguard.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mpguard.estimate import MemoryEstimate, Request
+    from mpguard.estimate import Adapters, MemoryEstimate, Request
 
 #: Part -> its name and color in the chart.
 _PARTS = {
@@ -48,7 +48,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--seq", type=int, metavar="L", help="tokens in a row (default: 2048, or the most that the model takes)"
     )
     parser.add_argument(
-        "--optimizer", default="adamw", metavar="NAME", help="adamw, adamw8bit, lion, sgd, muon, adafactor"
+        "--optimizer",
+        default="adamw",
+        metavar="NAME",
+        help="adamw, adamw-fused, adamw-bf16 (states), adamw8bit, lion, sgd, muon, adafactor",
+    )
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRA adapters of this rank, and nothing else")
+    parser.add_argument(
+        "--targets", metavar="NAMES", help="the layers with adapters: q_proj,v_proj,... (default: all-linear)"
+    )
+    parser.add_argument(
+        "--quantize", metavar="FORMAT", help="the frozen base is stored in nf4, int8 or fp8 (with --lora)"
     )
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpoints of each block")
     parser.add_argument("--compile", action="store_true", help="torch.compile")
@@ -79,7 +89,8 @@ def run(options: argparse.Namespace) -> int:
     if options.format == "json":
         print(json.dumps(found.as_json(), indent=2))
     else:
-        write_lines(_lines(found, estimate.fitting(request), estimate.largest_batch(request)))
+        options_that_fit = [] if found.fits(request.gpu) else estimate.what_fits(request)
+        write_lines(_lines(found, estimate.fitting(request), estimate.largest_batch(request), options_that_fit))
     return 0
 
 
@@ -94,12 +105,25 @@ def _request(options: argparse.Namespace) -> Request:
     if policy.name.startswith(AUTO):
         policy = auto_on(hardware.named(architecture(gpu)))
     model = read_model(options.model)
+    adapters = _adapters(options)
     length = options.seq if options.seq is not None else min(2048, most_positions(model) or 2048)
     return Request(
         model, policy.decided(), options.strategy or ("fsdp2" if options.gpus > 1 else "single"),
         options.gpus, options.batch, length, options.optimizer, options.checkpointing, options.compile,
-        options.offload, gpu,
+        options.offload, gpu, adapters,
     )  # fmt: skip
+
+
+def _adapters(options: argparse.Namespace) -> Adapters | None:
+    from mpguard.estimate import Adapters
+
+    if options.lora is None:
+        for name in ("targets", "quantize"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"--{name} is about the frozen base of adapters: give their rank, such as --lora 16")
+        return None
+    names = tuple(name.strip() for name in (options.targets or "all-linear").split(",") if name.strip())
+    return Adapters(options.lora, names, options.quantize)
 
 
 def _print_list(form: str) -> None:
@@ -112,15 +136,18 @@ def _print_list(form: str) -> None:
     print("Architectures of a config.json (`model_type`):\n  " + ", ".join(FAMILIES))
 
 
-def _lines(found: MemoryEstimate, fitting: Mapping[str, list[str]], largest: int) -> Iterator[Line]:
+def _lines(found: MemoryEstimate, fitting: Mapping[str, list[str]], largest: int, options: list[str]) -> Iterator[Line]:
     from mpguard.estimate import PARTS
 
     request = found.request
+    yield from _answer(found, options)
     extras = [word for word, on in (("checkpointing", request.checkpointing), ("compiled", request.compiled),
                                     ("offload", request.offload)) if on]  # fmt: skip
-    yield [(printable(f"{request.config.path}: {_count(found.parameters)} parameters"), "bold")]
+    trained = f", {_count(found.trained)} of them train" if request.adapters else ""
+    yield [(printable(f"{request.config.path}: {_count(found.parameters)} parameters{trained}"), "bold")]
     what = [request.policy.name, request.strategy, f"{request.gpus} GPU{'s' * (request.gpus > 1)}",
-            f"batch {request.batch} x {request.length} tokens", request.optimizer, *extras]  # fmt: skip
+            f"batch {request.batch} x {request.length} tokens", request.optimizer,
+            *_adapter_words(request), *extras]  # fmt: skip
     yield [(" · ".join(what), "dim")]
     yield [("", "")]
     most = max(found.per_gpu.values())
@@ -139,6 +166,32 @@ def _lines(found: MemoryEstimate, fitting: Mapping[str, list[str]], largest: int
     yield from _fits(fitting)
     answer = f"largest batch: {largest} x {request.length} tokens" if largest else "not even a batch of 1 fits"
     yield [(f"On {request.gpu} ({request.strategy}): {answer}.", "bold")]
+
+
+def _answer(found: MemoryEstimate, options: list[str]) -> Iterator[Line]:
+    """Yield the answer to "does it fit": on the GPU of the request, and what would make it fit."""
+    from mpguard.estimate.gpus import memory_of
+
+    gpu = found.request.gpu
+    size = memory_of(gpu) / 2**30
+    if found.fits(gpu):
+        yield [("fits: yes", "bold green"), (f", {found.total / 2**30:.0f} of {size:.0f} GiB on {gpu}", "bold")]
+        return
+    short = (found.needed - memory_of(gpu)) / 2**30
+    yield [("fits: no", "bold red"), (f", short by {short:,.0f} GiB on {gpu} ({size:.0f} GiB; "
+           f"{found.needed / 2**30:,.0f} needed with what the allocator loses)", "bold")]  # fmt: skip
+    if options:
+        yield [(f"  what would make it fit: {'; or '.join(options)}", "")]
+    else:
+        yield [("  no option that was tried makes it fit: a smaller model, or more GPUs", "")]
+
+
+def _adapter_words(request: Request) -> list[str]:
+    if request.adapters is None:
+        return []
+    own = request.adapters
+    quantized = [f"base in {own.quantize}"] if own.quantize else []
+    return [f"lora {own.rank} on {','.join(own.targets)}", *quantized]
 
 
 def _fits(fitting: Mapping[str, list[str]]) -> Iterator[Line]:

@@ -12,6 +12,7 @@
     families     all of these, by `model_type`
     compiled     what torch.compile saves instead
     replay       runs a tape forward and backward, and records what is alive
+    adapters     LoRA on a frozen model, which may be quantized
     optimizers   what an optimizer keeps for each parameter
     strategies   what DDP, FSDP and ZeRO keep on one GPU
     gpus         the memory of GPUs
@@ -22,13 +23,14 @@ Needs no torch. tests/estimate compares with transformers, torch's optimizers, F
 
 from __future__ import annotations
 
-from mpguard.estimate.estimate import PARTS, MemoryEstimate, Request, estimate, fitting, largest_batch
+from mpguard.estimate.adapters import Adapters
+from mpguard.estimate.estimate import PARTS, MemoryEstimate, Request, estimate, fitting, largest_batch, what_fits
 from mpguard.estimate.families import FAMILIES, most_positions
 from mpguard.estimate.gpus import MEMORY_MIB
 from mpguard.estimate.optimizers import OPTIMIZERS
 from mpguard.estimate.reading import ModelConfig, built_in, read_model
 
 __all__ = [
-    "FAMILIES", "MEMORY_MIB", "OPTIMIZERS", "PARTS", "MemoryEstimate", "ModelConfig", "Request", "built_in", "estimate",
-    "fitting", "largest_batch", "most_positions", "read_model",
+    "FAMILIES", "MEMORY_MIB", "OPTIMIZERS", "PARTS", "Adapters", "MemoryEstimate", "ModelConfig", "Request", "built_in",
+    "estimate", "fitting", "largest_batch", "most_positions", "read_model", "what_fits",
 ]  # fmt: skip

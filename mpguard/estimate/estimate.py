@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from mpguard.core.errors import ConfigError, PolicyError, did_you_mean
+from mpguard.estimate.adapters import MARK, Adapters
 from mpguard.estimate.blocks import Batch
 from mpguard.estimate.families import record
 from mpguard.estimate.gpus import MEMORY_MIB, architecture, memory_of
@@ -50,6 +51,7 @@ class Request:
     compiled: bool = False
     offload: bool = False
     gpu: str = "h100"
+    adapters: Adapters | None = None
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGY:
@@ -75,6 +77,7 @@ class MemoryEstimate:
     per_gpu: each part at its largest. moments: what is alive at the peak of the forward pass, of the backward pass and
     of the optimizer's step, by part. total: the largest of these sums, and the context. Gradients and activations are
     not all alive at once, so the total may be below the sum of `per_gpu`. largest: the largest tensor of a step.
+    trained: the number of parameters that train.
     """
 
     request: Request
@@ -83,6 +86,7 @@ class MemoryEstimate:
     moments: Mapping[str, Mapping[str, int]]
     largest: int
     host: int = 0
+    trained: int = 0
 
     @property
     def total(self) -> int:
@@ -118,6 +122,8 @@ class MemoryEstimate:
         return {
             "version": 1,
             "parameters": self.parameters,
+            "trained": self.trained,
+            "fits_on": {"gpu": self.request.gpu, "fits": self.fits(self.request.gpu), "needed": self.needed},
             "per_gpu": {**self.per_gpu, "total": self.total},
             "peak": self.peak,
             "moments": {name: dict(parts) for name, parts in self.moments.items()},
@@ -130,10 +136,38 @@ def estimate(request: Request) -> MemoryEstimate:
     """Return the memory that a request takes on one GPU. Raises `ConfigError` and `PolicyError`."""
     plan = ShardingPlan(request.policy, request.gpus, OPTIMIZERS[request.optimizer], request.offload)
     tape = _tape(request)
-    shares = STRATEGY[request.strategy](list(tape.weights.values()), plan)
+    shares = _shares(request, tape, plan)
     copies = _take_copies(tape) if request.policy.fp8_weight_cache else 0
     step = Replay(tape, checkpointing=request.checkpointing, kept=shares.kept, compiled=request.compiled).run()
     return _summed(request, tape, shares, step, copies)
+
+
+#: Strategies that split frozen weights too, and gather them block by block.
+_SPLIT = ("fsdp1", "fsdp2", "deepspeed-zero3")
+
+
+def _shares(request: Request, tape: Tape, plan: ShardingPlan) -> Shares:
+    """Return what stays on a GPU. With adapters the base has no gradients, masters or states; it is stored as it is."""
+    weights, adapters = list(tape.weights.values()), request.adapters
+    keeping = STRATEGY[request.strategy]
+    if adapters is None:
+        return keeping(weights, plan)
+    adapters.check(weights)
+    compute = tape.precision.compute
+    base = sum(adapters.stored(each, compute) for each in weights if MARK not in each.name)
+    shares = keeping([each for each in weights if MARK in each.name], plan)
+    if request.strategy not in _SPLIT:
+        return dataclasses.replace(shares, parameters=shares.parameters + base)
+    part = -(-base // request.gpus)
+    gathered = keeping(weights, plan).forward
+    on_host = request.offload and request.strategy != "deepspeed-zero3"
+    return dataclasses.replace(
+        shares,
+        parameters=shares.parameters + (0 if on_host else part),
+        host=shares.host + (part if on_host else 0),
+        forward=gathered,
+        backward=gathered + shares.backward - shares.forward,
+    )
 
 
 def _take_copies(tape: Tape) -> int:
@@ -165,6 +199,7 @@ def _tape(request: Request) -> Tape:
             chosen if experts else None,
             row=0 if request.compiled else request.length,
             cuda=True,
+            adapters=request.adapters,
         ),
         request.compiled,
     )
@@ -231,8 +266,9 @@ def _summed(request: Request, tape: Tape, shares: Shares, step: Step, copies: in
         "context": CONTEXT + (NCCL if request.strategy != "single" else 0),
     }
     count = sum(each.count for each in tape.weights.values())
+    trained = sum(each.count for each in tape.weights.values() if request.adapters is None or MARK in each.name)
     ordered = {name: {part: parts[part] for part in PARTS if part != "context"} for name, parts in moments.items()}
-    return MemoryEstimate(request, count, per_gpu, ordered, step.largest, shares.host)
+    return MemoryEstimate(request, count, per_gpu, ordered, step.largest, shares.host, trained)
 
 
 def _by_part(kinds: Mapping[str, int]) -> Counter[str]:
@@ -262,6 +298,42 @@ def largest_batch(request: Request) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def what_fits(request: Request) -> list[str]:
+    """Return options, each as it is written on the command line, with any of which a request fits on its GPU."""
+    change = dataclasses.replace
+    tried: list[tuple[str, Request]] = []
+    if not request.checkpointing:
+        tried.append(("--checkpointing", change(request, checkpointing=True)))
+    for optimizer in ("adamw-fused", "adamw8bit"):
+        if request.optimizer in ("adamw", "adamw-fused") and request.optimizer != optimizer:
+            tried.append((f"--optimizer {optimizer}", change(request, optimizer=optimizer)))
+            if not request.checkpointing:
+                both = change(request, optimizer=optimizer, checkpointing=True)
+                tried.append((f"--optimizer {optimizer} --checkpointing", both))
+    if request.batch > 1:
+        tried.append(("--batch 1", change(request, batch=1)))
+    if request.adapters is None:
+        tried.append(("--lora 16 --checkpointing", change(request, adapters=Adapters(16), checkpointing=True)))
+    if request.adapters is None or request.adapters.quantize is None:
+        adapters = change(request.adapters or Adapters(16), quantize="nf4")
+        text = "--quantize nf4" if request.adapters else "--lora 16 --quantize nf4 --checkpointing"
+        tried.append((text, change(request, adapters=adapters, checkpointing=True)))
+    for gpus in (2, 4, 8, 16):
+        if gpus > request.gpus and request.strategy in ("single", "ddp", "fsdp2"):
+            more = change(request, gpus=gpus, strategy="fsdp2", checkpointing=True)
+            tried.append((f"--gpus {gpus} --strategy fsdp2 --checkpointing", more))
+    found: list[str] = []
+    for text, each in tried:
+        contained = any(set(other.split()) <= set(text.split()) for other in found)
+        several = "--gpus" in text and any("--gpus" in other for other in found)
+        try:
+            if not contained and not several and estimate(each).fits(request.gpu):
+                found.append(text)
+        except (ConfigError, PolicyError):
+            continue
+    return found
 
 
 def fitting(request: Request) -> dict[str, list[str]]:

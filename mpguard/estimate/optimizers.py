@@ -1,7 +1,9 @@
 """What an optimizer keeps for each parameter, and what it needs while it steps.
 
-The step counters are not counted: they are on the CPU. `adamw8bit` is torchao's or bitsandbytes', `muon` is
-torch.optim.Muon for the weights of Linear layers and AdamW for the rest, `sgd` has momentum.
+The step counters are not counted: they are on the CPU. `adamw-fused` is torch's AdamW(fused=True), the default of the
+Trainer, which updates each element in one kernel; `adamw-bf16` is one like it with BF16 states. `adamw8bit` is
+torchao's or bitsandbytes'; `muon` is torch.optim.Muon for weights of Linear layers and AdamW for the rest; `sgd` has
+momentum.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from mpguard.estimate.tape import FULL, Kind
+from mpguard.estimate.tape import FULL, HALF
+from mpguard.estimate.weights import Kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +88,8 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     each.name: each
     for each in (
         Optimizer("adamw", _twice, _sum),
+        Optimizer("adamw-fused", _twice, lambda _: 0),
+        Optimizer("adamw-bf16", lambda tensor: 2 * tensor.count * HALF, lambda _: 0),
         Optimizer("adamw8bit", _eight_bit, lambda tensors: 3 * _largest(tensors)),
         Optimizer("lion", _once, _largest),
         Optimizer("sgd", _once, lambda _: 0),

@@ -6,7 +6,8 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
-from mpguard.estimate.tape import PRODUCTS, Op, Storage, Tape, Value, Weight
+from mpguard.estimate.tape import PRODUCTS, Op, Storage, Tape, Value
+from mpguard.estimate.weights import Weight
 
 #: The allocator of CUDA rounds each tensor up to this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 ROUNDING = 512

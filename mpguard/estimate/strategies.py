@@ -13,7 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from mpguard.estimate.optimizers import Optimizer, Owned
-from mpguard.estimate.tape import FULL, HALF, Weight
+from mpguard.estimate.tape import FULL, HALF
+from mpguard.estimate.weights import Weight
 from mpguard.policy import Dtype, Policy
 
 #: DeepSpeed's defaults, in elements (deepspeed/runtime/zero/config.py).

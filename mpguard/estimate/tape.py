@@ -9,12 +9,12 @@ autocast (aten/src/ATen/autocast_mode.h). tests/estimate compares them with what
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-Kind = Literal["linear", "embedding", "expert", "vector"]
+from mpguard.estimate.adapters import MARK, Adapters
+from mpguard.estimate.weights import Kind, Weight
 
 #: Bytes of an element: FP32, the 16-bit compute dtype, integers (of indices), masks.
 FULL, HALF, INDEX, MASK = 4, 2, 8, 1
@@ -24,21 +24,6 @@ PADDED = 16
 
 #: Operators that torch.compile never fuses with others.
 PRODUCTS = ("linear", "attention", "embedding")
-
-
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    """A parameter. block: the index of the repeated block that it belongs to; None outside of blocks."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: Kind
-    block: int | None = None
-
-    @property
-    def count(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
 
 
 class Storage:
@@ -92,6 +77,7 @@ class TapeDtypes:
     fp8_layers, fp8_experts: which Linear layers, and which experts, are FP8: functions of name, inputs and outputs.
     row: tokens in a row if attention with grouped queries stores all scores in FP32, as on CUDA, which has no other
     kernel for it; 0 on the CPU.
+    adapters: of a frozen model, of which nothing else trains.
     cuda: `pow`, softmax and layer norms are in FP32 under autocast, which they are on CUDA only.
     """
 
@@ -102,6 +88,7 @@ class TapeDtypes:
     fp8_experts: Callable[[str, int, int], bool] | None = None
     row: int = 0
     cuda: bool = False
+    adapters: Adapters | None = None
 
     @property
     def autocast(self) -> bool:
@@ -157,8 +144,11 @@ class Tape:
         if full not in self._parameters:
             weight = Weight(full, tuple(shape), kind, self._segment)
             self.weights[full] = weight
-            storage = Storage(weight.count * self.precision.weights, "weight")
-            self._parameters[full] = Value(weight.count, self.precision.weights, True, storage, weight)
+            adapters, width, grad = self.precision.adapters, self.precision.weights, True
+            if adapters is not None and MARK not in name:
+                width, grad = adapters.width(weight, self.precision.compute), False
+            storage = Storage(weight.count * width, "weight")
+            self._parameters[full] = Value(weight.count, width, grad, storage, weight)
         return self._parameters[full]
 
     def buffer(self, name: str, count: int, width: int = FULL) -> None:
@@ -286,6 +276,22 @@ class Tape:
         """`nn.Linear`, with the casts of autocast."""
         weight = self.parameter(f"{name}.weight", (outputs, inputs), "linear")
         more = [self.parameter(f"{name}.bias", (outputs,))] if bias else []
+        adapters = self.precision.adapters
+        if adapters is not None and MARK not in name and adapters.on(self._prefix + name, self._segment is not None):
+            return self._adapted(x, name, inputs, self._linear(x, weight, name, (inputs, outputs), more))
+        return self._linear(x, weight, name, (inputs, outputs), more)
+
+    def _adapted(self, x: Value, name: str, inputs: int, base: Value) -> Value:
+        """`peft.tuners.lora.Linear`: the result of the base, and of two small matrices, times a number."""
+        adapters = self.precision.adapters
+        assert adapters is not None
+        outputs = base.count // (x.count // inputs)
+        small = self.linear(x, f"{name}{MARK}A", inputs, adapters.rank)
+        wide = self.linear(small, f"{name}{MARK}B", adapters.rank, outputs)
+        return self.add(base, self.pointwise(wide, "mul", ""))
+
+    def _linear(self, x: Value, weight: Value, name: str, sizes: tuple[int, int], more: Sequence[Value]) -> Value:
+        inputs, outputs = sizes
         fp8 = self.precision.fp8_layers
         if self.precision.fp8 and fp8 is not None and fp8(self._prefix + name, inputs, outputs):
             return self._fp8_linear(x, weight, x.count // inputs * outputs, more)
@@ -294,7 +300,8 @@ class Tape:
     def _fp8_linear(self, x: Value, weight: Value, count: int, more: Sequence[Value]) -> Value:
         """A Linear of Transformer Engine: its input is saved in FP8, its weight in FP8 and often transposed too."""
         x = self.cast(x, self.precision.compute)
-        saved = [self.constant(x.count, 1), self.constant(weight.count, self.precision.fp8, "fp8")]
+        kept = [self.constant(x.count, 1)] if weight.grad else []
+        saved = [*kept, self.constant(weight.count, self.precision.fp8, "fp8")]
         return self._new("linear", [x, weight, *more], (count, self.precision.compute), saved)
 
     def product(
@@ -315,8 +322,11 @@ class Tape:
         expert = weight.weight is not None and weight.weight.kind == "expert"  # cast by the model, not by autocast
         copy = self.cast(weight, width) if expert or width > weight.width else self._compute_copy(weight)
         bias = [self._compute_copy(each) for each in more]
-        saved = [x, *([copy] if x.grad or convolution else [])]
-        return self._new("linear", [x, copy, *bias], (count, width), saved)
+        saved = [*([x] if weight.grad else []), *([copy] if x.grad or convolution else [])]
+        adapters, workspace = self.precision.adapters, 0
+        if adapters is not None and weight.weight is not None and not weight.grad:
+            workspace = weight.count * width if adapters.is_quantized(weight.weight) else 0  # dequantized for each use
+        return self._new("linear", [x, copy, *bias], (count, width), saved, workspace=workspace)
 
     def expert_product(
         self, x: Value, name: str, stacked: tuple[int, int, int], *, transposed: bool = False, bias: bool = False

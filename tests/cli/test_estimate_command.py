@@ -25,6 +25,27 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "On h100 (fsdp2): largest batch:" in out
 
 
+def test_the_first_line_answers_and_says_what_would_make_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["estimate", "llama-3.1-8b", "--gpu", "h200", "--checkpointing"]
+    assert main([*model, "--optimizer", "adamw-fused"]) == 0
+    assert capsys.readouterr().out.startswith("fits: yes, 120 of 140 GiB on h200\n")
+    assert main(model) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("fits: no, short by 25 GiB on h200 (140 GiB; 165 needed")
+    assert second.startswith("  what would make it fit: --optimizer adamw-fused; or ")
+
+
+def test_adapters(capsys: pytest.CaptureFixture[str]) -> None:
+    lora = ["estimate", "llama-3.1-8b", "--gpu", "a6000", "--checkpointing", "--lora", "16", "--quantize", "nf4"]
+    assert main([*lora, "--targets", "q_proj,v_proj"]) == 0
+    out = capsys.readouterr().out
+    assert "fits: yes" in out and "8.04 B parameters, 6.82 M of them train" in out
+    assert "lora 16 on q_proj,v_proj · base in nf4" in out
+    assert main([*lora, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["trained"] == 41_943_040 and found["fits_on"]["gpu"] == "a6000" and found["fits_on"]["fits"]
+
+
 def test_json_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "llama-3.2-1b", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -54,6 +75,9 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
         (["llama-3.2-1b", "--recipe", "bf61_mixed"], "there is no recipe `bf61_mixed`"),
         (["llama-3.2-1b", "--strategy", "zero2"], "there is no strategy `zero2`"),
         (["llama-3.2-1b", "--gpu", "h101"], "there is no GPU `h101`"),
+        (["llama-3.2-1b", "--lora", "0"], "--lora 0: the rank of LoRA is 1 or more"),
+        (["llama-3.2-1b", "--quantize", "nf4"], "--quantize is about the frozen base of adapters"),
+        (["llama-3.2-1b", "--lora", "8", "--targets", "qproj"], "no Linear layer has this name; did you mean `q_proj`"),
         (["llama-3.2-1b", "--gpus", "0"], "gpus is 0; 1 or more is needed"),
         (["gpt2", "--seq", "4096"], "the model has 1024 positions"),
     ],
