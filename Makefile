@@ -1,6 +1,7 @@
 # make demo       what mpguard does, on this machine, in a few minutes
 # make test       everything that has to hold before a change lands
 # make test-lint  all tests that need no framework, in an environment without torch
+# make test-nodes several nodes on this machine: two and four launchers, and what happens when one dies; minutes
 # make docs       write the generated pages of docs/, and build the site into site/
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -13,7 +14,7 @@ LINT_INSTALLED := $(LINT_VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: demo test test-lint check docs install clean
+.PHONY: demo test test-lint test-nodes check docs install clean
 
 install: $(INSTALLED)
 
@@ -42,6 +43,9 @@ test-lint: $(LINT_INSTALLED)
 
 test: check
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+test-nodes: install
+	$(BIN)/python -m pytest tests/nodes
 
 # Needs no torch and no framework, so it does not wait for `install`.
 $(INSTALLED_DOCS): pyproject.toml constraints.txt

@@ -30,7 +30,7 @@ from mpguard.runtime.containment import contained
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof.consensus import POLLS_PER_SECOND, default_store
 from mpguard.runtime.proof.verdict import Failure, FailureKind, names_of
-from mpguard.runtime.ranks import idle_ranks, is_idle, is_reporting_rank, numbers_of, rank, world_size
+from mpguard.runtime.ranks import idle_ranks, is_idle, numbers_of, rank, world_size
 
 #: Seconds that a rank waits for the plans of the others. They have just created the same group, so that their plans
 #: follow at once if mpguard is active there.
@@ -195,7 +195,8 @@ class Exchange:
 
     def report(self, answers: Mapping[int, PublishedPlan], allowed: Sequence[str]) -> None:
         """Print once, for all ranks, what differs without being refused, and which ranks have not answered."""
-        if self._reported or not is_reporting_rank():
+        first = self.ranks[0] if self.ranks[0] in answers else self.ranks[1]
+        if self._reported or self.rank != first:
             return
         self._reported = True
         libraries = variants(answers, {name: functools.partial(_library, name) for name in LIBRARIES})
@@ -204,8 +205,9 @@ class Exchange:
         if allowed:
             found = variants(answers, {name: get for name, get in ASPECTS.items() if _is_allowed(name, allowed)})
             print_line(f"mpguard: the ranks have different plans, as allowed: {found or 'there is no difference'}")
-        silent = [each for each in self.ranks if each not in answers]
-        if silent and self.rank == 0:
+        asked = self.ranks if self.rank == 0 else self.ranks[:1]  # see `answers`
+        silent = [each for each in asked if each not in answers]
+        if silent:
             print_line(
                 f"mpguard: {names_of(silent)} did not publish a plan within {ANSWER_WAIT:g} s: mpguard is not active "
                 "there, or not yet. Without it the run cannot be proven: start all ranks in the same way"

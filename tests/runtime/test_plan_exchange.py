@@ -54,7 +54,6 @@ def exchanged(monkeypatch: pytest.MonkeyPatch, plans: dict[int, RankPlan | list[
     here, real = threading.local(), dist.HashStore()
     monkeypatch.setattr(plan_exchange, "rank", lambda: here.rank)
     monkeypatch.setattr(plan_exchange, "world_size", lambda: (SIZE, SIZE))
-    monkeypatch.setattr(plan_exchange, "is_reporting_rank", lambda: here.rank == 0)
     monkeypatch.setattr(plan_exchange, "ANSWER_WAIT", 5.0 if len(plans) == SIZE else 0.3)
     published = threading.Barrier(len(plans))
 
@@ -100,6 +99,12 @@ def test_a_rank_without_mpguard_is_named_and_not_waited_for(
     ended = exchanged(monkeypatch, plans)
     assert {each.found for each in ended.values()} == {None}
     assert capsys.readouterr().err.count("ranks 3, 17 did not publish a plan within 0.3 s") == 1
+
+
+def test_without_rank_0_one_rank_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ended = exchanged(monkeypatch, {rank: RankPlan.of(BF16) for rank in range(1, SIZE)})
+    assert {each.found for each in ended.values()} == {None}
+    assert capsys.readouterr().err.count("mpguard: rank 0 did not publish a plan within") == 1
 
 
 def test_a_wrong_rank_is_found_although_another_one_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ class Nodes:
         """Start the launcher of a node in its folder: `mpguard launch`, or another program."""
         folder = self.folder / f"node{number}"
         folder.mkdir(exist_ok=True)
-        output = (folder / "output").open("w")
+        output = (self.folder / f"output{number}").open("w")
         process = subprocess.Popen(
             [str(BIN / program[0]), *program[1:], *map(str, words)],
             cwd=folder, env=environment(**more), stdout=output, stderr=subprocess.STDOUT, text=True,

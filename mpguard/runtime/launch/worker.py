@@ -138,9 +138,9 @@ def _run(options: argparse.Namespace, guard: Guard) -> int:
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
-        line = lost_ranks.describe(error)
-        _record(error, line)
-        trace = without_wrappers(error).__traceback__
+        without_wrappers(error)
+        _record(error, lost_ranks.describe(error))
+        trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             trace = trace.tb_next
         traceback.print_exception(type(error), error, trace)
