@@ -359,12 +359,16 @@ class Guard:
 
     def _prove_first(self, optimizer: Any, progress: Progress, model: nn.Module | None) -> None:
         """Prove an optimizer that has not been proven, or not since a checkpoint was loaded."""
-        if not (self.recorder.active and (self._whole or progress.recording == self._recording)):
+        if optimizer in self._pending and self.proof is not None and progress.applied & (progress.applied - 1):
+            self._close_round()
+            return  # it was observed; other ranks may never step it: they are asked at its steps 2, 4, 8, ...
+        recorded = self.recorder.active and (self._whole or progress.recording == self._recording)
+        if not recorded and optimizer not in self._pending:
             progress.unrecorded = True
             self._observe_unrecorded(optimizer, progress)
             self._await(progress, in_step=True)
             return
-        if model is None and not self.recorder.record_step(optimizer):
+        if recorded and model is None and not self.recorder.record_step(optimizer):
             progress.applied -= 1  # there was no gradient to apply
             return
         with self.recorder.ignoring_collectives():
@@ -372,8 +376,9 @@ class Guard:
             if pending is None:
                 pending = self._publish(optimizer, progress, model)
                 wait = consensus.REPEATED_WAIT if self._previous_proof else consensus.AGREEMENT_WAIT
-            everywhere = pending.agreement.result(wait)
             unsynchronized = is_unsynchronized(pending.seen)
+            alone = unsynchronized and self.proof is not None
+            everywhere = pending.agreement.result(min(wait, consensus.ALONE_WAIT) if alone else wait)
             if everywhere is None and (unsynchronized or not pending.agreement.failures):
                 # A rank may skip this step, or train a small model for itself while others wait for it in a collective.
                 return
@@ -918,6 +923,7 @@ class Guard:
             self._prove_script_update(consensus.FINAL_WAIT)
         if self.proof is not None:
             self._finalize_unrecorded(status)
+            self._finalize_alone(status)
             self.reporter.report_run(self.proof, self.run)
             return
         if self._previous_proof is not None and not self.trained and not self._open:
@@ -958,6 +964,20 @@ class Guard:
             self._conclude(pending, everywhere, pending.progress)
         if self.proof is not None:
             self.reporter.report_run(self.proof, self.run)
+
+    def _finalize_alone(self, status: int) -> None:
+        """Conclude the proofs of optimizers that other ranks have never stepped, next to what all train together."""
+        if status or self.refusal is not None or not (self.proof and self.proof.in_force):
+            return
+        for pending in list(self._open):
+            everywhere = pending.agreement.result(consensus.REPEATED_WAIT)
+            if everywhere is None:
+                missing = names_of(pending.agreement.missing())
+                pending.seen.world_size = 1  # it is proven for this rank only
+                pending.rows = checks.trained_alone(pending.rows, missing)
+                everywhere = checks.failures(pending.rows, self.plan, pending.seen)
+            pending.progress.prove(agrees=False)
+            self._conclude(pending, everywhere, pending.progress)
 
     def _finalize_unrecorded(self, status: int) -> None:
         """Fail if an optimizer has stepped, but never while its step was recorded."""

@@ -204,3 +204,39 @@ def fsdp2_over_one_rank() -> None:
         model(inputs).float().pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+# -- what one rank trains alone ------------------------------------------------------------------
+
+
+def _with_a_probe(of: int, enabled: bool = True) -> None:
+    model, probe = DDP(net()), nn.Linear(32, 2)
+    optimizer, own = adam(model), torch.optim.SGD(probe.parameters(), 0.1)
+    for inputs in [*batches(), *batches()]:
+        loss_of(model, inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == of:
+            loss_of(probe, inputs, enabled).backward()
+            own.step()
+            own.zero_grad()
+
+
+@case()
+def a_probe_on_rank_0() -> None:
+    _with_a_probe(0)
+
+
+@case()
+def a_probe_on_rank_1() -> None:
+    _with_a_probe(1)
+
+
+@case()
+def a_probe_on_rank_0_in_fp32() -> None:
+    _with_a_probe(0, enabled=False)
+
+
+@case()
+def a_second_model_on_both_ranks_that_is_not_reduced() -> None:
+    _with_a_probe(rank)

@@ -44,7 +44,7 @@ def proven(tmp_path_factory: pytest.TempPathFactory) -> list[Cases]:
 RIGHT = (
     "own_zero1", "own_zero1_with_a_buffer_that_is_gone", "own_zero1_divided_before", "own_zero1_of_lists",
     "ddp_over_a_group_of_all_ranks", "ddp_over_one_rank_for_an_ensemble", "ddp_over_one_rank_reduced_by_the_script",
-    "ddp_over_one_rank_in_a_pipeline",
+    "ddp_over_one_rank_in_a_pipeline", "a_probe_on_rank_0", "a_probe_on_rank_1",
 )  # fmt: skip
 
 WRONG = {
@@ -53,6 +53,7 @@ WRONG = {
     "own_zero1_that_does_not_reduce": "reduction: the gradients differ between ranks",
     "own_zero1_that_throws_the_sum_away": "reduction: the gradients differ between ranks",
     "ddp_over_one_rank": "the process group of the wrapper has 1 of 2 ranks",
+    "a_second_model_on_both_ranks_that_is_not_reduced": "reduction: the gradients differ between ranks",
     "fsdp2_over_one_rank": "not proven: reduction could not be observed",
 }
 
@@ -71,7 +72,12 @@ def test_wrong_programs_are_refused_with_the_right_row(proven: list[Cases], name
 
 
 def test_every_program_is_right_or_wrong(proven: list[Cases]) -> None:
-    assert set(proven[0]) == {*RIGHT, *WRONG}
+    assert set(proven[0]) == {*RIGHT, *WRONG, "a_probe_on_rank_0_in_fp32"}
+
+
+def test_what_one_rank_trains_alone_must_be_in_the_policys_dtype(proven: list[Cases]) -> None:
+    found = proven[0]["a_probe_on_rank_0_in_fp32"]
+    assert found["verdict"] == "not in force" and any("compute: fp32" in each for each in found["failures"]), found
 
 
 def test_rows_name_what_reduces(proven: list[Cases]) -> None:

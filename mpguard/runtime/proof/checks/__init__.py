@@ -14,6 +14,7 @@ in the module of its subject, and its line in `CHECKS`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from mpguard.policy.allow import LOCAL_SGD, RANKS_DIFFER
@@ -76,6 +77,21 @@ def _not_needed(rows: Iterable[Row], plan: Plan) -> list[Row]:
     needed = {name for row in rows for name in row.allowed.split("; ")}
     names = [str(each) for each in plan.allow if each.kind not in (LOCAL_SGD, RANKS_DIFFER) and str(each) not in needed]
     return [Row("allow", f"not needed: {', '.join(names)}", "", Verdict.NOT_ASKED)] if names else []
+
+
+def trained_alone(rows: Iterable[Row], missing: str) -> tuple[Row, ...]:
+    """Return the rows of an optimizer that other ranks have never stepped: its gradients need no reduction.
+
+    missing: the names of these ranks.
+    """
+    found = {
+        "engine": f"none: {missing} never stepped it",
+        "reduction": "none: it is trained on this rank alone",
+    }
+    return tuple(
+        dataclasses.replace(row, found=found[row.name], verdict=Verdict.NOT_ASKED) if row.name in found else row
+        for row in rows
+    )
 
 
 def unsynchronized(
