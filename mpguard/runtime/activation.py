@@ -41,7 +41,8 @@ def start(plan: Plan, *, launched: bool = True) -> Guard:
         guard = Guard(plan)
         set_current(guard)
         _begin(guard, launched)
-    elif guard.plan.policy != plan.policy:
+    guard.withdraw_refusal()
+    if guard.plan.policy != plan.policy:
         guard.plan = dataclasses.replace(plan, announced=guard.plan.announced)
         guard.rearm()
     attention.switch(guard.plan.policy.attention_fix)

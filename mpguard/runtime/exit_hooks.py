@@ -11,13 +11,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from mpguard.core.console import print_line
 from mpguard.core.errors import NotInForce
 from mpguard.core.patches import OWN, patch
 from mpguard.runtime import lost_ranks
 from mpguard.runtime.containment import contained, report_own_failure, without_wrappers
 from mpguard.runtime.crashes import print_cause
 from mpguard.runtime.guard import Guard, current
+from mpguard.runtime.last_lines import print_last
 from mpguard.runtime.messages import failure_message, not_in_force
 from mpguard.runtime.patches import checks
 from mpguard.runtime.proof import consensus, profiler
@@ -35,16 +35,19 @@ def finish(guard: Guard, status: int = 0) -> int:
     if os.getpid() != guard.process:
         return status  # a process that the script forked
     if guard.finished:
-        return status or int(guard.refusal is not None)
+        return status or int(guard.refused is not None)
     guard.finished = True
     profiler.stop_in_this_thread()
     if guard.meter is not None:
         with contained("the measurement of the run"):
             guard.meter.write()
-    error = not_in_force(guard.refusal) if guard.refusal is not None else None
-    if error is None:
+    error = not_in_force(guard.refused) if guard.refused is not None else None
+    if guard.refusal is None:
+        warned = guard.warned
         try:
             guard.finalize(status)
+            if warned is not None:
+                guard.reporter.report_warned(warned, alone=guard.alone)
         except NotInForce as raised:
             error, status = raised, status or 1
             print_failure(guard, error)
@@ -52,7 +55,7 @@ def finish(guard: Guard, status: int = 0) -> int:
             report_own_failure("the end of the proof", failed)
         finally:
             guard.recorder.stop()
-    elif not status:
+    if guard.refused is not None and error is not None and not status:
         print_failure(guard, error)
     lost_ranks.print_last_line()
     consensus.forget_store()
@@ -77,9 +80,9 @@ def print_failure(guard: Guard, error: NotInForce) -> None:
     """Print a failure: on rank 0 for all, and on a rank that is alone with it."""
     if is_reporting_rank():
         with below_progress_bars():
-            print_line(f"mpguard: {failure_message(error)}")
+            print_last(f"mpguard: {failure_message(error)}")
     elif guard.alone and not consensus.is_left_to_rank_0():
-        print_line(f"mpguard: rank {rank()}: {failure_message(error)}")
+        print_last(f"mpguard: rank {rank()}: {failure_message(error)}")
 
 
 @patch(

@@ -56,7 +56,7 @@ from mpguard.runtime.proof.verdict import (
     names_of,
 )
 from mpguard.runtime.proof.witness import describe
-from mpguard.runtime.ranks import declare_idle, is_forked_after_cuda, is_idle, rank
+from mpguard.runtime.ranks import declare_idle, is_forked_after_cuda, is_idle, rank, world_size
 from mpguard.runtime.reporter import Reporter, unproven_at_exit
 from mpguard.runtime.scaler_use import ScalerUse
 from mpguard.targets.capabilities import left_out_at_start
@@ -113,6 +113,11 @@ class Guard:
         self.reporter = Reporter()
         self.proof: Proof | None = None
         self.refusal: Refusal | None = None
+        #: The first refusal that no call of `activate` has withdrawn: the status of the process is 1.
+        self.refused: Refusal | None = None
+        #: The first failures that did not end the run, with `enforce` warn or off.
+        self.warned: Refusal | None = None
+        self._refused: weakref.WeakKeyDictionary[Any, Refusal] = weakref.WeakKeyDictionary()
         self.alone = False
         self.step_calls = 0
         self.switches = 0
@@ -178,6 +183,32 @@ class Guard:
             set_current(None)
             return
         self.process, self.spawned, self.finished = os.getpid(), True, False
+        self.refused = self.warned = None
+        self._refused.clear()
+        self._forget()
+
+    def withdraw_refusal(self) -> None:
+        """Begin again after a refusal, as if nothing had happened: the script has called `activate` again.
+
+        Does nothing without a refusal, and where there are other processes: they have ended, or wait for this one.
+        """
+        if self.refused is None or world_size() != (1, 1):
+            return
+        if self.refusal is not None:
+            self._begin_after_refusal()
+        self.refused, self.reporter.writes_file = None, True
+
+    def _begin_after_refusal(self) -> None:
+        """Prove what is created from now on; the optimizers of the run that was refused stay refused."""
+        assert self.refusal is not None
+        self._refused.update(dict.fromkeys([*self.optimizers, *self._progress], self.refusal))
+        self.optimizers.clear()
+        self.alone = self.reporter.writes_file = False
+        self._number = next(_guards)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what has happened, and record again if optimizer steps are observed."""
         self.proof = self.refusal = self._previous_proof = None
         self.step_calls = self.switches = self._newcomer_steps = self._repetition = 0
         self.run, self.budget, self._script = [], Budget(), ScriptSteps()
@@ -218,8 +249,10 @@ class Guard:
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self.step_calls += 1
+        if optimizer in self._refused:
+            raise not_in_force(self._refused[optimizer], again=True)
         if self.refusal is not None:
-            raise not_in_force(self.refusal)  # at every step, for a script that catches it
+            raise not_in_force(self.refusal, again=True)  # at every step, for a script that catches it
         if self.plan.enforce == "off":
             return
         around = account.steps_around(optimizer)
@@ -749,6 +782,8 @@ class Guard:
 
     def optimizer_created(self, optimizer: Any) -> None:
         """Register an optimizer; one that is created after the first proof is proven at its own first step."""
+        if self.refusal is not None and world_size() == (1, 1):
+            self._begin_after_refusal()
         self.recorder.several |= self._optimizer_existed
         self._optimizer_existed = True
         self.optimizers.add(optimizer)
@@ -885,10 +920,11 @@ class Guard:
         """Raise `NotInForce`; with `enforce` warn or off, report the failures and return."""
         if self.plan.enforce == "error":
             self.recorder.stop()  # a profiler that still runs crashes the process at its end
-            self.refusal = refusal
+            self.refusal, self.refused = refusal, self.refused or refusal
             consensus.publish_end(refusal.published())
             raise not_in_force(refusal)
-        self.reporter.warn_failure(refusal, self.plan.enforce)
+        self.warned = self.warned or refusal
+        self.reporter.warn_failure(refusal, self.plan.enforce, alone=self.alone)
 
     def leave_out(self, field: str, reason: str, optimizer: Any = None) -> None:
         """Report, now and in the proof, that the run goes without what its recipe would like.

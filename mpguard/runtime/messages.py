@@ -12,6 +12,9 @@ from mpguard.policy.recipes import AUTO
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof.verdict import NOT_PROVEN, Refusal
 
+#: How a notebook or a test session goes on after a refusal.
+BEGIN_AGAIN = "To begin again in this process, call mpguard.activate(), then build a new model and a new optimizer"
+
 
 def header(plan: Plan) -> str:
     """Return the header line, such as `mpguard 0.1.0 · recipe bf16_mixed · ddp · 2 processes · no GPU`."""
@@ -50,8 +53,14 @@ def overridable(message: str) -> str:
     return f"{message}  (use --enforce warn to continue)"
 
 
-def not_in_force(refusal: Refusal, *, overridden: bool = True) -> NotInForce:
-    """Return the exception of a refusal. overridden: True if `--enforce warn` continues in spite of it."""
+def not_in_force(refusal: Refusal, *, overridden: bool = True, again: bool = False) -> NotInForce:
+    """Return the exception of a refusal. overridden: True if `--enforce warn` continues in spite of it.
+
+    again: True if the script, a notebook or a test goes on after it was raised.
+    """
+    if again:
+        first = f"this optimizer was refused before, and is not stepped again: {refusal.summary}"
+        return NotInForce(f"{first}. {BEGIN_AGAIN}", verdict=refusal.verdict)
     text = str(refusal)
     return NotInForce(overridable(text) if overridden else text, verdict=refusal.verdict)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from mpguard.core.console import print_line
 from mpguard.core.errors import ConfigError
 from mpguard.runtime.containment import report_own_failure
+from mpguard.runtime.last_lines import print_last
 from mpguard.runtime.messages import warn_not_proven
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.progress import Progress, summary
@@ -46,6 +47,8 @@ class Reporter:
     def __init__(self) -> None:
         self._reported: set[str] = set()
         self._remarked: set[str] = set()
+        #: False after a refusal that is not withdrawn: the proof of a later training does not replace its file.
+        self.writes_file = True
         self._first: Proof | None = None
         self._proofs: list[Proof] = []
 
@@ -108,7 +111,7 @@ class Reporter:
         replace: False to keep a file that exists: a process that the script has started wrote it in this run.
         """
         path = proof.plan.proof_json
-        if rank() != 0 or not path or (Path(path).exists() and not replace):
+        if rank() != 0 or not path or not self.writes_file or (Path(path).exists() and not replace):
             return
         try:
             proof.write(path, self._proofs, [progress.facts() for progress in run])
@@ -198,15 +201,24 @@ class Reporter:
 
     # -- failures ----------------------------------------------------------------------------
 
-    def warn_failure(self, refusal: Refusal, enforce: str) -> None:
-        """Report a failure that does not end the run: warn `NotProven`, or print that the run is not in force."""
-        if rank() != 0:
+    def warn_failure(self, refusal: Refusal, enforce: str, *, alone: bool = False) -> None:
+        """Report a failure that does not end the run: warn `NotProven`, or print that the run is not in force.
+
+        alone: True if the other ranks may not have it; then it is reported here, else on rank 0.
+        """
+        if rank() != 0 and not alone:
             return
         message = f"{refusal.verdict} (continuing: enforce is {enforce}): {refusal.reasons}"
         if refusal.verdict == NOT_PROVEN:
             warn_not_proven(message)
         else:
-            print_line(f"mpguard: {message}")
+            print_line(f"mpguard: {f'rank {rank()}: ' if rank() else ''}{message}")
+
+    def report_warned(self, refusal: Refusal, *, alone: bool) -> None:
+        """Print at the end of a run that it was not in force, or not proven, and continued. alone: as above."""
+        if rank() == 0 or alone:
+            on_rank = f"rank {rank()}: " if rank() else ""
+            print_last(f"mpguard: {on_rank}the run was {refusal.verdict} and continued (--enforce): {refusal.summary}")
 
     def report_no_training(self) -> None:
         """Print that a run ended without training in this process."""

@@ -23,8 +23,8 @@ MISLEADING = Failure(FailureKind.WRONG, "not proven: is the name of a module; as
     [
         ((WRONG,), "not in force: rank 1: compute: fp32; asked: bf16"),
         ((UNPROVEN,), "not proven: rank 0: compute could not be observed; asked: bf16"),
-        ((UNPROVEN, WRONG), "not in force: rank 0: not proven: compute could not be observed; asked: bf16; rank 1: "),
-        ((WRONG, UNPROVEN), "not in force: rank 1: compute: fp32; asked: bf16; rank 0: not proven: "),
+        ((UNPROVEN, WRONG), "not in force: rank 1: compute: fp32; asked: bf16\n  rank 0: not proven: compute could"),
+        ((WRONG, UNPROVEN), "not in force: rank 1: compute: fp32; asked: bf16\n  rank 0: not proven: compute could"),
         ((MISLEADING,), "not in force: not proven: is the name"),
     ],
 )
@@ -43,4 +43,4 @@ def test_enforce_warn_prints_the_verdict(capsys: pytest.CaptureFixture[str]) -> 
         Reporter().warn_failure(ten, "warn")
     Reporter().warn_failure(Refusal((UNPROVEN, WRONG)), "warn")
     printed = capsys.readouterr().err
-    assert printed.startswith("mpguard: not in force (continuing: enforce is warn): rank 0: not proven: compute")
+    assert printed.startswith("mpguard: not in force (continuing: enforce is warn): rank 1: compute: fp32")

@@ -27,6 +27,7 @@ from mpguard.core.errors import ConfigError, MpguardError, NotInForce
 from mpguard.core.watch_levels import WATCH_LEVELS
 from mpguard.document import mp_yaml, read
 from mpguard.policy.allow import allowances
+from mpguard.runtime.last_lines import printed_at_the_end
 from mpguard.runtime.launch import preflight, signals
 from mpguard.runtime.launch.build_locks import remove_own, stale_locks
 from mpguard.runtime.lost_ranks import LAST_LINE
@@ -298,7 +299,7 @@ def run(argv: Sequence[str], overrides: Mapping[str, Any] | None = None) -> int:
     os.environ.update(prepared.environment)
     options = launch_command_parser().parse_args(command)
     options.quiet = False  # with accelerate's `quiet`, the status of a failed script is always 1
-    with signals.as_exceptions(), signals.ending_what_waits():
+    with signals.as_exceptions(), signals.ending_what_waits(), printed_at_the_end():
         try:
             return _launch(launch_command, options)
         finally:

@@ -18,7 +18,6 @@ import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mpguard.core.console import print_line
 from mpguard.core.errors import ConfigError, MpguardError, NotInForce
 from mpguard.core.watch_levels import WATCH_LEVELS
 from mpguard.document import mp_yaml, read
@@ -26,6 +25,7 @@ from mpguard.runtime import activation, exit_hooks, lost_ranks
 from mpguard.runtime.containment import without_wrappers
 from mpguard.runtime.crashes import print_cause
 from mpguard.runtime.guard import Guard
+from mpguard.runtime.last_lines import print_last
 from mpguard.runtime.messages import failure_message
 from mpguard.runtime.plan import CONFIG, Plan, absolute, refuse_config_after_script
 from mpguard.runtime.ranks import is_reporting_rank, launcher_variable, rank
@@ -184,7 +184,7 @@ def _run_file(path: Path) -> None:
 def _refuse(message: str, status: int) -> int:
     """Print a message on rank 0, and return the status."""
     if rank() == 0:
-        print_line(f"mpguard: {message}")
+        print_last(f"mpguard: {message}")
     return status
 
 

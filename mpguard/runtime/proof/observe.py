@@ -109,6 +109,7 @@ class Observed:
     averaging: what averages the weights of all ranks in place of their gradients, and when.
     kept: trained parameters that the script keeps in BF16, as the run allows: elements by pattern. They count nowhere
     else.
+    in_bf16: names of the modules with other trained parameters in BF16, if some are in FP32.
     remarks: what loses precision in any policy, see `remarks`.
     errors: the names of rows that could not be observed because mpguard's own code failed, with its exception.
     """
@@ -166,6 +167,7 @@ class Observed:
     fp32: Fp32Modules | None = None
     averaging: str | None = None
     kept: dict[str, int] = dataclasses.field(default_factory=dict)
+    in_bf16: list[str] = dataclasses.field(default_factory=list)
     remarks: list[remarks.Remark] = dataclasses.field(default_factory=list)
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -237,9 +239,11 @@ def observe(
                 if own.requires_grad and id(own) in aside:
                     seen.kept[aside[id(own)]] = seen.kept.get(aside[id(own)], 0) + own.numel()
             _count(seen.frozen, (own for own in root.parameters() if not own.requires_grad))
+            seen.in_bf16 += _modules_in_bf16(root, aside)
             _count(seen.buffers, root.buffers())
         if not roots:
             _count_parameters(seen.parameters, updated)
+        seen.in_bf16 = seen.in_bf16 if "fp32" in seen.parameters else []
     with seen.observing("compile"):
         compiled = [module for _, module in modules if compilation.is_compiled(module)]
         seen.compile_modes = sorted({compilation.mode_of(module) for module in compiled})
@@ -506,6 +510,15 @@ def _kept_in_bf16(roots: list[nn.Module], patterns: Sequence[str]) -> dict[int, 
             if pattern is not None and own.dtype is torch.bfloat16:
                 found[id(own)] = pattern
     return found
+
+
+def _modules_in_bf16(root: nn.Module, aside: Mapping[int, str]) -> list[str]:
+    """Return the names of the modules with trained parameters in BF16 that no pattern names."""
+    import torch
+
+    own = ((plain_name(name), each) for name, each in root.named_parameters() if each.dtype is torch.bfloat16)
+    names = (name.rpartition(".")[0] or name for name, each in own if each.requires_grad and id(each) not in aside)
+    return list(dict.fromkeys(names))
 
 
 def _set_aside(seen: Observed, recorder: Recorder, optimizer: Any, aside: Mapping[int, str]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpguard.nn.fp8.filters import plain_name
+from mpguard.policy.allow import LOCAL_SGD
 from mpguard.runtime.proof.gradients import Gradients
 from mpguard.runtime.proof.products import short
 from mpguard.runtime.proof.samples import local
@@ -379,9 +380,10 @@ def _partly_reduced(fingerprints: Sequence[Fingerprint]) -> list[Failure]:
     )
     advice = (
         "All ranks began with the same weights, which drift apart. Give the wrapper the group of all ranks (the "
-        "default), or allow it: mpguard_allow: [local_sgd]"
+        "default)"
     )
-    return [Failure(FailureKind.WRONG, f"reduction: {found}; asked: reduced over all", BETWEEN_RANKS, advice=advice)]
+    text = f"reduction: {found}; asked: reduced over all"
+    return [Failure(FailureKind.WRONG, text, BETWEEN_RANKS, advice=advice, allow=(LOCAL_SGD,))]
 
 
 def _differing(ranks: Sequence[Mapping[str, tuple[float, ...]]]) -> list[Failure]:
@@ -394,9 +396,10 @@ def _differing(ranks: Sequence[Mapping[str, tuple[float, ...]]]) -> list[Failure
     found = f"the gradients differ between ranks after the step ({some}norm {', '.join(norms)})"
     advice = (
         "Each rank trains a model of its own. Call the wrapped model, and run the last backward pass before a step "
-        "outside no_sync(); or allow it: mpguard_allow: [local_sgd]"
+        "outside no_sync()"
     )
-    return [Failure(FailureKind.WRONG, f"reduction: {found}; asked: reduced over all", BETWEEN_RANKS, advice=advice)]
+    text = f"reduction: {found}; asked: reduced over all"
+    return [Failure(FailureKind.WRONG, text, BETWEEN_RANKS, advice=advice, allow=(LOCAL_SGD,))]
 
 
 def _are_stages(fingerprints: Sequence[Fingerprint]) -> bool:

@@ -17,8 +17,21 @@ UNOBSERVED = "not observed"
 #: Verdicts on a run: `Proof.verdict`, and `verdict` in the proof file.
 IN_FORCE, NOT_IN_FORCE, NOT_PROVEN = "in force", "not in force", "not proven"
 
+#: What separates the lines of a message.
+NEXT_LINE = "\n  "
+
 #: Ranks that a message names.
 NAMED_RANKS = 8
+
+#: Rows whose failure is explained by that of another one, whose advice is then enough.
+EXPLAINED_BY = {
+    "engine": ("processes",),
+    "reduction": ("processes", "engine"),
+    "reduction between ranks": ("processes", "engine"),
+    "coverage": ("processes", "engine"),
+    "parameters": ("optimizer",),
+    "gradients": ("optimizer", "parameters"),
+}
 
 
 class Verdict(enum.Enum):
@@ -60,6 +73,8 @@ class Row:
     allowed: str = ""
     #: What to do if the row is wrong or unproven.
     advice: str = ""
+    #: What accepts the row as it is: entries of `mpguard_allow`, as YAML.
+    allow: tuple[str, ...] = ()
 
     def data(self) -> dict[str, Any]:
         """Return the row as plain data; without `allowed` if nothing was."""
@@ -82,11 +97,10 @@ class Row:
     def failure(self) -> Failure:
         """Return the failure that a wrong or unproven row is."""
         if self.verdict is Verdict.WRONG:
-            return Failure(
-                FailureKind.WRONG, f"{self.name}: {self.found}; asked: {self.asked}", self.name, (), self.advice
-            )
+            text = f"{self.name}: {self.found}; asked: {self.asked}"
+            return Failure(FailureKind.WRONG, text, self.name, (), self.advice, self.allow)
         text = f"{self.name} could not be observed{self.found.removeprefix(UNOBSERVED)}; asked: {self.asked}"
-        return Failure(FailureKind.UNPROVEN, text, self.name, (), self.advice)
+        return Failure(FailureKind.UNPROVEN, text, self.name, (), self.advice, self.allow)
 
 
 def not_observed(name: str, asked: str = "", reason: str = "", advice: str = "") -> Row:
@@ -116,15 +130,22 @@ class Failure:
     ranks: tuple[int, ...] = ()
     #: What to do.
     advice: str = ""
+    #: What accepts it: entries of `mpguard_allow`, as YAML.
+    allow: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.describe(NOT_IN_FORCE)
 
     def describe(self, verdict: str) -> str:
-        """Return ranks, text and advice; an unproven failure is marked unless the verdict on the run says it."""
+        """Return ranks, text and remedy; an unproven failure is marked unless the verdict on the run says it."""
+        remedy = remedy_of([self])
+        return f"{self.line(verdict)}{f'. {remedy}' if remedy else ''}"
+
+    def line(self, verdict: str) -> str:
+        """Return ranks and text."""
         rank = f"{names_of(self.ranks, plural=False)}: " if self.ranks else ""
         unproven = f"{NOT_PROVEN}: " if self.kind is FailureKind.UNPROVEN and verdict != NOT_PROVEN else ""
-        return f"{rank}{unproven}{self.text}{f'. {self.advice}' if self.advice else ''}"
+        return f"{rank}{unproven}{self.text}"
 
     def data(self) -> dict[str, Any]:
         """Return the failure as plain data, for `read_failure`."""
@@ -137,7 +158,22 @@ def read_failure(data: object) -> Failure:
         return Failure(FailureKind.UNPROVEN, str(data))
     kind = FailureKind.WRONG if data.get("kind") == FailureKind.WRONG.value else FailureKind.UNPROVEN
     ranks = tuple(each for each in data.get("ranks") or () if isinstance(each, int))
-    return Failure(kind, data["text"], str(data.get("row", "")), ranks, str(data.get("advice", "")))
+    allow = tuple(map(str, data.get("allow") or ()))
+    return Failure(kind, data["text"], str(data.get("row", "")), ranks, str(data.get("advice", "")), allow)
+
+
+def remedy_of(failures: Sequence[Failure]) -> str:
+    """Return what to do about failures, as one text: about their causes, with all entries of `mpguard_allow`."""
+    rows = {failure.row for failure in failures}
+    causes = [each for each in failures if rows.isdisjoint(EXPLAINED_BY.get(each.row, ()))]
+    advice = ". ".join(dict.fromkeys(each.advice for each in causes if each.advice))
+    entries = ", ".join(dict.fromkeys(entry for each in failures for entry in each.allow))
+    if not entries:
+        return advice
+    rest = {each.row for each in causes if not each.allow}
+    accepted = ", ".join(dict.fromkeys(each.row for each in failures if each.allow)) if rest else "it"
+    accept = f"accept {accepted}: mpguard_allow: [{entries}]"
+    return f"{advice}; or {accept}" if advice else f"To {accept}"
 
 
 def verdict_of(failures: Iterable[Failure]) -> str:
@@ -166,9 +202,19 @@ class Refusal:
         return verdict_of(self.failures)
 
     @property
+    def summary(self) -> str:
+        """What is wrong, or not proven, on one line, without the verdict and the remedy."""
+        return f"{self.before}{'; '.join(each.line(self.verdict) for each in self.failures)}{self.after}"
+
+    @property
     def reasons(self) -> str:
-        """What is wrong, or not proven, without the verdict."""
-        return f"{self.before}{'; '.join(each.describe(self.verdict) for each in self.failures)}{self.after}"
+        """What is wrong, or not proven, without the verdict: a line per failure, what is wrong first, and a remedy."""
+        if len(self.failures) == 1:
+            return f"{self.before}{self.failures[0].describe(self.verdict)}{self.after}"
+        ordered = sorted(self.failures, key=lambda each: each.kind is FailureKind.UNPROVEN)
+        text = f"{self.before}{NEXT_LINE.join(each.line(self.verdict) for each in ordered)}{self.after}"
+        remedy = remedy_of(ordered)
+        return f"{text}{NEXT_LINE}remedy: {remedy}" if remedy else text
 
     def __str__(self) -> str:
         return f"{NOT_PROVEN}: {self.reasons}" if self.verdict == NOT_PROVEN else self.reasons

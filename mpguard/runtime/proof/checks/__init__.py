@@ -21,6 +21,7 @@ from mpguard.policy.allow import LOCAL_SGD, RANKS_DIFFER
 from mpguard.runtime.containment import has_failed
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof.checks import compute, fp8, gradients, model, optimizer, processes
+from mpguard.runtime.proof.checks.common import format_allowance
 from mpguard.runtime.proof.observe import Observed
 from mpguard.runtime.proof.reductions import BETWEEN_RANKS
 from mpguard.runtime.proof.verdict import IN_FORCE, NOT_PROVEN, Failure, Row, Verdict, not_observed, verdict_of
@@ -115,7 +116,9 @@ def unsynchronized(
 def failures(rows: Iterable[Row], plan: Plan, seen: Observed) -> list[Failure]:
     """Return the failures of wrong rows; if there are none, those of the rows that must be observed and were not."""
     rows = list(rows)
+    allowed = tuple(format_allowance(each.kind, each.value) for each in plan.allow)
     wrong = [row.failure() for row in rows if row.verdict is Verdict.WRONG]
+    wrong = [dataclasses.replace(each, allow=(*allowed, *each.allow)) if each.allow else each for each in wrong]
     if wrong or has_failed():
         return wrong
     excused = ("compute",) if seen.inferred else ()  # that operators cannot be recorded must not end a training

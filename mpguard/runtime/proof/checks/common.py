@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 
@@ -95,6 +97,26 @@ def is_stage(seen: Observed) -> bool:
 def is_unsynchronized(seen: Observed) -> bool:
     """True if this is one of several processes and its gradients are not reduced with those of the others."""
     return seen.world_size > 1 and seen.engine == "none" and not reduced_by_script(seen)
+
+
+def name_pattern(name: str) -> str:
+    """Return a pattern for a module and those of the same name in other blocks: `*wte` for `transformer.wte`.
+
+    `*value_embeds*` for `value_embeds.3`; `head`, which is in no other module, as it is.
+    """
+    parts = name.split(".")
+    words = [part for part in parts if not part.isdigit()]
+    if not words or len(parts) == 1:
+        return name
+    return f"*{words[-1]}{'*' if parts[-1].isdigit() else ''}"
+
+
+def format_allowance(kind: str, value: str = "") -> str:
+    """Return an entry of `mpguard_allow` as YAML: `{bf16: "*wte"}`."""
+    if not value:
+        return kind
+    plain = re.fullmatch(r"[\w./-]+( [\w./()-]+)*", value) is not None
+    return f"{{{kind}: {value if plain else json.dumps(value)}}}"
 
 
 def format_counts(counts: Mapping[str, int]) -> str:

@@ -13,14 +13,17 @@ from mpguard.runtime.proof.checks.common import (
     UNKNOWN_SHARE,
     allowed_dtypes,
     by_dtype,
+    format_allowance,
     format_amount,
     format_counts,
     format_names,
     format_places,
     format_share,
+    name_pattern,
     narrower,
     products_of,
 )
+from mpguard.runtime.proof.frameworks import precision_advice
 from mpguard.runtime.proof.observe import Computed, Observed
 from mpguard.runtime.proof.verdict import Row, Verdict, not_observed
 
@@ -74,7 +77,9 @@ def compute(seen: Observed, plan: Plan) -> Row:
         found = f"{found}; gradients or saved activations in {', '.join(rounded)}"
         return Row(name, found, asked, Verdict.WRONG, advice=_advice(seen, plan))
     if fewer_bits or outside > limit:
-        return Row(name, found, asked, Verdict.WRONG, advice=_advice(seen, plan))
+        in_place = not fewer_bits and plan.policy.compute_dtype.short in by_dtype(products)
+        allow = _to_allow([each for each in others if each not in islands], limit, plan) if in_place else ()
+        return Row(name, found, asked, Verdict.WRONG, advice=_advice(seen, plan), allow=allow)
     unknown = [each for each in products if each.dtype is None]
     share = sum(each.flops for each in unknown) / total
     if share > UNKNOWN_SHARE:
@@ -162,21 +167,28 @@ def _advice(seen: Observed, plan: Plan) -> str:
     if asked == "fp32" or (asked not in found and found.keys() & {"bf16", "fp16"}):
         return "Remove the autocast or the cast there, or choose a policy of that dtype"
     if asked not in found:
-        return "Autocast (or the engine) was not in force around the forward pass: run the forward pass inside it"
+        return precision_advice(plan.policy) or (
+            "Autocast (or the engine) was not in force around the forward pass: run the forward pass inside it"
+        )
     return (
         f"At most {100 * WIDER_SHARE:.0f} % of the products may be in a wider dtype, and none in a narrower one: "
-        "enable autocast there (a custom Function or operator must multiply in autocast's dtype, in backward too), "
-        f"or accept it{_allow_hint(products, plan)}"
+        "enable autocast there (a custom Function or operator must multiply in autocast's dtype, in backward too)"
     )
 
 
-def _allow_hint(products: Iterable[Computed], plan: Plan) -> str:
-    """Return how to accept what computes in FP32."""
-    wider = [each for each in products if each.dtype == "fp32"]
-    named = (each.module for each in wider if each.module)
-    module = next((each for each in named if pattern_around(each, plan.policy.fp32_modules) is None), None)
-    place = module or next((each.place for each in wider if not each.module), None)
-    return f": mpguard_allow: [{{fp32: {place}}}]" if place else " with --enforce warn"
+def _to_allow(wider: Iterable[Computed], limit: float, plan: Plan) -> tuple[str, ...]:
+    """Return what accepts products in FP32: the places with the most work, until the others are below the limit."""
+    work: dict[str, int] = {}
+    for each in wider:
+        place = name_pattern(each.module) if each.module else each.place
+        if each.dtype == "fp32" and pattern_around(each.module or "", plan.policy.fp32_modules) is None:
+            work[place] = work.get(place, 0) + each.flops
+    left, entries = sum(work.values()), []
+    for place, flops in sorted(work.items(), key=lambda item: -item[1]):
+        if left > limit:
+            entries.append(format_allowance(FP32, place))
+            left -= flops
+    return tuple(entries)
 
 
 def _islands(products: Iterable[Computed], plan: Plan) -> dict[Computed, Allowance]:
@@ -251,12 +263,12 @@ def frozen(seen: Observed, plan: Plan) -> list[Row]:
         names = "; ".join(str(allowed[each]) for each in by_dtype(fewer_bits))
         return [Row("frozen parts", found, asked, Verdict.ALLOWED, names)]
     known = [dtype for dtype in by_dtype(fewer_bits) if dtype in QUANTIZED or Dtype.spelled(dtype)]
-    accepted = f": mpguard_allow: [{{frozen: {known[0]}}}]" if known else " with --enforce warn"
+    allow = tuple(format_allowance(FROZEN, dtype) for dtype in known if dtype not in allowed)
     advice = (
         "What they compute goes into the trained part with less precision than the policy has. Load or cast them "
-        f"in {asked} or fp32, or accept it{accepted}"
+        f"in {asked} or fp32"
     )
-    return [Row("frozen parts", found, asked, Verdict.WRONG, advice=advice)]
+    return [Row("frozen parts", found, asked, Verdict.WRONG, advice=advice, allow=allow)]
 
 
 def frozen_share(seen: Observed, least: float = 0.01) -> str:

@@ -8,9 +8,20 @@ from mpguard.policy.allow import BF16
 from mpguard.policy.dtype import Dtype
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof import attention_masks as masks
-from mpguard.runtime.proof.checks.common import format_amount, format_counts, mostly, updated_dtype
+from mpguard.runtime.proof.checks.common import (
+    format_allowance,
+    format_amount,
+    format_counts,
+    format_names,
+    mostly,
+    name_pattern,
+    updated_dtype,
+)
 from mpguard.runtime.proof.observe import Observed
 from mpguard.runtime.proof.verdict import Row, Verdict, not_observed
+
+#: At most so many patterns are proposed for parameters in BF16: of a whole model in BF16, none.
+MOST_PATTERNS = 8
 
 #: What to do if a model that mpguard compiled in place was not called: the script calls something else.
 CALL_THE_MODEL = "Call the model itself, or add `step = torch.compile(step)` for the function that is called instead"
@@ -32,14 +43,15 @@ def parameters(seen: Observed, plan: Plan) -> Row:
     # Parameters kept in FP8 are compared with the FP8 layers.
     exact = {dtype: count for dtype, count in seen.parameters.items() if dtype != "fp8"}
     same = Verdict.of(mostly(exact, asked.short))
-    return Row("parameters", found, asked.short, same, advice=_parameters_advice(seen, plan))
-
-
-def _parameters_advice(seen: Observed, plan: Plan) -> str:
-    if plan.policy.master_dtype is Dtype.FP32 and {"bf16", "fp32"} <= seen.parameters.keys():
-        return "If modules keep theirs in bf16 on purpose, name them: mpguard_allow: [{bf16: PATTERN}]"
-    required = plan.policy.script_requirements or ""
-    return required[:1].upper() + required[1:]
+    allow: tuple[str, ...] = ()
+    if policy.master_dtype is Dtype.FP32 and {"bf16", "fp32"} <= seen.parameters.keys():
+        patterns = dict.fromkeys(map(name_pattern, seen.in_bf16))
+        allow = tuple(format_allowance(BF16, each) for each in patterns) if len(patterns) <= MOST_PATTERNS else ()
+        advice = f"Load or keep them in fp32: {format_names(list(patterns))}"
+    else:
+        required = policy.script_requirements or ""
+        advice = required[:1].upper() + required[1:]
+    return Row("parameters", found, asked.short, same, advice=advice, allow=allow)
 
 
 def kept(seen: Observed, plan: Plan) -> list[Row]:

@@ -6,7 +6,7 @@ from mpguard.policy.allow import STATES
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.runtime.plan import Plan
-from mpguard.runtime.proof.checks.common import format_counts, mostly
+from mpguard.runtime.proof.checks.common import format_allowance, format_counts, mostly
 from mpguard.runtime.proof.observe import Observed
 from mpguard.runtime.proof.verdict import Row, Verdict, not_observed
 from mpguard.runtime.proof.witness import describe
@@ -34,7 +34,9 @@ def optimizer(seen: Observed, plan: Plan) -> Row:
     lower, allowed = _lower_states(seen, plan), {each.value: each for each in plan.allow if each.kind == STATES}
     exact = not ((rounded or rounded_states) and asked == "fp32")
     if not (mostly(seen.masters, asked) and exact and allowed.keys() >= set(lower)):
-        return Row(name, found, both, Verdict.WRONG, advice=_advice(seen, plan))
+        weights = mostly(seen.masters, asked) and exact
+        allow = tuple(format_allowance(STATES, dtype) for dtype in lower if weights)
+        return Row(name, found, both, Verdict.WRONG, advice=_advice(seen, plan), allow=allow)
     if lower:
         return Row(name, found, both, Verdict.ALLOWED, "; ".join(str(allowed[dtype]) for dtype in lower))
     return Row(name, found, both, Verdict.NOT_ASKED if quantized_states(seen) else Verdict.AS_ASKED)
@@ -58,11 +60,7 @@ def _advice(seen: Observed, plan: Plan) -> str:
     if seen.rounded_states:
         return "The script rounds the values of the states between the steps: leave them as the step has made them"
     if mostly(seen.masters, policy.master_dtype.short):
-        accepted = ", ".join(f"{{states: {dtype}}}" for dtype in _lower_states(seen, plan))
-        return (
-            "Create the optimizer with its states in that dtype, use one that keeps them in it, or accept it: "
-            f"mpguard_allow: [{accepted}]"
-        )
+        return "Create the optimizer with its states in that dtype, or use one that keeps them in it"
     return _load_in_fp32(seen, policy) if policy.master_dtype is Dtype.FP32 else ""
 
 

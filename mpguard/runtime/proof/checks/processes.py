@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from mpguard.policy.allow import IDLE_RANKS, LOCAL_SGD
@@ -74,10 +75,23 @@ def processes(seen: Observed, plan: Plan) -> Row:
     return Row(name, str(seen.world_size), str(asked), verdict, advice=_processes_advice(seen))
 
 
+def _without_group() -> str:
+    """Return how to get a process group in common, without what the launch has set already."""
+    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
+    if "accelerate" not in sys.modules:
+        return (
+            "The script builds no process group: use accelerate.Accelerator, or call "
+            "torch.distributed.init_process_group and wrap the model in DistributedDataParallel"
+        )
+    if use_cpu:
+        return "The script trains without its Accelerator: pass model and optimizer through `accelerator.prepare`"
+    return "Without a GPU set ACCELERATE_USE_CPU=true, or `distributed_type: MULTI_CPU` for `mpguard launch`"
+
+
 def _processes_advice(seen: Observed) -> str:
     if seen.world_size == 1 and seen.launched > 1:
         return (
             f"{seen.launched} processes were started without a process group in common, and each trains a model of "
-            "its own. Without a GPU set ACCELERATE_USE_CPU=true, or `distributed_type: MULTI_CPU` for `mpguard launch`"
+            f"its own. {_without_group()}"
         )
     return "Start as many as the config defines (`mpguard launch` does), or change `num_processes`"

@@ -1,0 +1,162 @@
+"""Each check returns its row with a verdict, the allowance that it needs, and the advice; no torch is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from typing import Any
+
+import pytest
+
+import mpguard
+from mpguard.policy.allow import allowances
+from mpguard.runtime.plan import Plan
+from mpguard.runtime.proof.checks import CHECKS, compare, failures
+from mpguard.runtime.proof.checks.common import format_allowance, name_pattern
+from mpguard.runtime.proof.observe import Computed, Observed
+from mpguard.runtime.proof.verdict import Failure, FailureKind, Refusal, Row, Verdict
+
+PLAN = Plan(mpguard.recipe("bf16_mixed"), strategy="ddp", processes=2)
+
+#: Two ranks of DDP as asked.
+SEEN = Observed(
+    engine="ddp", world_size=2, launched=2, parameters={"fp32": 100}, gradients={"fp32": 100}, masters={"fp32": 100},
+    states={"fp32": 200}, reductions={"fp32": 100}, reduced_by="the collective", optimizer="AdamW",
+    computed=[Computed(True, "bf16", 900, "body", "body (Linear of Net)")],
+)  # fmt: skip
+
+
+def row(name: str, plan: Plan = PLAN, **changes: Any) -> Row:
+    return next(each for each in compare(dataclasses.replace(SEEN, **changes), plan) if each.name == name)
+
+
+def message(plan: Plan = PLAN, **changes: Any) -> str:
+    seen = dataclasses.replace(SEEN, **changes)
+    return Refusal(tuple(failures(compare(seen, plan), plan, seen))).reasons
+
+
+def allowing(*names: str) -> Plan:
+    return dataclasses.replace(PLAN, allow=allowances(list(names)))
+
+
+FROZEN = [*SEEN.computed, Computed(False, "fp16", 1, inside=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "changes", "verdict"),
+    [
+        ("engine", PLAN, {}, Verdict.AS_ASKED),
+        ("engine", PLAN, {"engine": "none", "reductions": {}}, Verdict.WRONG),
+        ("engine", allowing("local_sgd"), {"engine": "none", "reductions": {}}, Verdict.ALLOWED),
+        ("engine", Plan(PLAN.policy), {}, Verdict.NOT_ASKED),
+        ("processes", Plan(PLAN.policy), {"launched": 2}, Verdict.NOT_ASKED),
+        ("processes", Plan(PLAN.policy), {"world_size": 1}, Verdict.WRONG),
+        ("processes", allowing("idle_ranks: 1"), {"idle": 1, "world_size": 1}, Verdict.ALLOWED),
+        ("compute", PLAN, {"computed": []}, Verdict.UNPROVEN),
+        ("compute", PLAN, {"computed": [], "matrices": False, "passes": 1}, Verdict.NOT_ASKED),
+        ("frozen parts", PLAN, {"computed": FROZEN}, Verdict.WRONG),
+        ("frozen parts", allowing("frozen: fp16"), {"computed": FROZEN}, Verdict.ALLOWED),
+        ("reduction", PLAN, {"reductions": {}}, Verdict.UNPROVEN),
+        ("reduction", allowing("local_sgd"), {"reductions": {}}, Verdict.ALLOWED),
+        ("reduction", PLAN, {"averaging": "LocalSGD"}, Verdict.NOT_ASKED),
+        ("gradients", PLAN, {"gradients": {}}, Verdict.UNPROVEN),
+        ("optimizer", PLAN, {"masters": {}}, Verdict.UNPROVEN),
+        ("optimizer", allowing("states: bf16"), {"states": {"bf16": 1}}, Verdict.ALLOWED),
+        ("optimizer", PLAN, {"states": {"int8": 1}}, Verdict.NOT_ASKED),
+        ("kept in bf16", allowing("bf16: wte"), {"kept": {"wte": 10}}, Verdict.ALLOWED),
+        ("allow", allowing("frozen: fp16"), {}, Verdict.NOT_ASKED),
+    ],
+)
+def test_the_verdict_of_a_row(name: str, plan: Plan, changes: dict[str, Any], verdict: Verdict) -> None:
+    found = row(name, plan, **changes)
+    assert found.verdict is verdict, found
+    assert found.data()["ok"] is {Verdict.AS_ASKED: True, Verdict.WRONG: False}.get(verdict)
+    assert bool(found.allowed) is (verdict is Verdict.ALLOWED)
+
+
+def test_a_check_that_fails_makes_its_row_unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_seen: Observed, _plan: Plan) -> Row:
+        raise KeyError("broken")
+
+    monkeypatch.setitem(CHECKS, "gradients", broken)
+    assert row("gradients", errors={}).verdict is Verdict.UNPROVEN
+
+
+# -- messages ------------------------------------------------------------------------------------
+
+
+def test_a_message_has_a_line_per_row_and_one_remedy() -> None:
+    text = message(parameters={"bf16": 90, "fp32": 10}, masters={"bf16": 90, "fp32": 10}, gradients={"bf16": 100},
+                   in_bf16=["transformer.wte", "value_embeds.1", "value_embeds.3"])  # fmt: skip
+    *rows, remedy = text.split("\n  ")
+    assert [line.split(":")[0] for line in rows] == ["parameters", "gradients", "optimizer"]
+    assert remedy.startswith("remedy: The optimizer's parameters are the master weights: load the model in fp32")
+    assert '; or accept parameters: mpguard_allow: [{bf16: "*wte"}, {bf16: "*value_embeds*"}]' in remedy
+    assert "keep them in fp32" not in remedy, "that of the cause only"
+
+
+def test_what_is_proposed_to_allow_can_be_copied() -> None:
+    """It contains what is allowed already, and it is enough: with it, nothing is wrong."""
+    wide = [Computed(True, "fp32", 500 - n, f"layers.{n}.router", "router (Linear of Net)") for n in range(3)]
+    computed = [*SEEN.computed, *wide, Computed(True, "fp32", 300, "head", "head (Linear of Net)")]
+    text = message(allowing("frozen: fp16"), computed=computed)
+    assert text.endswith('or accept it: mpguard_allow: [{frozen: fp16}, {fp32: "*router"}, {fp32: head}]'), text
+    accepted = allowing("frozen: fp16", "fp32: *router", "fp32: head")
+    assert row("compute", accepted, computed=computed).verdict is Verdict.ALLOWED
+    fewer = message(computed=[*SEEN.computed, *wide, Computed(True, "fp32", 9, "head", "head (Linear of Net)")])
+    assert fewer.endswith('mpguard_allow: [{fp32: "*router"}]'), "a small head may be wider"
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("head", "head"),
+        ("transformer.wte", "*wte"),
+        ("value_embeds.3", "*value_embeds*"),
+        ("layers.0.attn.q_proj", "*q_proj"),
+        ("0", "0"),
+        ("0.1", "0.1"),
+    ],
+)
+def test_the_pattern_of_a_module(name: str, pattern: str) -> None:
+    from mpguard.nn.fp8.filters import pattern_around
+
+    assert name_pattern(name) == pattern and pattern_around(f"{name}.weight", [pattern]) == pattern
+
+
+@pytest.mark.parametrize("value", ["*wte", "lm_head", "code outside of modules", "a: b", "[x]", "#", "1.router"])
+def test_an_allowance_is_yaml(value: str) -> None:
+    yaml = pytest.importorskip("yaml")
+    assert yaml.safe_load(f"[{format_allowance('bf16', value)}]") == [{"bf16": value}]
+
+
+def test_the_remedy_does_not_repeat_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = {"engine": "single", "world_size": 1, "launched": 2}
+    monkeypatch.setitem(sys.modules, "accelerate", types.ModuleType("accelerate"))
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    assert "set ACCELERATE_USE_CPU=true" in message(**alone)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    text = message(**alone)
+    assert "ACCELERATE_USE_CPU" not in text and "MULTI_CPU" not in text and "`accelerator.prepare`" in text
+    assert text.count("each trains a model of its own") == 1 and text.startswith("engine: single process; asked: ddp\n")
+    monkeypatch.delitem(sys.modules, "accelerate")
+    assert "The script builds no process group" in message(**alone)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_the_remedy_names_the_framework_that_is_used(monkeypatch: pytest.MonkeyPatch, used: bool) -> None:
+    """Not one that is only imported. Lightning is not installed here: its class stands for it."""
+    module = types.ModuleType("lightning.fabric.fabric")
+    module.Fabric = type("Fabric", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    fabric = module.Fabric() if used else None
+    text = message(computed=[Computed(True, "fp32", 900)])
+    assert ('Fabric(precision="bf16-mixed")' in text) is used, text
+    assert ("Autocast (or the engine) was not in force" in text) is (fabric is None)
+
+
+def test_what_is_wrong_comes_before_what_is_not_proven() -> None:
+    unproven = Failure(FailureKind.UNPROVEN, "no result from rank 1")
+    wrong = Failure(FailureKind.WRONG, "compute: fp32; asked: bf16", "compute")
+    assert Refusal((unproven, wrong)).reasons == "compute: fp32; asked: bf16\n  not proven: no result from rank 1"
