@@ -9,6 +9,7 @@ whole tree follows who uses a name of a file, so that facts can look at callers 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,9 @@ from mpguard.lint.source.token_search import TokenSearch
 #: The most files that use a name, and how often packages may re-export it; beyond that it is unknown who uses it.
 MOST_USERS, MOST_PACKAGES = 8, 3
 _PACKAGE = "/__init__.py"
+#: The most searches of a tree for what may import a file, and an import by dots alone: `from .. import x`.
+_MOST_PASSES = 3
+_DOTS = lazy_pattern(rb"from[ \t]+\.+[ \t\\(]*import")
 #: Words of code that trains, or that decides in which dtype other code runs. A file without any of them that uses a
 #: function decides nothing about its precision.
 _TRAINS = TokenSearch((
@@ -162,7 +166,7 @@ def answer(top: str, file: str, question: str) -> Answer:
     kind = next(kind for kind in (_DERIVES, _USES, _IMPORTS) if question.startswith(kind))
     name = question.removeprefix(kind)
     if kind is _USES:
-        return _users(_importers(top), file, name)
+        return _users(top, file, name)
     taken = _imported_names(top)
     stem = Path(file).stem
     if taken is not None and kind is _DERIVES and name not in taken[_DERIVES]:
@@ -218,6 +222,91 @@ def _importers(top: str) -> dict[str, list[_Importer]] | None:
             if target != file:
                 found.setdefault(target, []).append(_Importer(file, names, summary.trains))
     return found
+
+
+@dataclasses.dataclass
+class _Searches:
+    """What a run has searched a tree for: module -> the files that may import it. passes: over all files."""
+
+    found: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    passes: int = 0
+
+
+@cached_per_run
+def _searches(top: str) -> _Searches:  # noqa: ARG001
+    return _Searches()
+
+
+def _importers_of(top: str, file: str) -> Iterable[_Importer] | None:
+    """Return what `_importers` has for one file.
+
+    A run over few files asks this for few of a tree: the others are then searched for the module's name, and summarized
+    one after another, as long as the caller goes on. Where many are asked, summaries of all are cheaper.
+    """
+    files, searches = _files(top), _searches(top)
+    if files is None:
+        return None
+    if file not in searches.found and searches.passes < _MOST_PASSES and not _kept:
+        searches.passes += 1
+        searches.found.update(_mentioning(file, files))
+    if file in searches.found:
+        return _search(searches.found[file], top, file)
+    found = _importers(top)
+    return found.get(file, ()) if found is not None else None
+
+
+def _mentioning(file: str, files: frozenset[str]) -> dict[str, list[str]]:
+    """Return the files that may import a module, and those for the packages it is in, which may re-export it.
+
+    They have its name, or for a package are in it and import from one above by dots alone.
+    """
+    found: dict[str, list[str]] = {file: []}
+    folder = os.path.dirname(file)
+    while (package := f"{folder}{_PACKAGE}") in files and len(found) <= MOST_PACKAGES:
+        found.setdefault(package, [])
+        folder = os.path.dirname(folder)
+    asked = []
+    for module, its in found.items():
+        above, name = os.path.split(module)
+        is_package = name == _PACKAGE[1:]
+        word = Path(above).name if is_package else name.removesuffix(".py")
+        by_name = not (is_package and word in LIBRARIES)  # absolute imports of these are not followed
+        asked.append((word.encode("utf-8", "surrogateescape") if by_name else None, above if is_package else None, its))
+    for each in sorted(files):
+        data = _content(each)
+        for searched, inside, its in asked:
+            if (searched is not None and searched in data) or (
+                inside is not None and each.startswith(inside) and _DOTS.search(data) is not None
+            ):
+                its.append(each)
+    return found
+
+
+def _content(file: str) -> bytes:
+    try:
+        return tracked_fs.read_regular_file(file)
+    except OSError:
+        return b""
+
+
+def _search(mentioning: Iterable[str], top: str, file: str) -> Iterator[_Importer]:
+    files = _files(top) or frozenset()
+    for path in mentioning:
+        data = _content(path)
+        decides = trains(_searchable(data))
+        if path == file or not (decides or path.endswith(_PACKAGE)):
+            continue
+        summary = ModuleSummary(imports_of(data), frozenset(), decides)
+        for target, names in _targets(summary, path, top, files):
+            if target == file:
+                yield _Importer(path, names, decides)
+
+
+@cached_per_run
+def _files(top: str) -> frozenset[str] | None:
+    """Return the Python files of a tree; None if it has too many."""
+    files = frozenset(tree_state.modules(top))
+    return files if len(files) <= tree_state.MOST_FILES else None
 
 
 @cached_per_run
@@ -300,19 +389,18 @@ def _inner(place: str, name: str, known: Container[str]) -> str | None:
     return next((each for each in (f"{place}/{name}.py", f"{place}/{name}{_PACKAGE}") if each in known), None)
 
 
-def _users(
-    importers: dict[str, list[_Importer]] | None, file: str, name: str, depth: int = MOST_PACKAGES
-) -> list[str] | None:
+def _users(top: str, file: str, name: str, depth: int = MOST_PACKAGES) -> list[str] | None:
+    importers = _importers_of(top, file)
     if importers is None:
         return None
     found = set[str]()
-    for path, names, decides in importers.get(file, ()):
+    for path, names, decides in importers:
         if (is_test(path) and not is_test(file)) or (name and names and not names & {name, "*"}):
             continue
         if decides:
             found.add(path)
         if depth and path.endswith(_PACKAGE):
-            further = _users(importers, path, name, depth - 1)
+            further = _users(top, path, name, depth - 1)
             if further is None:
                 return None
             found.update(further)

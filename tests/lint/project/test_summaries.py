@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -110,3 +111,25 @@ def test_workers_share_the_summaries_of_a_large_tree(tmp_path: Path, monkeypatch
     assert Engine(rules(), Options()).run(targets, jobs=2) == alone
     assert summaries._kept.keys() == {target.path for target in targets}, "the parent has what its workers summarized"
     assert [path for path, (_, each) in summaries._kept.items() if each.trains] == [str(tmp_path / "train.py")]
+
+
+@pytest.mark.parametrize("package", ["accelerate", "peft"])
+def test_a_search_for_a_name_finds_the_importers_that_summaries_of_all_files_have(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run over one file searches the tree for the module's name, a run over many summarizes all of it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        pytest.skip(f"{package} is the sample")
+    top = str(Path(spec.origin).parent)
+    files = sorted(map(str, Path(top).rglob("*.py")))[::3]
+
+    def users(searches: int) -> dict[str, object]:
+        monkeypatch.setattr(summaries, "_MOST_PASSES", searches)
+        monkeypatch.setattr(summaries, "_kept", {})
+        tracked_fs.clear_run_caches()
+        return {file: summaries.answer(top, file, "use ") for file in files}
+
+    by_name, by_summaries = users(len(files) * 4), users(0)
+    assert by_name == by_summaries
+    assert any(by_name.values()) and None in by_name.values()
