@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.syntax.records import Use as Use
     from mpguard.lint.facts.syntax.records import With as With
     from mpguard.lint.facts.values import api_names
+    from mpguard.lint.facts.values import keywords as keywords
     from mpguard.lint.facts.values.dtypes import AnyDtype as AnyDtype
     from mpguard.lint.facts.values.dtypes import OtherDtype as OtherDtype
     from mpguard.lint.facts.values.dtypes import PossibleDtypes as PossibleDtypes
@@ -235,6 +236,7 @@ _MODULES = {
     "document": "mpguard.document",
     "fp8_facts": "mpguard.lint.facts.domain.fp8",
     "imports": "mpguard.lint.facts.syntax.imports",
+    "keywords": "mpguard.lint.facts.values.keywords",
     "launch_expectations": "mpguard.lint.configs.launch_expectations",
     "megatron_bridge_keys": "mpguard.document.schemas.megatron_bridge",
     "library_names": "mpguard.lint.facts.values.api_names",

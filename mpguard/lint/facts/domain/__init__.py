@@ -4,6 +4,7 @@ regions.py             contexts around code: autocast, `no_grad`, FP8 regions
 autocast_state.py      the autocast that is active at a place, through callers
 autocast_ops.py        the dtype that autocast runs each operation in
 training_use.py        the values and weights that are trained, and by what
+wrapped_loads.py       models that are loaded into an attribute of a module
 frozen_params.py       the models that are never trained
 master_weights.py      FP32 master weights and loss scaling by other means than torch.amp
 unscaled_steps.py      optimizer steps that apply FP16 gradients without loss scaling

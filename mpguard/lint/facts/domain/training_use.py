@@ -17,7 +17,7 @@ import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.dataflow.forward_flow import FRAMEWORK_STEPS, UPCASTS, Reach, Sink
-from mpguard.lint.facts.domain import lightning
+from mpguard.lint.facts.domain import lightning, wrapped_loads
 from mpguard.lint.facts.domain.accelerate_precision import follows_policy
 from mpguard.lint.facts.domain.autocast_ops import LOWERED
 from mpguard.lint.facts.domain.mentions import mentions
@@ -26,7 +26,7 @@ from mpguard.lint.facts.events.event import creates_optimizer, is_optimizer
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
-from mpguard.lint.facts.values import api_names, project_words
+from mpguard.lint.facts.values import api_names, keywords, project_words
 from mpguard.lint.facts.values.dtypes import AnyDtype, PossibleDtypes, as_dtype
 from mpguard.lint.facts.values.lattice import Class, Function, Object, Ref
 from mpguard.lint.source.files import NOTEBOOK
@@ -540,7 +540,7 @@ class TrainingUse:
         if any(name in call.keywords and constant(call.keywords[name]) is None for name in _QUANTIZES):
             return None
         if (
-            call.starred
+            (call.starred and not self._adds_nothing_else(call))
             or self.is_rounding_or_copy(load, dtype)
             or self.facts.is_inference(call)
             or self.facts.frozen_params.is_frozen(call.node)
@@ -548,10 +548,22 @@ class TrainingUse:
             return None
         if "pipeline" in self.facts.kinds(call.node, call):
             return None
-        bound = self._bound(call)
+        return self._training(self.reach_of_loaded(load, guard), weights=True)
+
+    def reach_of_loaded(self, load: Event, guard: PathCondition) -> Reach:
+        """Return what a loaded model reaches, or the module of the project that contains it."""
+        bound = self._bound(load.call)
+        whole = wrapped_loads.outer_module(load, bound)
+        if whole is not None:
+            return self.facts.of(whole[1]).flow.forward_key(*whole, guard)
         if bound is not None:
-            return self._training(self.facts.flow.forward_key(bound.key, bound, guard), weights=True)
-        return self._training(self.facts.flow.forward(call.node, call, guard), weights=True)
+            return self.facts.flow.forward_key(bound.key, bound, guard)
+        return self.facts.flow.forward(load.call.node, load.call, guard)
+
+    def _adds_nothing_else(self, call: Call) -> bool:
+        """True if the items of a call's `**options` are known, and quantize nothing."""
+        ways = keywords.passed(call, self.facts)
+        return ways is not None and all(way.keys().isdisjoint(_QUANTIZES) for way in ways)
 
     def _bound(self, call: Call) -> Binding | None:
         """Return the binding of a name to the result of a call.
@@ -924,15 +936,20 @@ class TrainingUse:
         return set().union(*known) if known and len(known) == len(found) else None
 
     def plain_optimizers(self, training: Training) -> list[Call]:
-        """Return the optimizers that take the weights and update them directly; empty if one of them is unknown.
+        """Return the optimizers that take the weights and update them directly, without other ones on the same arm.
 
-        They update without FP32 masters, stochastic rounding or Kahan rounding.
+        They update without FP32 masters, stochastic rounding or Kahan rounding. One that is unknown may have them.
         """
         found = training.of("optimizer")
-        return found if found and all(self._is_plain(call) for call in found) else []
+        plain = [call for call in found if self._is_plain(call)]
+        guards = [self.facts.guard_of(call) for call in found if call not in plain]
+        return [call for call in plain if not any(compatible(self.facts.guard_of(call), each) for each in guards)]
 
     def _is_plain(self, call: Call) -> bool:
         path = self.facts.called_path(call)
+        if path.endswith(".ZeroRedundancyOptimizer"):  # it shards the states of the optimizer that it is given
+            atoms = [each.atom for each in self.facts.evaluate(call.argument(1, "optimizer_class"), call)]
+            return bool(atoms) and all(isinstance(each, Ref) and each.path.startswith("torch.optim.") for each in atoms)
         if path.startswith(("bitsandbytes.optim.", "torchao.optim.")):
             return constant(call.keywords.get("bf16_stochastic_round")) in (None, (False,)) and not call.starred
         return path.startswith(("torch.optim.", "transformers.AdamW", "transformers.optimization.AdamW"))

@@ -12,6 +12,7 @@ from mpguard.lint.facts.syntax.path_condition import ALWAYS
 from mpguard.lint.facts.syntax.records import Call
 from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.dtypes import PossibleDtypes
+from mpguard.lint.facts.values.keywords import item_given
 from mpguard.lint.facts.values.lattice import Class, Constant, Function, Object, Ref
 from mpguard.policy.dtype import Dtype
 
@@ -107,6 +108,8 @@ def _loads(facts: Facts) -> Iterator[Event]:
     """Yield calls of `from_pretrained` and similar loaders, with the dtype of the weights."""
     for call in called(facts, *api_names.LOADERS):
         given = call.argument(None, "dtype", "torch_dtype")
+        if given is None:
+            given = item_given(call, "dtype", facts) or item_given(call, "torch_dtype", facts)
         yield Event(
             "load", call, facts, call.node, facts.dtypes(given, call, strings=True) if given is not None else ()
         )

@@ -2,7 +2,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Constant, Diagnostic, Event, Facts, Good, Note, PathCondition, Rule, any_of, compatible
+from mpguard.lint import (
+    Bad,
+    Constant,
+    Diagnostic,
+    Event,
+    Facts,
+    Good,
+    Note,
+    PathCondition,
+    Rule,
+    any_of,
+    compatible,
+    keywords,
+)
 
 #: Arguments that exclude each other, and the effect of setting both.
 _PAIRS = (
@@ -100,18 +113,21 @@ def build(args, low):
                     (a, b) for a in self._true_guards(made, one, facts) for b in self._true_guards(made, other, facts)
                 ]
                 if any(compatible(made.guard, a, b) for a, b in both):
-                    places = (made.call.keywords[one], made.call.keywords[other])
-                    first, last = sorted(facts.span(place, made.call) for place in places)
-                    yield self.at(last, one=one, other=other, reason=why, notes=(Note("the other argument", first),))
+                    written = [made.call.keywords[name] for name in (one, other) if name in made.call.keywords]
+                    if len(written) == 2:
+                        first, last = sorted(facts.span(place, made.call) for place in written)
+                        notes = (Note("the other argument", first),)
+                    else:
+                        last, notes = made.call.span, (Note("`**` passes the items of a dict"),)
+                    yield self.at(last, one=one, other=other, reason=why, notes=notes)
                     break
 
     def _true_guards(self, made: Event, name: str, facts: Facts) -> list[PathCondition]:
-        """Return the guards under which an argument is True."""
+        """Return the guards under which an argument is True, also as an item of `**options` whose items are known."""
         given = made.call.keywords.get(name)
-        if given is None:
-            return []
-        return [
-            each.guard
-            for each in facts.evaluate(given, made.call)
-            if isinstance(each.atom, Constant) and each.atom.value is True
-        ]
+        if given is not None:
+            values = [*facts.evaluate(given, made.call)]
+        else:
+            ways = keywords.passed(made.call, facts) if made.call.starred else None
+            values = [each for way in ways or () if name in way for each in way[name]()]
+        return [each.guard for each in values if isinstance(each.atom, Constant) and each.atom.value is True]

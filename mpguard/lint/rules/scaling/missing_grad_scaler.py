@@ -27,9 +27,11 @@ from mpguard.lint import (
     can_be_chosen,
     compatible,
     dotted,
+    library_names,
     python_edits,
     text_of,
     unscaled_steps,
+    wrappers,
 )
 
 _SHAPES = autocast_ops.KEEPS | autocast_ops.NUMBERS
@@ -41,9 +43,9 @@ class MissingGradScaler(Rule):
 
     ## What it does
     Checks each `loss.backward()` that an optimizer's `step()` follows. It is reported if the loss is computed in an
-    FP16 autocast region, or with weights that are loaded in FP16, and the code around the loop uses no GradScaler,
-    apex, DeepSpeed, Accelerate, Lightning or Trainer in the same branch of the flags. `torch.cuda.amp.autocast()` and
-    `torch.autocast("cuda")` without a dtype are FP16.
+    FP16 autocast region, with weights that are loaded in FP16, or with those that FSDP2 casts to FP16, and the code
+    around the loop uses no GradScaler, apex, DeepSpeed, Accelerate, Lightning or Trainer in the same branch of the
+    flags. `torch.cuda.amp.autocast()` and `torch.autocast("cuda")` without a dtype are FP16.
 
     ## Why is this bad
     The smallest normal FP16 number is 6.1e-5, the smallest at all 6.0e-8 (IEEE 754 binary16). Gradients are often below
@@ -188,7 +190,8 @@ def never(model, loader, optimizer):
                 # There is no fix for FP16 weights: GradScaler refuses gradients of FP16 parameters.
                 here = region is not None and facts.elsewhere(where) is None
                 fix = self._fix(backward, step, region, guard, facts) if region is not None and here else None
-                what = "FP16 autocast" if region is not None else "FP16 weights"
+                weights = "FP16 weights" if where.name in library_names.LOADERS else "FP16 parameters of FSDP2"
+                what = "FP16 autocast" if region is not None else weights
                 yield self.at(backward, what=what, notes=notes, fix=fix)
                 break
 
@@ -241,6 +244,13 @@ def never(model, loader, optimizer):
                 both = guard.joined(backward.guard)
                 if both.possible and self._weights(load, backward, both, facts):
                     yield None, load.call, both, load.call
+        for model, wrap in facts.wrappers.differentiated(backward.subject, backward.call, "fsdp2"):
+            made, _ = wrappers.policy_of(wrap) or (None, "")
+            for policy in (each for each in facts.events("policy") if each.call is made):
+                for guard in policy.may_be(Dtype.FP16):
+                    both = guard.joined(wrap.guard, backward.guard, facts.guard_of(model))
+                    if both.possible:
+                        yield None, policy.call, both, policy.call
 
     def _float16_conditions(self, region: Region, inner: tuple[Region, ...]) -> list[PathCondition]:
         """Return the conditions under which a region is FP16, and not overridden inside."""
@@ -256,7 +266,7 @@ def never(model, loader, optimizer):
             return False
         if _of_accelerate(guard, facts) or facts.frozen_params.is_frozen(load.call.node):
             return False
-        reach = facts.flow.forward(load.call.node, load.call, guard)
+        reach = facts.training_use.reach_of_loaded(load, guard)
         if reach.meets("peft") or not reach.meets("optimizer"):
             return False
         return any(sink.kind == "backward" and sink.call is backward.call for sink in reach.sinks)
