@@ -17,6 +17,7 @@ class Dialect:
 
     title: the program. version: of the source that the schema is from. keys: the keys whose names speak of precision.
     sections: where such keys are, in addition to the top level. strict: sections of precision alone, with their keys.
+    overrides: the file changes a config that is made in Python, so that what it does not set is unknown.
     """
 
     title: str
@@ -24,6 +25,7 @@ class Dialect:
     keys: frozenset[str]
     sections: tuple[str, ...] = ()
     strict: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
+    overrides: bool = False
 
     def entries(self, document: Document) -> Iterator[Entry]:
         """Yield the entries of a config whose names speak of precision, known or not."""
@@ -61,6 +63,7 @@ DIALECTS: Mapping[str, Dialect] = {
         megatron_bridge.KEYS,
         megatron_bridge.SECTIONS[1:],
         {"mixed_precision": megatron_bridge.FIELDS | {"_target_", "_call_"}},
+        overrides=True,
     ),
     "nemo": Dialect("NeMo 1.x", nemo.VERSION, nemo.KEYS, nemo.SECTIONS),
 }

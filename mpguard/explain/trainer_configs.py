@@ -33,19 +33,25 @@ def explain_config(document: Document) -> Explanation:
         for entry in dialect.entries(document)
         if entry.path not in unknown and not isinstance(entry.value, dict)
     ]
+    notes = [f"The keys are those of {dialect.title} {dialect.version}. `mpguard apply` writes a recipe into them."]
+    if dialect.overrides and not policy and not stops:
+        notes.append("The file sets no precision: the config in Python that it overrides decides.")
     return Explanation(
         title=f"{Path(document.path).as_posix()} · {dialect.title} · without mpguard",
         settings=(*written, *policy),
         unread=tuple(_unread(document, kind)),
         stops=stops,
-        notes=(f"The keys are those of {dialect.title} {dialect.version}. `mpguard apply` writes a recipe into them.",),
+        notes=tuple(notes),
     )
 
 
 def _policy(document: Document, kind: str) -> Iterator[Resolved]:
     """Yield the fields of the policy that the keys mean together. Raises `PolicyError` if they mean none."""
     origin = Origin("YAML", document.path)
-    found = Policy.of({**get(kind).read(document.data), "name": kind})
+    read = get(kind).read(document.data)
+    if DIALECTS[kind].overrides and not {"bf16", "fp16"} & read.keys():
+        return
+    found = Policy.of({**read, "name": kind})
     yield Resolved("compute_dtype", found.compute_dtype.short, origin)
     for name, value in found.settings().items():
         yield Resolved(f"policy.{name}", value, origin)

@@ -15,7 +15,8 @@ FP8 = (
 )  # fmt: skip
 #: The keys whose names speak of precision.
 KEYS = frozenset({
-    *FP8, "precision", "megatron_amp_O2", "transformer_engine", "native_amp_init_scale", "native_amp_growth_interval",
+    *FP8, "fp8_wgrad",
+    "precision", "megatron_amp_O2", "transformer_engine", "native_amp_init_scale", "native_amp_growth_interval",
     "hysteresis", "fp32_residual_connection", "fp16_lm_cross_entropy", "attention_softmax_in_fp32",
     "params_dtype", "pipeline_dtype", "autocast_dtype", "optimizer_dtype", "grad_sync_dtype", "param_sync_dtype",
     "bf16", "fp16", "enable_autocast", "fp8_dot_product_attention", "fp8_multi_head_attention",

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Facts,
+    Good,
+    Note,
+    Rule,
+    any_of,
+    did_you_mean,
+    dotted,
+    megatron_bridge_keys,
+)
+
+if TYPE_CHECKING:
+    import libcst as cst
+
+#: Fields of `MixedPrecisionConfig` that exclude each other, and what happens.
+_PAIRS = (
+    ("bf16", "fp16", "Megatron Bridge does not check it, and the model has both"),
+    ("fp8", "fp4", "Megatron Bridge stops"),
+)
+_PACKAGE = "megatron.bridge"
+
+
+class MegatronBridgePrecision(Rule):
+    """Precision in Megatron Bridge code that contradicts itself, or names what Megatron Bridge does not have.
+
+    ## What it does
+    Reports `MixedPrecisionConfig` with `bf16` and `fp16`, with `fp8` and `fp4`, or with an unknown `fp8_recipe`; a name
+    that is no recipe in `mixed_precision=` of `ConfigContainer` and in `get_mixed_precision_config`; and `bf16` or
+    `fp16` of a model config that `mixed_precision` overwrites with another value.
+
+    ## Why is this bad
+    With both modes the model has both switches on. An unknown `fp8_recipe` or recipe name stops the run, after the data
+    were prepared. What `mixed_precision` overwrites in the model, optimizer and DDP configs is logged at debug level
+    only, so that nobody sees it.
+
+    ## Known limits
+    Names are not reported in a file that registers recipes of its own. Values that are not literals are unknown.
+    """
+
+    code, name = "MPG527", "megatron-bridge-precision"
+    severity = "error"
+    message = "{what}"
+    help = "name one recipe in `mixed_precision`, and set no precision elsewhere"
+    triggers = (
+        any_of(b"megatron.bridge"),
+        any_of(b"MixedPrecisionConfig", b"mixed_precision"),
+    )
+    examples = (
+        Bad(
+            """\
+from megatron.bridge.training.mixed_precision import MixedPrecisionConfig
+
+precision = MixedPrecisionConfig(bf16=True, fp16=True)  # !
+"""
+        ),
+        Bad(
+            """\
+from megatron.bridge.training.config import ConfigContainer
+
+def pretrain(model_config, optimizer_config):
+    model_config.bf16 = False
+    return ConfigContainer(model=model_config, optimizer=optimizer_config, mixed_precision="bf16_mixed")  # !
+"""
+        ),
+        Good(
+            """\
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.mixed_precision import MixedPrecisionConfig, get_mixed_precision_config
+
+precision = MixedPrecisionConfig(bf16=True, fp16=False, fp8="hybrid", fp8_recipe="tensorwise", fp4=None)
+other = get_mixed_precision_config("bf16-with-mxfp8-mixed")
+
+def pretrain(model_config, optimizer_config):
+    model_config.bf16 = True
+    return ConfigContainer(model=model_config, optimizer=optimizer_config, mixed_precision="bf16_mixed")
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for call in facts.calls.get("MixedPrecisionConfig", ()):
+            if facts.called_path(call).startswith(_PACKAGE):
+                yield from self._fields(call, facts)
+        registers = "register" in facts.calls or "@register" in facts.file_text
+        for name, keyword in (("ConfigContainer", "mixed_precision"), ("get_mixed_precision_config", "name")):
+            for call in facts.calls.get(name, ()):
+                if not facts.called_path(call).startswith(_PACKAGE):
+                    continue
+                node = call.argument(0 if keyword == "name" else None, keyword)
+                recipe = self._literal(node, call, facts)
+                if node is None or not isinstance(recipe, str):
+                    continue
+                known = recipe.replace("-", "_") in megatron_bridge_keys.RECIPES
+                if not known and not registers:
+                    hint = did_you_mean(recipe.replace("-", "_"), megatron_bridge_keys.RECIPES)
+                    what = f"Megatron Bridge has no recipe `{recipe}`{hint}"
+                    yield self.at(facts.span(node, call), what=what, help="name a recipe that Megatron Bridge has")
+                yield from self._overwritten(call, recipe, facts)
+
+    def _fields(self, call: Call, facts: Facts) -> Iterator[Diagnostic]:
+        for one, other, why in _PAIRS:
+            nodes = call.keywords.get(one), call.keywords.get(other)
+            if nodes[0] is None or nodes[1] is None:
+                continue
+            if self._literal(nodes[0], call, facts) and self._literal(nodes[1], call, facts):
+                notes = (Note("the other argument", facts.span(nodes[0], call)),)
+                yield self.at(
+                    facts.span(nodes[1], call), notes=notes, what=f"`{one}` and `{other}` are both set: {why}"
+                )
+        node = call.keywords.get("fp8_recipe")
+        recipe = self._literal(node, call, facts)
+        if node is not None and isinstance(recipe, str) and recipe not in megatron_bridge_keys.FP8_RECIPES:
+            hint = did_you_mean(recipe, megatron_bridge_keys.FP8_RECIPES)
+            yield self.at(
+                facts.span(node, call), what=f"`fp8_recipe` is `{recipe}`, which Megatron does not have{hint}"
+            )
+
+    def _overwritten(self, call: Call, recipe: str, facts: Facts) -> Iterator[Diagnostic]:
+        """Yield the switches of the model config that the recipe overwrites with another value."""
+        model = dotted(call.keywords.get("model"))
+        low = next((name for name in ("bf16", "fp16") if name in recipe.replace("-", "_").split("_")), None)
+        if not model or low is None:
+            return
+        for name in ("bf16", "fp16"):
+            bindings = facts.bindings(f"{model}.{name}", call)
+            values = {self._literal(each.value, each, facts) for each in bindings}
+            if len(bindings) == 1 and values == {name != low}:
+                node = call.keywords["mixed_precision"]
+                notes = (Note("set here", bindings[0].span),)
+                what = f"`mixed_precision` overwrites `{model}.{name}`, which is {name != low}, with {name == low}"
+                yield self.at(facts.span(node, call), notes=notes, what=what, help="remove the assignment")
+
+    def _literal(self, node: cst.CSTNode | None, at: object, facts: Facts) -> object:
+        """Return the value of an expression if it is only one constant; else None."""
+        values = [] if node is None else facts.constants(node, at)  # type: ignore[arg-type]
+        return values[0] if len(values) == 1 else None
