@@ -65,6 +65,9 @@ def _lines(report: Diagnosis, recipe: str | None, hints: bool) -> Iterator[Line]
     for label, value in rows:
         yield [(f"{label:{width}}  ", "bold"), (printable(value), "")]
     yield [("", "")]
+    for library in report.libraries.values():
+        if (line := library.line()) is not None:
+            yield from folded([("library: ", "bold yellow"), (printable(line), "")], 9, columns())
     for problem in report.problems:
         yield from folded([("problem: ", "bold red"), (printable(problem.what), "")], 9, columns())
         if hints:

@@ -9,6 +9,7 @@ from typing import Any
 from mpguard.doctor import cells, machine, packages, probes, problems
 from mpguard.doctor.report import Diagnosis
 from mpguard.doctor.system import System
+from mpguard.runtime.patches import windows
 
 
 def diagnose(system: System | None = None, *, probe: bool = True) -> Diagnosis:
@@ -23,6 +24,7 @@ def diagnose(system: System | None = None, *, probe: bool = True) -> Diagnosis:
     return Diagnosis(
         machine=facts,
         packages=installed.shown,
+        libraries={each.library: each for each in windows.inspect(installed.versions, system.packages)},
         problems=tuple(dict.fromkeys(problems.find(system, here, installed, outcomes))),
         cells=tuple(cells.cells(here, installed, outcomes)),
     )

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from mpguard.runtime.patches.windows import InstalledLibrary
+
 
 @dataclasses.dataclass(frozen=True)
 class MachineProblem:
@@ -32,12 +34,13 @@ class RecipeCell:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """What was found. machine: plain values, for JSON."""
+    """What was found. machine: plain values, for JSON. libraries: against the versions that were tested."""
 
     machine: Mapping[str, Any]
     packages: Mapping[str, str]
     problems: tuple[MachineProblem, ...]
     cells: tuple[RecipeCell, ...]
+    libraries: Mapping[str, InstalledLibrary] = dataclasses.field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Return the report in the form of `--format json`."""
@@ -45,6 +48,7 @@ class Diagnosis:
             "version": 1,
             "machine": dict(self.machine),
             "packages": dict(self.packages),
+            "libraries": {name: each.as_json() for name, each in self.libraries.items()},
             "problems": [dataclasses.asdict(each) for each in self.problems],
             "cells": [
                 {

@@ -83,7 +83,7 @@ NEEDS: Mapping[str, Needs] = {
         multiple=16,
     ),
     "mxfp8": Needs("MXFP8", (10, 0), (12, 0), source="TE is_mxfp8_available", multiple=32),
-    "nvfp4": Needs("NVFP4", (10, 0), source="TE is_nvfp4_available", multiple=16),
+    "nvfp4": Needs("NVFP4", (10, 0), (12, 0), source="TE is_nvfp4_available", multiple=16),
 }
 
 #: The usual name of a GPU (`--gpu h100`) -> its compute capability (developer.nvidia.com/cuda-gpus).

@@ -41,7 +41,7 @@ def test_every_low_bit_recipe_has_its_needs() -> None:
         ("bf16_with_fp8_rowwise_mixed", (0, 0, 0, 1, 1, 1, 1)),
         ("bf16_with_fp8_subchannel_scaling_mixed", (0, 0, 0, 0, 1, 1, 1)),
         ("bf16_with_mxfp8_mixed", (0, 0, 0, 0, 0, 1, 0)),
-        ("bf16_with_nvfp4_mixed", (0, 0, 0, 0, 0, 1, 1)),
+        ("bf16_with_nvfp4_mixed", (0, 0, 0, 0, 0, 1, 0)),
     ],
 )
 def test_what_each_generation_runs(recipe: str, runs: tuple[int, ...]) -> None:
@@ -55,6 +55,7 @@ def test_what_each_generation_runs(recipe: str, runs: tuple[int, ...]) -> None:
     [
         (gpu((9, 0)), "bf16_with_mxfp8_mixed", "needs compute capability 10.0 or higher for MXFP8 (a GPU has 9.0)"),
         (gpu((12, 0)), "bf16_with_mxfp8_mixed", "MXFP8 is not available from compute capability 12.0 on"),
+        (gpu((12, 0)), "bf16_with_nvfp4_mixed", "NVFP4 is not available from compute capability 12.0 on"),
         (gpu((9, 0), (12, 8)), "bf16_with_fp8_subchannel_scaling_mixed",
          "needs CUDA 12.9 for FP8 block scaling (torch here is built with 12.8)"),
         (gpu((9, 0), None), "bf16_with_fp8_delayed_scaling_mixed", "the CUDA version of torch is unknown here"),

@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from mpguard.runtime.launch import preflight, signals
 from mpguard.runtime.launch.build_locks import remove_own, stale_locks
 from mpguard.runtime.lost_ranks import LAST_LINE
 from mpguard.runtime.messages import failure_message, header, overridable
+from mpguard.runtime.patches import windows
 from mpguard.runtime.plan import Plan, absolute, enforcement, refuse_config_after_script, strategy_of
 from mpguard.runtime.plan_exchange import place
 from mpguard.runtime.proof.report import Proof
@@ -115,10 +117,13 @@ def prepare(
     )
     changes = differences(config, policy, "accelerate", plan.strategy)
     launch = preflight.PlannedLaunch(plan, document, kind, tuple(changes), has_accelerator())
-    _refuse(plan, list(preflight.refusals(launch)))
+    outside = windows.inspect(windows.installed_versions(), sys.path, all_of_them=False)
+    needed = [reason for each in outside for reason in each.refusals(policy, plan.strategy)]
+    _refuse(plan, [*preflight.refusals(launch), *needed])
     require_supported("accelerate", policy, plan.strategy)
     flags = argv[: len(argv) - len(arguments) - 1]
     flags, header = _flags(flags, options, launch)
+    header = "\n".join([header, *(f"mpguard: {line}" for each in outside if (line := each.line()) is not None)])
     environment = dict(plan.environment())
     if kind == "MULTI_CPU" and (plan.processes or 1) > 1 and not _uses_mpi(options, config):
         # Stock accelerate starts one process for MULTI_CPU; its torchrun launcher starts `num_processes` (S21).

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 
 @contextlib.contextmanager
@@ -263,8 +264,14 @@ def deepspeed_engine() -> None:
     """An engine of DeepSpeed with ZeRO-1 trains for a step, and reports that it was applied."""
     import torch
 
-    with _environment(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1"), _group():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_environment(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1"))
+        stack.enter_context(_group())
         import deepspeed
+        from deepspeed.comm import torch as backend
+
+        # Its operator for the CPU takes a minute to compile, and is not needed by a process alone.
+        stack.enter_context(mock.patch.object(backend, "build_shm_op", return_value=None, create=True))
 
         model = _linear()
         config = {

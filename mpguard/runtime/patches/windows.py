@@ -1,0 +1,107 @@
+"""Installed libraries against the versions that mpguard was tested with, and which patches apply to them.
+
+From metadata and the files of the libraries: nothing is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mpguard.core.patches import PATCHES, Patch
+from mpguard.core.tested import DISTRIBUTIONS, SHOWN, TESTED, Window
+from mpguard.runtime.patches.fit import LOST, TABLES, Fit, read
+
+
+@dataclasses.dataclass(frozen=True)
+class InstalledLibrary:
+    """A library. place: of its version in the window: `older`, `inside`, `newer`. fits: of its patches."""
+
+    library: str
+    version: str
+    tested: Window
+    place: str
+    fits: tuple[Fit, ...]
+
+    @property
+    def lost(self) -> list[Fit]:
+        """The patches that do not apply."""
+        return [fit for fit in self.fits if fit.state == LOST]
+
+    def line(self) -> str | None:
+        """Return the line to print; None for a tested version to which every patch applies."""
+        if self.place == "inside" and not self.lost:
+            return None
+        name = f"{SHOWN.get(self.library, self.library)} {self.version}"
+        relation = {"newer": "newer than tested", "older": "older than tested", "inside": "tested"}[self.place]
+        line = f"{name}: {relation} ({self.tested})"
+        if not self.fits:
+            return line
+        line += f"; patches that apply: {len(self.fits) - len(self.lost)} of {len(self.fits)}"
+        lost: dict[str, list[str]] = {}
+        for fit in self.lost:
+            lost.setdefault(fit.patch.lost, []).append(fit.patch.target)
+        texts = [f"{', '.join(targets)} ({effect})" for effect, targets in lost.items()]
+        return f"{line}, not: {'; '.join(texts)}" if texts else line
+
+    def refusals(self, policy: Any, strategy: str | None) -> Iterator[str]:
+        """Yield a message for each patch that the policy needs and that does not apply."""
+        for fit in self.lost:
+            required = fit.patch.required
+            if required is not None and required(policy, strategy):
+                name = f"{SHOWN.get(self.library, self.library)} {self.version}"
+                yield (
+                    f"{name}: {fit.reason}; without that patch {fit.patch.lost}. Install a version that was tested: "
+                    f"{self.tested}"
+                )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it in the form of `doctor --format json`."""
+        return {
+            "version": self.version,
+            "tested": {"oldest": self.tested.oldest, "newest": self.tested.newest},
+            "place": self.place,
+            "patches": len(self.fits),
+            "not_applied": [
+                {"patch": fit.patch.name, "reason": fit.reason, "lost": fit.patch.lost} for fit in self.lost
+            ],
+        }
+
+
+def inspect(versions: Mapping[str, str], paths: Sequence[str], *, all_of_them: bool = True) -> list[InstalledLibrary]:
+    """Return the installed libraries of the window. versions: by the name of the distribution. paths: as `sys.path`.
+
+    all_of_them: False to read only the files of those that are outside of their window.
+    """
+    found = []
+    for library, window in TESTED.items():
+        version = versions.get(DISTRIBUTIONS.get(library, library))
+        if version is None:
+            continue
+        place = window.place(version)
+        if place == "inside" and not all_of_them:
+            continue
+        own = [each for each in _table() if each.library == library]
+        found.append(InstalledLibrary(library, version, window, place, tuple(read(own, paths))))
+    return found
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of the libraries of the window in this environment, by the name of the distribution."""
+    versions = {}
+    for library in TESTED:
+        name = DISTRIBUTIONS.get(library, library)
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _table() -> Sequence[Patch]:
+    """Return the table of a run; the modules that fill it import no library."""
+    importlib.import_module(TABLES[0])
+    return [each for each in PATCHES if each.part == "proof"]

@@ -1,0 +1,95 @@
+"""Libraries outside of the versions that were tested: one line each; a refusal for a patch that the policy needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpguard.core.tested import TESTED, Window
+from mpguard.policy.recipes import recipe
+from mpguard.runtime.patches import windows
+
+MASKS = """
+def _ignore_causal_mask_sdpa(padding_mask, q_length, kv_length, local_attention_size=None): ...
+def find_packed_sequences(position_ids): ...
+def create_causal_mask(config): ...
+def create_sliding_window_causal_mask(config): ...
+def create_chunked_causal_mask(config): ...
+"""
+ENGINE = "class DeepSpeedEngine(Module):\n    def step(self): ...\n"
+
+
+def _package(folder: Path, name: str, text: str) -> None:
+    path = folder.joinpath(*name.split(".")).with_suffix(".py")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    for parent in path.relative_to(folder).parents:
+        if str(parent) != ".":
+            (folder / parent / "__init__.py").touch()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    _package(tmp_path, "transformers.masking_utils", MASKS)
+    _package(tmp_path, "transformers.integrations.moe", "def _grouped_mm(input, weight, offs): ...\n")
+    deepspeed = "class HfTrainerDeepSpeedConfig:\n    def trainer_config_process(self, args): ...\n"
+    _package(tmp_path, "transformers.integrations.deepspeed", deepspeed)
+    trainer = "    def _save_optimizer_and_scheduler(self, output_dir): ...\n"
+    trainer += "    def _load_optimizer_and_scheduler(self, checkpoint): ...\n"
+    _package(tmp_path, "transformers.trainer", f"class Trainer:\n{trainer}")
+    _package(tmp_path, "deepspeed.runtime.engine", ENGINE)
+    _package(tmp_path, "deepspeed.runtime.torch_autocast", "def autocast_if_enabled(engine): ...\n")
+    (tmp_path / "deepspeed/__init__.py").write_text("def initialize(model, settings): ...\n")
+    return tmp_path
+
+
+def test_a_newer_library_is_one_line_with_what_is_lost(site: Path) -> None:
+    [found] = windows.inspect({"transformers": "99.1.0"}, [str(site)])
+    assert found.place == "newer"
+    assert found.line() == (
+        f"transformers 99.1.0: newer than tested ({TESTED['transformers']}); patches that apply: 8 of 9, not: "
+        "find_packed_sequence_indices (attention runs with a mask: about 13 % slower in BF16)"
+    )
+    assert list(found.refusals(recipe("bf16_mixed"), "single")) == [], "no policy needs it"
+    data = found.as_json()
+    assert (data["place"], data["patches"]) == ("newer", 9)
+    assert [each["patch"] for each in data["not_applied"]] == [
+        "transformers.masking_utils.find_packed_sequence_indices"
+    ]
+
+
+def test_a_patch_that_the_policy_needs_is_a_refusal_that_names_it(site: Path) -> None:
+    [found] = windows.inspect({"deepspeed": "0.1.0"}, [str(site)])
+    assert found.place == "older"
+    assert "older than tested" in (found.line() or "") and "2 of 3" in (found.line() or "")
+    [reason] = found.refusals(recipe("bf16_mixed"), "deepspeed-zero2")
+    assert "deepspeed.initialize has no parameter args, config" in reason
+    assert "DeepSpeed computes and reduces in the dtypes of its own config" in reason
+    assert list(found.refusals(recipe("bf16_mixed"), "ddp")) == []
+
+
+def test_a_tested_version_is_no_line_and_is_not_read_by_launch(site: Path) -> None:
+    inside = {"transformers": "5.17.0"}
+    assert windows.inspect(inside, [str(site)], all_of_them=False) == []
+    [found] = windows.inspect(inside, [str(site)])
+    assert found.place == "inside" and (found.line() or "").startswith("transformers 5.17.0: tested (5.0 to 5.24);")
+    assert windows.inspect({}, [str(site)]) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "place"),
+    [
+        ("5.24.3", "inside"), ("5.25.0.dev0", "newer"), ("5.0.0", "inside"), ("4.57.6", "older"), ("6.0", "newer"),
+        ("2.13.0+cpu", "older"), ("unknown", "inside"),
+    ],
+)  # fmt: skip
+def test_versions_are_compared_by_minor_release(version: str, place: str) -> None:
+    assert Window("5.0", "5.24").place(version) == place
+
+
+def test_the_installed_libraries_are_inside_and_every_patch_applies() -> None:
+    import sys
+
+    for found in windows.inspect(windows.installed_versions(), sys.path):
+        assert found.line() is None
