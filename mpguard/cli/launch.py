@@ -20,8 +20,8 @@ from mpguard.core.watch_levels import WATCH_LEVELS
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "mpguard launch --config FILE [--enforce error|warn|off] [--allow NAME] [--proof-json FILE] "
-        "[--watch off|light|full] [--watch-json FILE] [accelerate flags] SCRIPT [ARGS]"
+        "mpguard launch --config FILE [--enforce error|warn|off] [--allow NAME] [--emulate] "
+        "[--proof-json FILE] [--watch off|light|full] [--watch-json FILE] [accelerate flags] SCRIPT [ARGS]"
     )
     parser.add_argument("--config", metavar="FILE", help="the mp.yaml to launch with")
     parser.add_argument(
@@ -35,6 +35,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="a wanted deviation: local_sgd, frozen:DTYPE, fp32:PATTERN, bf16:PATTERN, states:DTYPE, "
         "idle_ranks:RANKS, ranks_differ:WHAT, loss_scaling (repeatable)",
+    )
+    parser.add_argument(
+        "--emulate",
+        action="store_true",
+        help="compute the policy's FP8 in software (torchao), on any GPU or CPU: its numbers, not its speed",
     )
     parser.add_argument("--proof-json", metavar="FILE", help="rank 0 writes the proof to this file")
     parser.add_argument(

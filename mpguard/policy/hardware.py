@@ -178,6 +178,11 @@ class Hardware:
             return reason
         if not any(backend in self.libraries for backend in policy.backends):
             return f"needs {' or '.join(LIBRARY_NAMES[b] for b in policy.backends)}, which is not installed here"
+        if recipe == "mxfp8" and backend_of(policy, self) == "torchao" and (policy.fp16 or policy.fp8 != "e4m3"):
+            return (
+                "torchao has MXFP8 in E4M3 and with BF16 compute only (this policy: "
+                f"fp8={policy.fp8}, {policy.compute_dtype})"
+            )
         return None
 
 
@@ -243,7 +248,8 @@ def backend_of(policy: Policy, hardware: Hardware) -> Backend | None:
     if policy.fp8_param is True or policy.fp8_weight_cache:
         return "te"
     installed = [each for each in policy.backends if each in hardware.libraries]
-    if "torchao" in installed and policy.compile is not False and "triton" in hardware.libraries:
+    measured = policy.low_bit_recipe != "mxfp8"  # that of torchao was never compared with Transformer Engine's
+    if measured and "torchao" in installed and policy.compile is not False and "triton" in hardware.libraries:
         return "torchao"
     return next(iter(installed), None)
 

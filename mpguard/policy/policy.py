@@ -30,7 +30,7 @@ BACKENDS: Mapping[str, tuple[Backend, ...]] = {
     "delayed": ("te",),
     "tensorwise": ("te", "torchao"),
     "blockwise": ("te",),
-    "mxfp8": ("te",),
+    "mxfp8": ("te", "torchao"),
     "nvfp4": ("te",),
     "rowwise": ("torchao",),
     "rowwise_with_gw_hp": ("torchao",),
@@ -284,7 +284,11 @@ class Policy:
             ("fp8_required", low is not None, "fp8 or fp4"),
             ("fp8_exclude", low is not None, "fp8 or fp4"),
             ("fp8_head", low is not None, "fp8 or fp4"),
-            ("fp8_experts", "torchao" in self.backends, "fp8 with a recipe and a backend of torchao"),
+            (
+                "fp8_experts",
+                "torchao" in self.backends and recipe != "mxfp8",
+                "fp8 with a recipe and a backend of torchao",
+            ),
             ("fp8_fast_accum", bool(self.fp8), "fp8"),
             ("fp8_calibration", recipe == "delayed", "fp8 with fp8_recipe delayed"),
             ("fp8_weight_cache", "te" in self.backends, "fp8 or fp4 with a recipe and a backend of Transformer Engine"),
@@ -442,6 +446,15 @@ class Policy:
     def format_field(self, name: str) -> str:
         """Return the value of a field as text for messages, such as `bf16`."""
         return str(_plain(getattr(self, name)))
+
+    def emulated(self) -> Policy:
+        """Return the policy with its FP8 in software, by torchao: the same numbers on any device, and not the speed.
+
+        Raises `PolicyError` for one without FP8, and for a recipe that torchao does not have.
+        """
+        if self.fp8 is None:
+            raise PolicyError(f"`{self.name}` has no FP8 to emulate; name a recipe with FP8, or leave out --emulate")
+        return self if self.fp8_emulate else self.replace(fp8_emulate=True, backend="torchao")
 
     def replace(self, **changes: Any) -> Policy:
         """Return a policy with some fields changed; its name lists the changes. Raises `PolicyError`.

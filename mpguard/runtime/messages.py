@@ -25,6 +25,9 @@ def header(plan: Plan) -> str:
         parts.append(plan.strategy)
     if plan.processes:
         parts.append(f"{plan.processes} process{'es' if plan.processes > 1 else ''}")
+    if plan.policy.fp8_emulate and plan.policy.low_bit_recipe:
+        what = hardware.NEEDS[plan.policy.low_bit_recipe].what
+        parts.append(f"{what} emulated: its numbers, not its speed")
     return " · ".join([*parts, str(hardware.detect())])
 
 

@@ -90,8 +90,11 @@ def _mode(policy: Policy, strategy: str | None) -> str:
 
 
 def _backend(policy: Policy) -> Backend:
-    """Return the backend: torchao if the policy allows it, because accelerate's TE path has no current scaling."""
-    return "torchao" if "torchao" in policy.backends else policy.backends[0]
+    """Return the backend: torchao if the policy allows it, because accelerate's TE path has no current scaling.
+
+    MXFP8 is the other way round.
+    """
+    return "torchao" if "torchao" in policy.backends and policy.fp8_recipe != "mxfp8" else policy.backends[0]
 
 
 def _fp8(policy: Policy, strategy: str | None) -> dict[str, Any]:
@@ -131,7 +134,7 @@ def _unsupported(policy: Policy) -> str | None:
     if policy.fp16:
         return "under mixed_precision fp8 accelerate computes the rest in bf16"
     if _backend(policy) == "torchao":
-        return None
+        return "accelerate has no mxfp8 on torchao" if policy.fp8_recipe == "mxfp8" else None
     if policy.fp8_recipe not in ("delayed", "mxfp8"):
         return f"accelerate has no {policy.fp8_recipe} on Transformer Engine, only delayed and mxfp8"
     if policy.fp8_recipe == "mxfp8" and policy.fp8 == "hybrid":

@@ -2,7 +2,8 @@
 
     convert_to_float8_training(model, config=policy.to("torchao"), module_filter_fn=...)
 
-torchao supports only current scaling: tensorwise, rowwise, rowwise_with_gw_hp.
+`Float8LinearConfig` has current scaling only: tensorwise, rowwise, rowwise_with_gw_hp. torchao's MXFP8 has a config of
+its own, which drops the bias of every layer: `mpguard.convert` takes its layer in place of it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def torchao(policy: Policy, strategy: str | None) -> Settings:
     if "torchao" not in policy.backends:
         raise PolicyError(
             f"torchao: fp8_recipe is {policy.fp8_recipe} and backend is {policy.backend}; "
-            "torchao runs tensorwise, rowwise and rowwise_with_gw_hp, with backend torchao or auto. Use target `te`"
+            "torchao runs tensorwise, rowwise, rowwise_with_gw_hp and mxfp8, with backend torchao or auto. Use "
+            "target `te`"
         )
     tensorwise = policy.fp8_recipe == "tensorwise"
     if not tensorwise and policy.fp8 != "e4m3":
@@ -61,6 +63,11 @@ def float8_linear_config(arguments: dict[str, Any], **more: Any) -> Float8Linear
     from torchao.float8 import CastConfig, Float8LinearConfig
     from torchao.float8.config import Float8GemmConfig, e4m3_dtype
 
+    if arguments["recipe"] == "mxfp8":
+        raise PolicyError(
+            "torchao: `Float8LinearConfig` has no mxfp8, and torchao's `MXFP8TrainingOpConfig` drops the bias of every "
+            "Linear. Use `mpguard.convert(model, policy)`, which takes torchao's MXFP8Linear"
+        )
     config = Float8LinearConfig.from_recipe_name(arguments["recipe"])
     changes: dict[str, Any] = {
         "enable_fsdp_float8_all_gather": arguments["enable_fsdp_float8_all_gather"],

@@ -1,10 +1,11 @@
-"""S3, S10, S15, S16, S17, and mpguard under S1, S2, S4, S14, S19: FP8 of accelerate and torchao on the CPU.
+"""S3, S10, S15, S16, S17, S40, and mpguard under S1, S2, S4, S14, S19: FP8 of accelerate and torchao on the CPU.
 
 What Transformer Engine itself does needs a GPU: tests/gpu/test_stock_gpu.py.
 """
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +21,8 @@ from stock import ENVIRONMENT, PROGRAMS, clean_accelerate, config, fixed_upstrea
 from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
+from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
+from torchao.quantization import quantize_
 
 import mpguard as package
 from mpguard.nn import compile as compilation
@@ -180,3 +183,24 @@ def test_s19_delayed_scaling_under_compile_is_found(tmp_path: Path) -> None:
     )
     assert linted(code) == {("MPG402", 8)}
     assert compilation.choice(DELAYED).on is False, "under `compile: auto`"
+
+
+def test_s40_the_conversion_to_mxfp8_drops_every_bias() -> None:
+    def trained(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output = model(torch.ones(32, 64))
+        output.sum().backward()
+        bias = model[0].bias
+        return output.detach(), None if bias is None else bias.grad
+
+    plain = nn.Sequential(nn.Linear(64, 32))
+    nn.init.constant_(plain[0].bias, 5.0)
+    stock, ours = copy.deepcopy(plain), copy.deepcopy(plain)
+    recipe = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
+    quantize_(stock, recipe, filter_fn=lambda module, _name: isinstance(module, nn.Linear))
+    expected, _ = trained(plain)
+    output, gradient = trained(stock)
+    assert torch.allclose(output + 5.0, expected, atol=0.3) and gradient is None, fixed_upstream(40)
+
+    package.convert(ours, package.recipe("blackwell_bf16_with_mxfp8_mixed").replace(fp8_emulate=True, compile=False))
+    output, gradient = trained(ours)
+    assert torch.allclose(output, expected, atol=0.3) and gradient is not None and bool((gradient == 32).all())

@@ -291,7 +291,8 @@ def _library(policy: Policy) -> tuple[str, ModuleType]:
             f"Install it, or set {field}=False"
         )
     try:
-        return backend, importlib.import_module(f"{__package__}.{backend}")
+        module = "torchao_mxfp8" if (backend, policy.low_bit_recipe) == ("torchao", "mxfp8") else backend
+        return backend, importlib.import_module(f"{__package__}.{module}")
     except (ImportError, OSError, RuntimeError) as error:
         name, version = LIBRARIES[backend]
         raise NotInForce(

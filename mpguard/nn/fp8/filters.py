@@ -234,7 +234,8 @@ def sizes_of(module: Any) -> tuple[int, int]:
 
 def is_torchao(module: nn.Module) -> bool:
     """True for a float8 module of torchao, and for the `Conv1D` that multiplies as it does."""
-    return is_of(module, "torchao.float8") or type(module).__module__ == f"{__package__}.torchao_conv1d"
+    own = f"{__package__}.torchao_conv1d", f"{__package__}.torchao_mxfp8"
+    return is_of(module, "torchao.float8") or type(module).__module__ in own
 
 
 def heads(modules: Named) -> dict[int, str]:
@@ -285,7 +286,11 @@ def _adapter(names: list[str]) -> str:
 
 def _transposed(module: nn.Module, policy: Policy) -> str:
     """Return why a transposed weight cannot be FP8 under a policy; an empty string if it can, or is not transposed."""
-    if not is_conv1d(module) or hardware.backend_of(policy.decided(), hardware.detect()) == "torchao":
+    if not is_conv1d(module):
+        return ""
+    if policy.low_bit_recipe == "mxfp8":
+        return "is a Conv1D, whose transposed weight has no MXFP8 layer"
+    if hardware.backend_of(policy.decided(), hardware.detect()) == "torchao":
         return ""
     return "is a Conv1D, whose transposed weight only torchao takes: set backend: torchao"
 

@@ -45,6 +45,9 @@ from mpguard.targets.settings import Setting, merged, show
 #: The type of accelerate's `launch_command_parser`.
 ParserFactory = Callable[[], argparse.ArgumentParser]
 
+#: The option with which FP8 is computed in software.
+EMULATE = "--emulate"
+
 #: The options of mpguard, each with a value, that are not accelerate's.
 _OWN_OPTIONS = (
     "--enforce", "--proof-json", "--proof_json", "--allow", "--watch", "--watch-json", "--watch_json",
@@ -94,6 +97,8 @@ def prepare(
     policy = mp_yaml.load_policy(path)
     if overrides:
         policy = policy.replace(**overrides)
+    if options.emulate:
+        policy = policy.emulated()
     if options.no_python:
         raise ConfigError(
             f"--no_python: {script} would not run in Python, and mpguard can put a policy in force in Python only. "
@@ -141,6 +146,7 @@ def _parse(argv: list[str], parser_factory: ParserFactory) -> argparse.Namespace
     parser.add_argument("--enforce", choices=("error", "warn", "off"), default=None)
     parser.add_argument("--proof-json", "--proof_json", dest="proof_json", default=None)
     parser.add_argument("--allow", action="append", default=None)
+    parser.add_argument(EMULATE, action="store_true")
     parser.add_argument("--watch", choices=WATCH_LEVELS, default=None)
     parser.add_argument("--watch-json", "--watch_json", dest="watch_json", default=None)
 
@@ -213,7 +219,7 @@ def _flags(flags: list[str], options: argparse.Namespace, launch: preflight.Plan
     """Return accelerate's flags with the policy in the config, and the header that lists what was overridden."""
     plan, document = launch.plan, launch.document
     overridden = [change for change in launch.changes if change.overrides or change.key == "mixed_precision"]
-    flags = without_options(flags, ("--config", "--config_file", "--config-file", *_OWN_OPTIONS), ())
+    flags = without_options(flags, ("--config", "--config_file", "--config-file", *_OWN_OPTIONS), (EMULATE,))
     config = merged(launch.config, {change.key: Setting(change.new) for change in launch.changes})
     mode = config.get("mixed_precision", "bf16" if plan.policy.bf16 else "fp16" if plan.policy.fp16 else "no")
     given = options.mixed_precision

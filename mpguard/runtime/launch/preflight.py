@@ -17,6 +17,7 @@ from mpguard.document.schemas.accelerate import OLD, TOP, VERSION
 from mpguard.nn import compile as compilation
 from mpguard.policy import hardware
 from mpguard.policy.dtype import Dtype
+from mpguard.policy.policy import BACKENDS
 from mpguard.runtime.plan import Plan, deepspeed_file
 from mpguard.targets.inject import Change, differences
 from mpguard.targets.settings import ABSENT, show
@@ -213,6 +214,9 @@ def _hardware(launch: PlannedLaunch) -> Iterator[str]:
     if runs_on_cpu(launch):
         here = here.cpu
     if missing := here.refuses(launch.plan.policy):
-        yield f"the policy `{launch.plan.policy.name}` does not run here: {missing}"
+        recipe = launch.plan.policy.low_bit_recipe
+        emulate = "torchao" in here.libraries and "torchao" in BACKENDS.get(recipe or "", ())
+        how = ". To rehearse it here in software, slowly: `mpguard launch --emulate`" if emulate else ""
+        yield f"the policy `{launch.plan.policy.name}` does not run here: {missing}{how}"
     if conflict := compilation.conflict(launch.plan.policy):
         yield conflict

@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None, *, around: Around) -> int:
         plan = Plan.resolve(options.config, enforce=options.enforce, proof_json=options.proof_json, allow=options.allow)
         plan = dataclasses.replace(
             plan,
+            policy=plan.policy.emulated() if options.emulate else plan.policy,
             watch=options.watch or plan.watch,
             watch_json=absolute(options.watch_json) or plan.watch_json,
         )
@@ -84,6 +85,7 @@ def _parse(argv: list[str]) -> argparse.Namespace | int:
     parser.add_argument("--enforce", choices=("error", "warn", "off"), help="what a mismatch does")
     parser.add_argument("--proof-json", metavar="FILE", help="the file that the proof is written to")
     parser.add_argument("--allow", metavar="NAME", action="append", help="a deviation that is wanted, as frozen:fp16")
+    parser.add_argument("--emulate", action="store_true", help="compute the policy's FP8 in software (torchao)")
     parser.add_argument("--watch", choices=WATCH_LEVELS, help="look for NaN, skipped steps, underflow, divergence")
     parser.add_argument("--watch-json", metavar="FILE", help="the file that the watch is written to")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module")

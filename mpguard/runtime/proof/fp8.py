@@ -266,12 +266,16 @@ def _plain(value: Any) -> Any:
 
 
 def _accumulates_fast(config: Any) -> bool:
-    """True if the gradient products of a `Float8LinearConfig` accumulate fast."""
+    """True if the gradient products of a `Float8LinearConfig` accumulate fast; MXFP8 has no such switch."""
+    if hasattr(config, "block"):
+        return False
     return bool(config.gemm_config_grad_input.use_fast_accum and config.gemm_config_grad_weight.use_fast_accum)
 
 
 def _torchao_recipe(config: Any) -> str:
-    """Return the name of torchao's recipe for a `Float8LinearConfig`."""
+    """Return the name of torchao's recipe for a `Float8LinearConfig`, or for the config of an MXFP8 layer."""
+    if hasattr(config, "block"):
+        return "mxfp8"
     axiswise = "axis" in str(config.cast_config_input.scaling_granularity).lower()
     high = str(config.cast_config_grad_output_for_grad_weight.scaling_type).lower().endswith("disabled")
     return "rowwise_with_gw_hp" if axiswise and high else "rowwise" if axiswise else "tensorwise"

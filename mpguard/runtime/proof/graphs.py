@@ -18,8 +18,12 @@ from mpguard.runtime.proof.products import short
 CALLS = frozenset(
     ("linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "mv", "einsum", "bilinear", "conv1d", "conv2d",
      "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention", "grouped_mm",
-     "_grouped_mm", "grouped_mm_fallback")
+     "_grouped_mm", "grouped_mm_fallback", "mx_mm")
 )  # fmt: skip
+
+
+#: What dynamo calls in place of a function of autograd that it does not trace, which is in its closure.
+TRAMPOLINE = "trampoline_autograd_apply"
 
 
 def is_traced() -> bool:
@@ -107,8 +111,12 @@ def _inner_graphs(module: Any, node: Any) -> list[Any]:
 
 
 def _name(node: Any) -> str:
-    """Return the name of what a node calls."""
-    return getattr(node.target, "__name__", None) or str(node.target)
+    """Return the name of what a node calls; of a function of autograd that dynamo calls as it is, that of its class."""
+    name = getattr(node.target, "__name__", None) or str(node.target)
+    if name != TRAMPOLINE:
+        return name
+    functions = [cell.cell_contents for cell in node.target.__closure__ or ()]
+    return next((each.__name__ for each in functions if isinstance(each, type)), name)
 
 
 def _contracted(name: str, node: Any) -> int:

@@ -43,7 +43,7 @@ COMPILED = ("CompiledFunction", "Torch-Compiled Region", "## Call CompiledFxGrap
 GRAPH_CALL, NO_HASH = "## Call CompiledFxGraph", "## Call CompiledFxGraph None "
 
 #: Functions of autograd whose products are in FP8, in software where FP8 is emulated.
-FP8_FUNCTIONS = ("matmul_with_hp_or_float8_args", "EmulatedGroupedMM")
+FP8_FUNCTIONS = ("matmul_with_hp_or_float8_args", "EmulatedGroupedMM", "mx_mm")
 
 #: Functions of Transformer Engine that multiply by their weights in kernels that are no operators of torch.
 TE_FUNCTIONS = ("_Linear", "_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear")
