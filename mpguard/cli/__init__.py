@@ -40,6 +40,10 @@ COMMANDS = {
 }
 
 
+#: Commands that only print what is known: a reader that has seen enough is no failure of theirs.
+_LISTS = (["rule"], ["recipes"], ["completion"])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. Errors that the user can fix are printed, not raised."""
     _open_streams()
@@ -62,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _error(str(error))
     except BrokenPipeError:  # `| head`
         _drop_output()
-        return 2
+        return 0 if (sys.argv[1:] if argv is None else list(argv))[:1] in _LISTS else 2
     except OSError as error:
         if error.errno not in _WRITE_ERRORS:
             raise
@@ -95,9 +99,11 @@ def _run(arguments: list[str]) -> int:
 
         print(f"mpguard {__version__}")
         return 0
-    if command is None or "-h" in leading or "--help" in leading:
+    if "-h" in leading or "--help" in leading or not arguments:
         print(_overview())
-        return 0 if leading else 2
+        return 0 if arguments else 2
+    if command is None:
+        return _error(f"there is no option `{leading[0]}`{did_you_mean(leading[0], ('--help', '--version'))}")
     if leading:
         return _error(f"there is no option `{leading[0]}` before the command")
     if command not in COMMANDS:

@@ -18,14 +18,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpguard import targets
-from mpguard.core.console import print_message, rich_console
+from mpguard.core.console import columns, print_message, rich_console, write_lines
 from mpguard.core.errors import MissingExtra, NotCarried, PolicyError
 from mpguard.policy import hardware
+from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.policy.recipes import recipe, recipes
 from mpguard.targets.capabilities import CONVERTER_FIELDS
 from mpguard.targets.plugin import Plugin
 from mpguard.targets.settings import ABSENT, show
+
+#: The least room for the reason why a recipe cannot run here; below it the table becomes a list.
+_NARROWEST_REASON = 24
+#: Objects whose text is that of their arguments alone, by target: torch takes seconds to import for it.
+_WRITTEN = {"fsdp2": "MixedPrecisionPolicy"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +63,8 @@ def run(options: argparse.Namespace) -> int:
         else:
             _page(_facts(options.recipe), outcomes)
         return 0
-    built = _built(targets.get(options.target), policy, options.strategy)
+    written = _WRITTEN.get(options.target, "") if options.format == "text" else ""
+    built = _built(targets.get(options.target), policy, options.strategy, written)
     if options.format == "json":
         _json({"recipe": policy.name, "target": options.target, "strategy": options.strategy, **built})
     else:
@@ -98,7 +105,17 @@ def _here(facts: Mapping[str, Any]) -> str:
 def _table(facts: Sequence[Mapping[str, Any]]) -> None:
     header = ("recipe", "compute", "fp8", "master", "reduce", "here")
     rows = [(*(each[key] or "-" for key in ("name", *header[1:5])), _here(each)) for each in facts]
-    if sys.stdout.isatty():
+    width = columns()
+    fixed = sum(max(map(len, column)) + 2 for column in list(zip(header, *rows, strict=True))[:-1])
+    if width is not None and width < fixed + _NARROWEST_REASON:
+        for row, each in zip(rows, facts, strict=True):
+            fp8 = f", FP8 {row[2]}" if each["fp8"] else ""
+            what = f"{row[1]}{fp8}; master {row[3]}, reduce {row[4]}; here: {row[5]}"
+            style = "" if each["here"] else "dim"
+            write_lines([[(row[0], "bold")]])
+            indented = textwrap.wrap(what, width, initial_indent="  ", subsequent_indent="  ")
+            write_lines([[(line, style)] for line in indented])
+    elif width is not None:
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False, header_style="bold")
@@ -111,7 +128,8 @@ def _table(facts: Sequence[Mapping[str, Any]]) -> None:
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         for row in (header, *rows):
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    print("\n`mpguard recipes NAME` shows a recipe, `mpguard recipes NAME --for TARGET` its form in a framework.")
+    hint = "`mpguard recipes NAME` shows a recipe, `mpguard recipes NAME --for TARGET` its form in a framework."
+    print("\n" + (textwrap.fill(hint, width) if width is not None else hint))
 
 
 def _outcome(target: Plugin, policy: Policy, strategy: str | None) -> dict[str, Any]:
@@ -124,10 +142,10 @@ def _outcome(target: Plugin, policy: Policy, strategy: str | None) -> dict[str, 
 
 
 def _page(facts: Mapping[str, Any], outcomes: Mapping[str, Mapping[str, Any]]) -> None:
-    print(f"{facts['name']}: {facts['summary']}\n")
+    print(_wrapped(f"{facts['name']}: {facts['summary']}", "") + "\n")
     for field, value in facts["fields"].items():
         print(f"  {field} = {show(value)}")
-    print(f"\nRuns here: {_here(facts)}\n")
+    print("\n" + _wrapped(f"Runs here: {_here(facts)}", "") + "\n")
     width = max(map(len, outcomes))
     for name, outcome in outcomes.items():
         if "refused" in outcome:
@@ -146,25 +164,30 @@ def _page(facts: Mapping[str, Any], outcomes: Mapping[str, Mapping[str, Any]]) -
 
 
 def _wrapped(text: str, label: str) -> str:
-    return textwrap.fill(text, 120, initial_indent=label, subsequent_indent=" " * len(label), break_long_words=False)
+    width = min(120, columns() or 120)
+    return textwrap.fill(text, width, initial_indent=label, subsequent_indent=" " * len(label), break_long_words=False)
 
 
-def _built(target: Plugin, policy: Policy, strategy: str | None) -> dict[str, Any]:
-    """Return a policy as a target's object if its library is installed, and its settings. Raises `PolicyError`."""
-    missing, text = None, None
+def _built(target: Plugin, policy: Policy, strategy: str | None, written: str = "") -> dict[str, Any]:
+    """Return a policy as a target's object if its library is installed, and its settings. Raises `PolicyError`.
+
+    written: the class of an object that is written without its library.
+    """
+    missing, text = None, _text_of(written, target.build_arguments(policy, strategy)) if written else None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         disabled = logging.root.manager.disable
         logging.disable(logging.WARNING)  # the libraries log while they are imported
         try:
-            built = targets.build(policy, target.name, strategy)
-            text = None if isinstance(built, dict) else repr(built)
+            if not written:
+                built = targets.build(policy, target.name, strategy)
+                text = None if isinstance(built, dict) else repr(built)
         except MissingExtra as error:
             missing = str(error)
         finally:
             logging.disable(disabled)
     not_carried = [warning.message for warning in caught if isinstance(warning.message, NotCarried)]
-    if missing:  # nothing was built, and so nothing was warned about
+    if missing or written:  # nothing was built, and so nothing was warned about
         not_carried = [
             NotCarried(f, policy.format_field(f), target.name, targets.carriers(f)) for f in target.not_carried(policy)
         ]
@@ -177,6 +200,16 @@ def _built(target: Plugin, policy: Policy, strategy: str | None) -> dict[str, An
         "missing": missing,
         "not_carried": [{"field": n.field, "value": n.value, "carriers": list(n.carriers)} for n in not_carried],
     }
+
+
+def _text_of(name: str, arguments: Mapping[str, Any]) -> str:
+    """Return an object of torch as Python shows it, from its arguments."""
+
+    def shown(value: Any) -> str:
+        dtype = Dtype.spelled(value) if isinstance(value, str) else None
+        return repr(value) if dtype is None else f"torch.{dtype.torch_name}"
+
+    return f"{name}({', '.join(f'{key}={shown(value)}' for key, value in arguments.items())})"
 
 
 def _show_built(target: Plugin, built: Mapping[str, Any]) -> None:

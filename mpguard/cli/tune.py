@@ -45,6 +45,9 @@ _STYLES = {"measured": "", "refused": "yellow", "failed": "red"}
 parse_arguments = launch.parse_arguments
 
 
+_NO_SCRIPT = "no script is given; the command is mpguard tune --config mp.yaml SCRIPT"
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "mpguard tune --config FILE [OPTION ...] [accelerate flags] SCRIPT [ARGS]"
     _add_options(parser)
@@ -115,23 +118,36 @@ def run(options: argparse.Namespace) -> int:
     return int(winner is None)
 
 
+class _NotOwn(Exception):
+    """An option that is the script's, or accelerate's, does not fit tune's own parser."""
+
+
+def _not_own(message: str) -> NoReturn:
+    raise _NotOwn(message)
+
+
 def _parsed(argv: list[str]) -> tuple[argparse.Namespace, TuneRequest]:
     """Return tune's options, and what they ask for. Raises `ConfigError`."""
+
+    def refuse(message: str) -> NoReturn:
+        if "required: training_script" in message:
+            message = _NO_SCRIPT
+        raise ConfigError(message)
+
+    own = argparse.ArgumentParser(add_help=False)
+    own.error = _not_own  # type: ignore[method-assign]
+    _add_options(own)
+    with contextlib.suppress(_NotOwn):
+        if not own.parse_known_args(argv)[1]:  # before accelerate is imported, which takes seconds
+            raise ConfigError(_NO_SCRIPT)
     from accelerate.commands.launch import launch_command_parser
 
     from mpguard.runtime.launch import launcher
     from mpguard.tune.request import TuneRequest
 
     parser = launch_command_parser()
-    own = argparse.ArgumentParser(add_help=False)
-    for each in (parser, own):
-        _add_options(each)
+    _add_options(parser)
     parser.add_argument("--allow", action="append", default=None)
-
-    def refuse(message: str) -> NoReturn:
-        if "required: training_script" in message:
-            message = "no script is given; the command is mpguard tune --config mp.yaml SCRIPT"
-        raise ConfigError(message)
 
     parser.error = refuse
     options = parser.parse_args(argv)

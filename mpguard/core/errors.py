@@ -136,7 +136,9 @@ def did_you_mean_file(path: str) -> str:
     if len(names) > _MOST_NAMES:
         return ""
     # The cutoff is high because equal suffixes make all names a little similar.
-    nearest = [str(Path(folder, each)) for each in difflib.get_close_matches(name, names, cutoff=0.75)]
+    nearest = [
+        str(Path(folder, each)) for each in difflib.get_close_matches(name, names, cutoff=0.75) if each != name
+    ]  # a link that leads nowhere has the name itself
     return f"; did you mean {' or '.join(f'`{each}`' for each in nearest)}?" if nearest else ""
 
 

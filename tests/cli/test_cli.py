@@ -39,6 +39,19 @@ def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean `rule`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("option", "message"), [("--nope", "`--nope`"), ("--verzion", "did you mean `--version`")])
+def test_an_unknown_option_is_an_error(option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([option]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_link_to_itself_is_not_its_own_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert main(["estimate", str(tmp_path / "loop")]) == 2
+    assert main(["compare", str(tmp_path / "loop"), "--baseline", "x"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
 def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "usage: mpguard COMMAND" in capsys.readouterr().out

@@ -157,3 +157,36 @@ def test_on_a_terminal_the_table_is_richs(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setenv("COLUMNS", "200")
     shown = "\n".join(lines(capsys))
     assert "nemotron_3_super_bf16_with_nvfp4_mixed" in shown and "te/torchao tensorwise" in shown
+
+
+def test_a_text_without_torch_is_that_of_the_object() -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    for name in ("bf16_mixed", "fp16_mixed"):
+        policy = mpguard.recipe(name)
+        built = policy.to("fsdp2")
+        assert isinstance(built, MixedPrecisionPolicy)
+        arguments = plugins()["fsdp2"].build_arguments(policy)
+        assert command._text_of("MixedPrecisionPolicy", arguments) == repr(built)
+
+
+def test_the_text_of_fsdp2_needs_no_torch() -> None:
+    program = (
+        "import sys; from mpguard.cli import main; main(['recipes', 'bf16_mixed', '--for', 'fsdp2']);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=seconds(60), stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_tables_fit_the_terminal(
+    width: int, capsys: pytest.CaptureFixture[str], on: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(Hardware())
+    monkeypatch.setattr(command, "columns", lambda: width)
+    for arguments in ([], ["bf16_mixed"], ["bf16_with_mxfp8_mixed"]):
+        printed = lines(capsys, *arguments)
+        words = max(len(word) for line in printed for word in line.split())
+        longest = max(printed, key=len)
+        assert len(longest) <= max(width, words + 20), longest
+    assert "bf16_mixed" in lines(capsys) and "  bf16; master fp32, reduce fp32; here: yes" in lines(capsys)

@@ -1,7 +1,7 @@
 """Read the log of a run, whatever wrote it.
 
     columns        values by step and column; restarts; which column is the loss (`ColumnStore`)
-    jsonl          one JSON object a line: `mpguard watch`, and others
+    jsonl          one JSON object a line: `--watch-json`, and others
     tensorboard    event files
     trainer_state  the Trainer's trainer_state.json
     wandb          W&B's offline files

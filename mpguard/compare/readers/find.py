@@ -67,7 +67,7 @@ def _format(path: Path) -> str:
     if path.suffix in (".txt", ".tsv") and re.search(rb"\bstep\b", start.split(b"\n")[0], re.I):
         return "csv"
     raise ConfigError(
-        f"{path}: is no log that is known: JSON lines (of `mpguard watch`), TensorBoard event files,"
+        f"{path}: is no log that is known: JSON lines (of `mpguard launch --watch-json`), TensorBoard event files,"
         " trainer_state.json, W&B offline files (.wandb) and CSV are"
     )
 

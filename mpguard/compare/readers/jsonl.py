@@ -1,4 +1,4 @@
-"""Logs with one JSON object a line: those of `mpguard watch`, and others that have a step and a loss."""
+"""Logs with one JSON object a line: those of `--watch-json`, and others that have a step and a loss."""
 
 from __future__ import annotations
 
