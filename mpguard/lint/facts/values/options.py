@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,10 @@ import libcst as cst
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import Flag, Not, PathCondition, holds
-from mpguard.lint.facts.syntax.records import Call, Record, Scope
+from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
 from mpguard.lint.facts.values import api_names
 from mpguard.lint.facts.values.dtypes import AnyDtype, only_dtype
+from mpguard.lint.facts.values.keywords import is_changed
 from mpguard.lint.facts.values.lattice import Constant, DtypeValue
 from mpguard.policy.dtype import Dtype
 
@@ -208,6 +210,9 @@ def _options(facts: Facts) -> Iterator[Option]:
             if len(bindings) != 1 or binding.kind != "assign" or binding.value is None or binding.guard:
                 continue
             value = binding.value
+            if isinstance(value, cst.Dict):
+                yield from _items(key, binding, value, facts)
+                continue
             if isinstance(value, cst.Call) and dotted(value.func).rsplit(".", 1)[-1] in ("field", "Field"):
                 field = facts.index.call_of.get(value)
                 default = field.argument(0 if field.name == "Field" else None, "default") if field is not None else None
@@ -218,6 +223,26 @@ def _options(facts: Facts) -> Iterator[Option]:
             if dtype is not None and (scope.kind in ("class", "module") or not isinstance(value, cst.Name)):
                 is_dtype_object = constant(value) is None and scope.kind != "class"
                 yield Option(key.rsplit(".", 1)[-1], binding, dtype, is_dtype_object, binding.span)
+
+
+def _items(key: str, binding: Binding, table: cst.Dict, facts: Facts) -> Iterator[Option]:
+    """Yield the items of a dict, and of dicts in it, that select a dtype: `config["training"]["mixed_precision"]`.
+
+    Only where the file reads them by their keys, and changes no item.
+    """
+    if is_changed(key, facts):
+        return
+    pending = [table]
+    while pending:
+        for each in pending.pop().elements:
+            name = constant(each.key) if isinstance(each, cst.DictElement) else None
+            if isinstance(each.value, cst.Dict):
+                pending.append(each.value)
+            elif name is not None and isinstance(name[0], str) and _DTYPE.fullmatch(name[0]):
+                read = re.search(rf"""(?:\[|\.get\()\s*["']{re.escape(name[0])}["']""", facts.file_text)
+                dtype = _dtype(each.value, binding, facts) if read else None
+                if dtype is not None:
+                    yield Option(name[0], binding, dtype, False, binding.span)
 
 
 def _dtype(node: cst.BaseExpression, at: Record, facts: Facts) -> AnyDtype | None:
