@@ -837,6 +837,7 @@ class Guard:
         """Forget casts of weights that were loaded since, and values from before."""
         self._script.forget()
         self.recorder.values.forget()
+        self.recorder.by_hand.forget()
         trained = self.trained_parameters() if any(progress.cast for progress in self.run) else {}
         for parameter in module.parameters() if trained else ():
             if id(parameter) in trained:

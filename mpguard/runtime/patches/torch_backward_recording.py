@@ -48,6 +48,7 @@ def _backward(original: AnyFunction) -> AnyFunction:
         applicable = _are_applicable(args, accumulates)
         watched = guard.recorder.gradients.during_backward(t_outputs, accumulates)
         with guard.recorder.record_backward(t_outputs, accumulates, list(guard.optimizers)), watched as leaves:
+            guard.recorder.by_hand.record_pass(leaves, guard.optimizers)
             result = original(t_outputs, *args, **kwargs)
         cuda_graphs.backward_ended()
         if not accumulates and len(args) > INPUTS and args[INPUTS]:

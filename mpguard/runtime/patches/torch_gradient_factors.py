@@ -13,6 +13,7 @@ from mpguard.core.patches import AnyFunction, patch
 from mpguard.runtime import guard as guards
 from mpguard.runtime.patches import checks
 from mpguard.runtime.proof.observe import innermost
+from mpguard.runtime.proof.products import short
 
 
 @patch(
@@ -37,7 +38,9 @@ def _clip(original: AnyFunction) -> AnyFunction:
             return original(parameters, *args, **kwargs)
         own = [parameters] if not isinstance(parameters, Iterable) or hasattr(parameters, "grad") else list(parameters)
         with guard.recorder.gradients.handoffs.around("before clipping", own):
-            return original(own, *args, **kwargs)
+            norm = original(own, *args, **kwargs)
+        guard.recorder.gradients.norm_dtype = short(norm.dtype) if hasattr(norm, "dtype") else ""
+        return norm
 
     return clip
 

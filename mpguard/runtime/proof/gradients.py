@@ -47,6 +47,7 @@ class Gradients:
         self.passes: Counter[int] = Counter()
         self.handoffs = HandOffs(optimizers)
         self.loss: Any = None
+        self.norm_dtype = ""  # of the norm by which gradients were clipped
         self.sent: Counter[tuple[str, str, str]] = Counter()
         self.reduced: set[int] = set()
         self.passed_on = self.exchanged = 0

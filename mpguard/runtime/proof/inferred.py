@@ -31,6 +31,9 @@ RECURRENT = ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn", "Lstm")
 #: on the CPU, torch's own attention.
 BATCHED = ("Bmm", "Baddbmm", "ScaledDotProduct")
 
+#: Nodes whose results are logarithms of probabilities, or sums of exponentials.
+LOG_PROBABILITIES = ("LogSoftmax", "Logsumexp", "LogSigmoid")
+
 #: Used in place of a weight's id: for a product of activations, and for an unknown weight.
 ATTENTION, UNNAMED = 0, -1
 
@@ -43,8 +46,8 @@ class Inferred:
     leaves: ids of the tensors that get gradients. weights: ids of leaves that operators of torch multiplied by
     something else; not inside of a `torch.autograd.Function`, as FP8 layers do. in_fp8_layers: ids of leaves that
     functions of the FP8 libraries took. in_functions: those that other functions took. matrix_functions: sequence
-    numbers of the nodes of these that took a matrix. compiled: True if a compiled
-    region is part of it, whose products are in dynamo's graph.
+    numbers of the nodes of these that took a matrix. log_probabilities: the dtypes of those behind the loss.
+    compiled: True if a compiled region is part of it, whose products are in dynamo's graph.
     """
 
     work: Counter[tuple[str, int]] = dataclasses.field(default_factory=Counter)
@@ -53,6 +56,7 @@ class Inferred:
     in_fp8_layers: set[int] = dataclasses.field(default_factory=set)
     in_functions: set[int] = dataclasses.field(default_factory=set)
     matrix_functions: set[int] = dataclasses.field(default_factory=set)
+    log_probabilities: set[str] = dataclasses.field(default_factory=set)
     compiled: bool = False
 
     def add(self, other: Inferred) -> None:
@@ -62,6 +66,7 @@ class Inferred:
         self.in_fp8_layers |= other.in_fp8_layers
         self.in_functions |= other.in_functions
         self.matrix_functions |= other.matrix_functions
+        self.log_probabilities |= other.log_probabilities
         self.compiled |= other.compiled
 
 
@@ -97,6 +102,8 @@ def products_behind(outputs: Iterable[Any]) -> Inferred:
         output = _metadata(node, 0)
         if output is None or not output.dtype.is_floating_point:
             continue
+        if type(node).__name__.startswith(LOG_PROBABILITIES):
+            products.log_probabilities.add(short(output.dtype))
         function = isinstance(node, BackwardCFunction)
         if function:
             taken = {_leaf(operand) for operand in node.next_functions} - {0}

@@ -84,9 +84,10 @@ class Observed:
     inferred: why the operators could not be recorded, so that the products are those that autograd's graph implies;
     empty if they were recorded. widened: elements of gradients and of saved activations that were converted to a wider
     dtype in backward, by the narrower one; rounded_in_backward: of those that went to a narrow dtype and back.
-    frozen: elements of parameters that are not trained. masters, gradients, states: of the parameters that the
-    optimizer updates. matrices: False if none is a matrix, and the process has, or had, other optimizers, whose
-    products are proven.
+    frozen: elements of parameters that are not trained. by_script: names of trained parameters that no optimizer has
+    and that the script changes itself, by the dtype that has all their values. masters, gradients, states: of the
+    parameters that the optimizer updates. matrices: False if none is a matrix, and the process has, or had, other
+    optimizers, whose products are proven.
     accumulation: gradients that were added to earlier ones, in backward passes (`accumulated_passes`); of DeepSpeed
     its setting. rounded: sampled parameters whose FP32 gradients were rounded, by what they were rounded to;
     rounded_weights: those whose FP32 values were, between steps or in one; rounded_states: those of whose FP32 states
@@ -123,6 +124,7 @@ class Observed:
     skipped: int = 0
     parameters: dict[str, int] = dataclasses.field(default_factory=dict)
     frozen: dict[str, int] = dataclasses.field(default_factory=dict)
+    by_script: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     buffers: dict[str, int] = dataclasses.field(default_factory=dict)
     computed: list[Computed] = dataclasses.field(default_factory=list)
     passes: int = 0
@@ -277,6 +279,7 @@ def observe(
         seen.tf32 = seen.fp32_switches.get("cuBLAS") == "tf32"
     with contained("the remarks about a step"):
         seen.remarks = list(remarks.remarks(roots, products, places_of(roots), policy))
+        seen.remarks += remarks.sixteen_bits(recorder.gradients, products.inferred, optimizer)
         if policy.master_dtype.bits > 16:
             seen.remarks += remarks.suspicions(recorder.values.suspected.get(id(optimizer), {}), seen.optimizer)
     return seen
@@ -495,6 +498,8 @@ def _add_optimizer(seen: Observed, recorder: Recorder, optimizer: Any, roots: li
             seen.cast = call
     found = recorder.values.found.get(id(optimizer), [])
     seen.rounded_weights = dict(Counter(each.match.to for each in found if each.row == "weights"))
+    names = {id(own): plain_name(name) for root in roots for name, own in root.named_parameters()}
+    seen.by_script = recorder.by_hand.found(names)
     seen.rounded_states = dict(Counter(each.match.to for each in found if each.row == "states"))
     _add_witnesses(seen, found, optimizer, roots)
 

@@ -20,6 +20,7 @@ from mpguard.runtime.proof import attention_masks, fp8, graphs
 from mpguard.runtime.proof.account import StepAccount, shapes_of
 from mpguard.runtime.proof.collectives import Collective, CollectiveListener
 from mpguard.runtime.proof.gradients import Gradients
+from mpguard.runtime.proof.hand_updates import HandUpdates
 from mpguard.runtime.proof.inferred import Inferred, products_behind
 from mpguard.runtime.proof.master_values import MasterValues
 from mpguard.runtime.proof.products import short
@@ -69,6 +70,7 @@ class Recorder:
         self.backwards = 0
         self.gradients = Gradients(optimizers)
         self.values: MasterValues = MasterValues(None if previous is None else previous.values)
+        self.by_hand: HandUpdates = HandUpdates(None if previous is None else previous.by_hand)
         self.updated: dict[int, tuple[Counter[str], Counter[str]]] = {}
         self.scalers: dict[int, dict[str, Any]] = {}
         self.te_recipes: list[dict[str, Any]] = []

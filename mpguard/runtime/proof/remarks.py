@@ -16,6 +16,9 @@ from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.runtime.messages import with_page
 from mpguard.runtime.proof.account import Products
+from mpguard.runtime.proof.gradients import Gradients
+from mpguard.runtime.proof.inferred import Inferred
+from mpguard.runtime.proof.products import short
 from mpguard.runtime.proof.trace import FP8_MULTIPLE, Overflow
 
 if TYPE_CHECKING:
@@ -34,6 +37,13 @@ SHORT = {"bf16", "fp16", "fp8"}
 
 #: The least share of the parameters that are frozen and FP32 for a remark about their memory.
 FROZEN_SHARE = 0.5
+
+#: Dtypes of 16 bits: their decimal digits, and the largest whole number up to which they have all.
+DIGITS, EXACT = {"bf16": "2 to 3", "fp16": "3 to 4"}, {"bf16": 256, "fp16": 2048}
+LOW = frozenset(DIGITS)
+
+#: How a loss gets more digits, and the page about FP32 parts.
+WITH_FLOAT, PAGE = "Compute it in FP32: `logits.float()` before it", "fp32"
 
 #: Names that a line lists.
 LISTED = 3
@@ -58,6 +68,36 @@ def remarks(roots: list[nn.Module], products: Products, places: Places, policy: 
     yield from _unaligned(products, places)
     yield from _narrow(roots)
     yield from _frozen(roots, products, policy)
+
+
+def sixteen_bits(recorded: Gradients, inferred: Inferred, optimizer: Any) -> Iterator[Remark]:
+    """Yield a remark for each number that decides about a step and has 16 bits: the loss, what enters it, the norm."""
+    loss = short(recorded.loss.dtype) if recorded.loss is not None else ""
+    if loss in LOW:
+        yield Remark("loss", f"the loss is in {loss}, which has {DIGITS[loss]} digits. {WITH_FLOAT}", PAGE)
+    for dtype in sorted(inferred.log_probabilities & LOW):
+        yield Remark(
+            "log-probabilities",
+            f"log-probabilities that enter the loss are in {dtype}, which has {DIGITS[dtype]} digits: ratios of "
+            f"probabilities (PPO, GRPO, DPO) are as coarse. {WITH_FLOAT}",
+            PAGE,
+        )
+    if recorded.norm_dtype in LOW:
+        yield Remark(
+            "norm",
+            f"the norm by which gradients are clipped is in {recorded.norm_dtype}, as they are: it has "
+            f"{DIGITS[recorded.norm_dtype]} digits. Compute it from FP32 gradients",
+            PAGE,
+        )
+    states = [state for state in getattr(optimizer, "state", {}).values() if isinstance(state, dict)]
+    steps = {short(state["step"].dtype) for state in states if hasattr(state.get("step"), "dtype")}
+    for dtype in sorted(steps & LOW):
+        yield Remark(
+            "step count",
+            f"the optimizer counts its steps in {dtype}, as a checkpoint or a cast has left them: from step "
+            f"{EXACT[dtype]} on the count, and the bias correction, stay the same. Load the states in FP32",
+            PAGE,
+        )
 
 
 def suspicions(found: Mapping[str, int], optimizer: str) -> Iterator[Remark]:

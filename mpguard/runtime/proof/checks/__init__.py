@@ -47,6 +47,7 @@ CHECKS: dict[str, Callable[[Observed, Plan], Row | list[Row]]] = {
     "reduction": gradients.reduction,
     "coverage": gradients.coverage,
     "optimizer": optimizer.optimizer,
+    "updates by the script": optimizer.updated_by_script,
     "scaler": gradients.scaler,
     "buffers": model.buffers,
     "output": model.output,

@@ -6,7 +6,7 @@ from mpguard.policy.allow import STATES
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.runtime.plan import Plan
-from mpguard.runtime.proof.checks.common import format_allowance, format_counts, mostly
+from mpguard.runtime.proof.checks.common import format_allowance, format_counts, format_names, mostly
 from mpguard.runtime.proof.observe import Observed
 from mpguard.runtime.proof.verdict import Row, Verdict, not_observed
 from mpguard.runtime.proof.witness import describe
@@ -77,3 +77,18 @@ def _load_in_fp32(seen: Observed, policy: Policy) -> str:
     if policy.bf16 and not policy.low_bit_recipe and "bf16" in seen.masters:
         return f"{advice}, or train without master weights: recipe bf16_full"
     return advice
+
+
+def updated_by_script(seen: Observed, plan: Plan) -> list[Row]:
+    """Compare the values of trained parameters that no optimizer has, and that the script updates itself."""
+    if not seen.by_script:
+        return []
+    name, asked = "updates by the script", plan.policy.master_dtype.short
+    found = "; ".join(f"{format_names(names, seen)}, values of {dtype}" for dtype, names in seen.by_script.items())
+    narrow = asked == "fp32" and any(dtype != asked for dtype in seen.by_script)
+    advice = (
+        "No optimizer has these parameters, and all their values are of that dtype after each step: what it rounds "
+        "away of an update is lost. Update FP32 weights, or give them to the optimizer"
+    )
+    verdict = Verdict.WRONG if narrow else Verdict.NOT_ASKED
+    return [Row(name, f"{found}, in no optimizer that is known", asked, verdict, advice=advice)]
