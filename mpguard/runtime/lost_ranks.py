@@ -23,10 +23,11 @@ from mpguard.runtime.ranks import had_group, rank
 #: Seconds that a rank whose collective has failed waits for the error of the rank that ended first.
 CAUSE_WAIT = 3.0
 
-#: What errors of collectives and of the store have in common, where they are plain RuntimeErrors.
-_COMMUNICATION = re.compile(
-    r"\bgloo\b|\bNCCL\b|connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|socket", re.I
-)
+#: Errors of collectives are plain RuntimeErrors in part: which library they are of.
+_LIBRARY = re.compile(r"\bgloo\b|\bNCCL\b|\bnccl[A-Z]")
+
+#: What they say if another rank has ended, or does not answer. Other errors of collectives are this rank's own.
+_PEER = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|remote|timed? ?out", re.I)
 
 #: The key of torchelastic's error file that has the line which the launcher of a node prints at its end.
 LAST_LINE = "mpguard_last_line"
@@ -47,7 +48,7 @@ def describe(error: BaseException) -> str | None:
     """
     if not had_group():
         return None
-    if not _is_communication(error):
+    if not _is_of_a_peer(error):
         publish(error)
         return None
     try:
@@ -55,9 +56,10 @@ def describe(error: BaseException) -> str | None:
     except Exception:  # the store is gone, and with it the process that hosts it
         address = f"{os.environ.get('MASTER_ADDR', 'its address')}:{os.environ.get('MASTER_PORT', '')}"
         found = f"the process group's store at {address} is gone: the node of rank 0 was lost, or its launcher ended"
+    if found is None:
+        return None
     global _last_line  # noqa: PLW0603  a process ends once
-    if found is not None:
-        _last_line = f"mpguard: rank {rank()} ({place()}) ended because of another one: {found}"
+    _last_line = f"mpguard: rank {rank()} ({place()}) ended because of another one: {found}"
     return _last_line
 
 
@@ -78,17 +80,17 @@ def publish(error: BaseException) -> None:
             store.set(f"{_KEY}/cause", json.dumps(f"rank {rank()} ({place()}) ended with {text}"))
 
 
-def _is_communication(error: BaseException) -> bool:
-    distributed: Any = sys.modules["torch.distributed"]
-    known = getattr(distributed, "DistError", None)
-    return (known is not None and isinstance(error, known)) or (
-        isinstance(error, (RuntimeError, OSError)) and _COMMUNICATION.search(str(error)) is not None
-    )
+def _is_of_a_peer(error: BaseException) -> bool:
+    """True for an error of a collective, or of the store, that another rank has caused by its end."""
+    known = getattr(sys.modules["torch.distributed"], "DistError", None)
+    text = str(error)
+    of_library = isinstance(error, RuntimeError) and _LIBRARY.search(text) is not None
+    return (of_library or (known is not None and isinstance(error, known))) and _PEER.search(text) is not None
 
 
 def _lost_rank(store: Any) -> str | None:
     """Return which rank has ended first, and how. Raises torch's error if the store no longer exists."""
-    size = int(sys.modules["torch.distributed"].get_world_size()) if _has_group() else 0
+    size = world_of()
     store.set(f"{_KEY}/failed/{rank()}", "")
     first = store.add(f"{_KEY}/failed", 1) == 1
     deadline = time.monotonic() + CAUSE_WAIT * (1 if first else 2)
@@ -96,7 +98,7 @@ def _lost_rank(store: Any) -> str | None:
         for key in ("cause", "found"):
             if store.check([f"{_KEY}/{key}"]):
                 return str(json.loads(store.get(f"{_KEY}/{key}")))
-        if first and size and store.add(f"{_KEY}/failed", 0) >= size:
+        if size and store.add(f"{_KEY}/failed", 0) >= size:
             return None  # all have failed in the same way, and none before the others
         time.sleep(0.1)
     if not first:
@@ -106,10 +108,14 @@ def _lost_rank(store: Any) -> str | None:
     if not lost:
         return None
     where = "; ".join(dict.fromkeys(place_of(store, each) for each in lost[:4]))
-    found = f"{names_of(lost)} ({where}) was killed, or does not answer any more"
+    # A rank that waits for one of those that have failed has not failed yet.
+    one_of = "one of " if len(lost) > 1 else ""
+    found = f"{one_of}{names_of(lost)} ({where}) was killed, or does not answer any more"
     store.set(f"{_KEY}/found", json.dumps(found))
     return found
 
 
-def _has_group() -> bool:
-    return bool(sys.modules["torch.distributed"].is_initialized())
+def world_of() -> int:
+    """Return how many ranks the process group has, with those that never train; 0 without one."""
+    distributed: Any = sys.modules["torch.distributed"]
+    return int(distributed.get_world_size()) if distributed.is_initialized() else 0

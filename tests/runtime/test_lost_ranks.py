@@ -1,0 +1,67 @@
+"""Which rank is named by those whose collective has failed. Ranks are threads with torch's own store here."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("torch", reason="the real store is used")
+
+import torch.distributed as dist
+
+from mpguard.runtime import lost_ranks
+
+CLOSED = RuntimeError("[/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+
+
+def described(monkeypatch: pytest.MonkeyPatch, errors: dict[int, BaseException], size: int) -> dict[int, str | None]:
+    """Return the line of each rank that ends with an error."""
+    here, store = threading.local(), dist.HashStore()
+    monkeypatch.setattr(lost_ranks, "rank", lambda: here.rank)
+    monkeypatch.setattr(lost_ranks, "place", lambda: f"node {here.rank}")
+    monkeypatch.setattr(lost_ranks, "place_of", lambda _store, rank: f"node {rank}")
+    monkeypatch.setattr(lost_ranks, "had_group", lambda: True)
+    monkeypatch.setattr(lost_ranks, "default_store", lambda: store)
+    monkeypatch.setattr(lost_ranks, "world_of", lambda: size)
+    monkeypatch.setattr(lost_ranks, "CAUSE_WAIT", 0.5)
+    monkeypatch.setattr(lost_ranks, "_last_line", None)  # restored at the end
+
+    def run(rank: int) -> str | None:
+        here.rank = rank
+        return lost_ranks.describe(errors[rank])
+
+    with ThreadPoolExecutor(len(errors)) as pool:
+        return dict(zip(errors, pool.map(run, errors), strict=True))
+
+
+def test_the_error_of_the_first_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = described(monkeypatch, {1: ValueError("no\ndata"), 0: CLOSED, 2: CLOSED}, 3)
+    assert found[1] is None, "its own traceback says it"
+    for rank in (0, 2):
+        line = f"mpguard: rank {rank} (node {rank}) ended because of another one: rank 1 (node 1) ended with "
+        assert found[rank] == f"{line}ValueError: no data"
+
+
+def test_a_rank_without_an_error_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = described(monkeypatch, {0: CLOSED, 2: CLOSED}, 3)
+    assert all(str(line).endswith("rank 1 (node 1) was killed, or does not answer any more") for line in found.values())
+    found = described(monkeypatch, {0: CLOSED}, 3)
+    assert "one of ranks 1, 2 (node 1; node 2) was killed" in str(found[0])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("Connection reset by peer"),
+        RuntimeError("the download timed out"),
+        RuntimeError("[/third_party/gloo/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 64 vs 32"),
+    ],
+)
+def test_an_error_of_its_own_is_no_other_ranks(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    assert described(monkeypatch, {0: error}, 2) == {0: None}
+
+
+def test_ranks_that_have_all_failed_name_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(described(monkeypatch, {0: CLOSED, 1: CLOSED}, 2).values()) == {None}
