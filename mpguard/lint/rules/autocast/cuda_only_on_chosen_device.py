@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Note, Rule, any_of, constant, dotted
+
+
+class CudaOnlyOnChosenDevice(Rule):
+    """Autocast or a GradScaler is written for CUDA, and the program chooses its device.
+
+    ## What it does
+    Reports `torch.autocast("cuda")` and `torch.amp.GradScaler("cuda")`, also in the spellings of `torch.cuda.amp`,
+    that no condition limits, in code that trains and moves its model to a device which it chooses among CUDA and
+    another accelerator (`torch.backends.mps.is_available()`, `torch.xpu.is_available()`).
+
+    ## Why is this bad
+    On the other device a region for `"cuda"` does nothing: the run is FP32, slower, with twice the memory. A GradScaler
+    for `"cuda"` disables itself where there is no CUDA, with a warning: FP16 gradients are then not scaled, and those
+    below 6e-8 become zero (pytorch/pytorch#147731).
+
+    ## Known limits
+    Preview. Not reported: a region or scaler with `enabled=`, one under any condition, and a device that another file
+    chooses.
+    """
+
+    code, name = "MPG317", "cuda-only-on-chosen-device"
+    severity = "warning"
+    preview = True
+    message = "`{call}` is for CUDA, and the device is chosen: on another one it {effect}"
+    help = "pass the type of the device: `device.type`"
+    triggers = (
+        any_of(b"mps.is_available(", b"xpu.is_available(", b"npu.is_available(", b"hpu.is_available("),
+        any_of(b"cuda.is_available("),
+        any_of(b"autocast", b"GradScaler"),
+    )
+    examples = (
+        Bad(
+            """\
+import torch
+
+if torch.cuda.is_available():
+    device = torch.device("cuda")
+elif torch.backends.mps.is_available():
+    device = torch.device("mps")
+else:
+    device = torch.device("cpu")
+
+model = torch.nn.Linear(8, 8).to(device)
+optimizer = torch.optim.AdamW(model.parameters())
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):  # !
+        loss = model(x.to(device)).sum()
+    loss.backward()
+    optimizer.step()
+"""
+        ),
+        Bad(
+            """\
+import torch
+
+def select_device():
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    return torch.device("xpu" if torch.xpu.is_available() else "cpu")
+
+device = select_device()
+model = torch.nn.Linear(8, 8).to(device)
+optimizer = torch.optim.AdamW(model.parameters())
+scaler = torch.cuda.amp.GradScaler()  # !
+for x in loader:
+    with torch.autocast(device.type, dtype=torch.float16):
+        loss = model(x.to(device)).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+model = torch.nn.Linear(8, 8).to(device)
+optimizer = torch.optim.AdamW(model.parameters())
+scaler = torch.amp.GradScaler(device)
+for x in loader:
+    with torch.autocast(device, dtype=torch.float16):
+        loss = model(x.to(device)).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+        ),
+        Good(
+            """\
+import torch
+
+device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+model = torch.nn.Linear(8, 8).to(device)
+optimizer = torch.optim.AdamW(model.parameters())
+use_amp = device == "cuda"
+scaler = torch.amp.GradScaler("cuda", enabled=use_amp)
+for x in loader:
+    if use_amp:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x.to(device)).sum()
+    else:
+        loss = model(x.to(device)).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        moved = next((call for call in facts.calls.get("to", ()) if _to_chosen(call)), None)
+        if moved is None or not facts.events("backward"):
+            return
+        found = [(event, "does nothing") for event in facts.events("autocast")]
+        found += [(event, "is disabled") for event in facts.events("scaler")]
+        for event, effect in found:
+            call = event.call
+            if not event.guard and not facts.is_inference(call) and _for_cuda(call, facts):
+                notes = (Note("the model, or its input, is moved to the chosen device here", moved.span),)
+                yield self.at(call, call=facts.short(call.node), effect=effect, notes=notes)
+
+
+def _to_chosen(call: Call) -> bool:
+    """True for `model.to(device)`."""
+    return any(dotted(given).rsplit(".", 1)[-1].endswith("device") for given in call.positional)
+
+
+def _for_cuda(call: Call, facts: Facts) -> bool:
+    """True if a region or a scaler is for CUDA, whatever the device is, and is never switched off."""
+    path = facts.called_path(call)
+    if call.starred or "enabled" in call.keywords or not path.startswith("torch."):
+        return False
+    if path.startswith("torch.cuda.amp."):
+        return not call.positional
+    device = call.argument(0, "device_type" if path.endswith("autocast") else "device")
+    return device is None or constant(device) == ("cuda",)
