@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpguard.core.errors import ConfigError
+from mpguard.document import read
 from mpguard.policy.allow import STATES
 from mpguard.policy.dtype import Dtype
-from mpguard.runtime.plan import with_first_scale
+from mpguard.runtime.plan import deepspeed_file, with_first_scale
 from mpguard.runtime.proof.verdict import Refusal
 from mpguard.targets.inject import Change, differences
 from mpguard.targets.plugin import get
@@ -45,6 +46,7 @@ def arguments(given: dict[str, Any], guard: Guard) -> tuple[dict[str, Any], str]
     plain = getattr(config, "_param_dict", getattr(config, "config", config))
     if not isinstance(plain, Mapping):
         raise ConfigError(f"deepspeed.initialize: config is a {type(config).__name__}; a dict or a file is needed")
+    plain = _as_written(plain, guard)
     _keep_form(plain, where, guard)
     policy = guard.plan.policy
     if policy.params_dtype is Dtype.FP16:
@@ -59,6 +61,23 @@ def arguments(given: dict[str, Any], guard: Guard) -> tuple[dict[str, Any], str]
         guard.reporter.print_once(f"{where}: {line}")
     listed = ", ".join(f"{each.key}: {show(each.old)} -> {show(each.new)}" for each in changes if not each.implied)
     return {**given, "config": result}, listed
+
+
+def _as_written(config: Mapping[str, Any], guard: Guard) -> Mapping[str, Any]:
+    """Return a config without the section that accelerate adds for its mode to a file with `torch_autocast`."""
+    path = Path(guard.plan.config) if guard.plan.config else None
+    mine = read(path) if path is not None and path.is_file() else None
+    if path is None or mine is None or mine.problems or not isinstance(mine.data, dict):
+        return config
+    document = deepspeed_file(mine.data, path)
+    if document is None or document.problems or not isinstance(document.data, dict):
+        return config
+    policy = guard.plan.policy
+    if document.data.get("torch_autocast") != config.get("torch_autocast"):
+        return config
+    if get("deepspeed").policy_for(document.data, policy) == policy:
+        return config
+    return {**config, "bf16": {"enabled": False}, "fp16": {"enabled": False}}
 
 
 def _keep_form(config: Mapping[str, Any], where: str, guard: Guard) -> None:
@@ -127,8 +146,6 @@ def muon_states(engine: Any, guard: Guard) -> Refusal | None:
 
 def _read(name: str) -> dict[str, Any]:
     """Read a DeepSpeed config from a path or from base64, as DeepSpeed does. Raises `ConfigError`."""
-    from mpguard.document import read
-
     if Path(name).is_file():
         return read(Path(name)).require()
     try:

@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("deepspeed", reason="the real library runs here")
 
 from paths import PROGRAMS
-from processes import free_port, in_fork, mp_yaml, results, run_python, transcript
+from processes import free_port, in_fork, launch_in_forks, mp_yaml, results, run_python, transcript
 
+from mpguard.explain import explain, gather
 from mpguard.runtime.patches.deepspeed_config import optimizer_class
 
 PROGRAM = PROGRAMS / "deepspeed_config.py"
@@ -67,6 +68,20 @@ def test_another_autocast_is_not_the_policy(config: dict[str, Any]) -> None:
     made, changes = mpguard.inject({**zero(2), **config}, policy, "deepspeed")
     assert made["bf16"] == {"enabled": True}
     assert ("torch_autocast" in {change.key for change in changes}) is config["torch_autocast"]["enabled"]
+
+
+def test_a_file_with_torch_autocast_is_kept_under_accelerate_too(tmp_path: Path) -> None:
+    """accelerate adds a `bf16` section to it for its mode, which explain does not claim either."""
+    content = {**zero(2), "train_micro_batch_size_per_gpu": 8, **AUTOCAST}
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    keys: dict[str, Any] = {"deepspeed_config": "{deepspeed_config_file: ds.json}", "mixed_precision": None}
+    config = mp_yaml(tmp_path, distributed_type="DEEPSPEED", **keys)
+    made = launch_in_forks("--config", config, PROGRAMS / "accelerated.py", cwd=tmp_path)
+    assert made.returncode == 0 and "proven in force" in made.stderr, transcript(made)
+    assert "torch_autocast in bf16 is kept" in made.stderr and "parameters     fp32" in made.stderr
+    found = explain(gather([config, PROGRAMS / "accelerated.py"], environment={}))
+    explained = {each.key: each.value for each in found.settings}
+    assert (explained["torch_autocast.enabled"], explained["bf16.enabled"]) == (True, False)
 
 
 def test_another_optimizer_class_is_a_line(tmp_path: Path) -> None:
