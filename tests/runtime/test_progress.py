@@ -32,13 +32,23 @@ def test_looks_are_at_powers_of_two(clock: list[float]) -> None:
 
 
 def test_looks_that_would_take_more_than_their_share_come_later(clock: list[float]) -> None:
-    """A look of 3 s: two seconds are free, the third is 1 % of 100 s. Steps take 1 s."""
-    budget, one = Budget(), proven(clock, cost=3.0)
+    """A look of 1.5 s: half a second is free, the rest is 1 % of 100 s. Steps take 1 s."""
+    budget, one = Budget(), proven(clock, cost=1.5)
     one.applied, clock[0] = 4, 103.0
     assert one.propose(budget) == 128, "the first power of two after 100 s"
     budget.spent = 3.0
-    assert one.propose(budget) == 512, "6 s in total: 2 s free, and 1 % of 400 s"
-    assert not budget.allows(0.1) and Budget().allows(2.0)
+    assert one.propose(budget) == 512, "4.5 s in total: 0.5 s free, and 1 % of 400 s"
+    assert not budget.allows(0.1) and Budget().allows(0.5)
+
+
+def test_each_step_is_looked_at_where_tests_ask_for_it(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "EVERY_STEP", True)
+    one = proven(clock, cost=100.0)
+    assert one.next_look == 2
+    one.applied, clock[0] = 5, 101.0
+    assert one.propose(Budget()) == 6
+    one.leave_out_look()
+    assert one.next_look == 6
 
 
 def test_the_line_about_the_run() -> None:
