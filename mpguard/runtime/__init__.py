@@ -5,6 +5,9 @@ Modules of this package:
     plan         `Plan`: policy, engine and number of processes of a run, and how workers inherit them
     activation   puts a plan in force in this process: patches, hooks and the guard
     guard        `Guard`: when an optimizer is proven, how long the proof may take, when it is repeated
+    inspection   `Inspection`: one step is observed, compared, published, agreed on and concluded
+    run_state    `RunState`: what is known of the run, and how it fails; `step_counter`, `script_guard`, `run_end`
+    last_lines   what `mpguard launch` prints last
     progress     `Progress`: the steps of an optimizer over the whole run, and which of them are looked at
     meter        `Meter`: time, loss and memory of each step, for `mpguard tune`
     casts        casts of weights that are trained, and the line of the script that casts them

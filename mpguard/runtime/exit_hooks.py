@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from mpguard.core.errors import NotInForce
 from mpguard.core.patches import OWN, patch
-from mpguard.runtime import lost_ranks
+from mpguard.runtime import lost_ranks, run_end
 from mpguard.runtime.containment import contained, report_own_failure, without_wrappers
 from mpguard.runtime.crashes import print_cause
 from mpguard.runtime.guard import Guard, current
@@ -45,7 +45,7 @@ def finish(guard: Guard, status: int = 0) -> int:
     if guard.refusal is None:
         warned = guard.warned
         try:
-            guard.finalize(status)
+            run_end.finalize(guard, status)
             if warned is not None:
                 guard.reporter.report_warned(warned, alone=guard.alone)
         except NotInForce as raised:

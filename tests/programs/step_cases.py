@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import mpguard
 from mpguard.runtime import guard as guards
+from mpguard.runtime import run_end
 from mpguard.runtime.patches.table import apply_patches
 from mpguard.runtime.plan import Plan
 
@@ -1582,7 +1583,7 @@ def prove(function: Case, strategy: str | None, recipe: str, overrides: dict[str
     guard.listen()
     try:
         function()
-        guard.finalize(0)
+        run_end.finalize(guard, 0)
     finally:
         guard.recorder.stop()
         guard.plan = dataclasses.replace(guard.plan, enforce="off")  # its hook on optimizers remains

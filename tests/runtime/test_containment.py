@@ -24,7 +24,7 @@ BROKEN = {
     "compare": ("mpguard.runtime.proof.checks.gradients", "reduction"),
     "consensus": ("mpguard.runtime.proof.consensus", "Round"),
     "backward": ("mpguard.runtime.proof.recorder", "Recorder.record_backward"),
-    "exit": ("mpguard.runtime.guard", "Guard.finalize"),
+    "exit": ("mpguard.runtime.run_end", "finalize"),
 }
 
 

@@ -324,8 +324,8 @@ def test_steps_without_gradients_are_reported_and_not_recorded_for_ever(
 
 def test_the_code_of_a_look_that_fails_ends_no_training(tmp_path: Path) -> None:
     script = (
-        "from mpguard.runtime import guard as guards\ndef broken(*_, **__): raise ZeroDivisionError('in the proof')\n"
-        "m = net(); o = sgd(m); train(m, o, 1); guards.observe = broken; train(m, o, 3); print('finished')"
+        "from mpguard.runtime import run_state\ndef broken(*_, **__): raise ZeroDivisionError('in the proof')\n"
+        "m = net(); o = sgd(m); train(m, o, 1); run_state.observe = broken; train(m, o, 3); print('finished')"
     )
     ended = run(tmp_path, script)
     assert ended.returncode == 0 and "finished" in ended.stdout, transcript(ended)
