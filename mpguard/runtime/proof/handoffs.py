@@ -274,8 +274,7 @@ class HandOffs:
             if match is None and scale and (match := witness.divided(left, found, scale)) is not None:
                 when = "by the script, and by `unscale_` or the step"
             if match is None:
-                part = samples.row_of(seen.own)
-                match = witness.on_grid(left[part], found[part])
+                match = witness.on_grid(left, found, samples.row_of(seen.own))
         if match is None and seen.may_be_sum and (match := witness.summed(seen.terms, found)) is not None:
             row, when = "accumulation", "in the sum of the script"
         if match is not None:
@@ -302,8 +301,7 @@ class HandOffs:
                 number -= size
 
     def _add(self, row: str, when: str, own: torch.Tensor, match: witness.Match) -> None:
-        place = samples.place(own, match.number) if not match.to.startswith("a grid") else ()
-        self.found.append(Witness(row, when, id(own), match, tuple(place)))
+        self.found.append(Witness(row, when, id(own), match, tuple(samples.place(own, match.number))))
 
 
 @dataclasses.dataclass

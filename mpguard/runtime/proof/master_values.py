@@ -98,8 +98,7 @@ class MasterValues:
     def _compare(self, optimizer: Any, key: tuple[int, str], own: Any, left: torch.Tensor, found: torch.Tensor) -> None:
         if left.shape != found.shape or witness.same(left, found):
             return
-        row = samples.row_of(own)
-        match = witness.rounded(left, found) or witness.on_grid(left[row], found[row])
+        match = witness.rounded(left, found) or witness.on_grid(left, found, samples.row_of(own))
         if match is not None and match.factor == 1:
             self.found[id(optimizer)].append(_witnessed(key, own, match, "since the last step"))
 
@@ -153,8 +152,8 @@ class MasterValues:
 
 
 def _witnessed(key: tuple[int, str], own: Any, match: witness.Match, when: str) -> Witness:
-    place = samples.place(own, match.number) if not match.to.startswith("a grid") else ()
-    return Witness("states" if key[1] != WEIGHT else "weights", when, key[0], match, tuple(place))
+    place = tuple(samples.place(own, match.number))
+    return Witness("states" if key[1] != WEIGHT else "weights", when, key[0], match, place)
 
 
 def _looks_rounded(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> list[str | None]:

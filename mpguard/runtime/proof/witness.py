@@ -173,15 +173,16 @@ def divided(left: torch.Tensor, found: torch.Tensor, scale: float) -> Match | No
     return _match(f"1/{scale:g}", 1 / scale, changed, left, found)
 
 
-def on_grid(left: torch.Tensor, found: torch.Tensor) -> Match | None:
+def on_grid(left: torch.Tensor, found: torch.Tensor, row: slice) -> Match | None:
     """Return a match if the values of a row were put on a grid: on the nearest multiples of one scale.
 
-    A whole row may have the scale, or a group of 64, 32 or 16 of its elements.
+    A whole row may have the scale, or a group of 64, 32 or 16 of its elements. row: which values are of one row.
     """
+    left, found = left[row], found[row]
     for size in dict.fromkeys(min(group, found.numel()) for group in GROUPS):
         match = _group_on_grid(left[:size], found[:size]) if size >= GROUPS[-1] else None
         if match is not None:
-            return match
+            return dataclasses.replace(match, number=row.start + match.number)
     return None
 
 
