@@ -233,23 +233,9 @@ def observe(
         seen.engine = engine_of(roots, recorder, world)
         seen.modules = _classes(roots)
     with seen.observing("parameters", "buffers"):
-        for root in roots:
-            seen.device = device_of(root)
-            trained = (parameter for parameter in root.parameters() if parameter.requires_grad)
-            _count_parameters(seen.parameters, (own for own in trained if id(own) not in aside))
-            for own in root.parameters():
-                if own.requires_grad and id(own) in aside:
-                    seen.kept[aside[id(own)]] = seen.kept.get(aside[id(own)], 0) + own.numel()
-            _count(seen.frozen, (own for own in root.parameters() if not own.requires_grad))
-            seen.in_bf16 += _modules_in_bf16(root, aside)
-            _count(seen.buffers, root.buffers())
-        if not roots:
-            _count_parameters(seen.parameters, updated)
-        seen.in_bf16 = seen.in_bf16 if "fp32" in seen.parameters else []
+        _add_parameters(seen, roots, updated, aside)
     with seen.observing("compile"):
-        compiled = [module for _, module in modules if compilation.is_compiled(module)]
-        seen.compile_modes = sorted({compilation.mode_of(module) for module in compiled})
-        seen.compiled_fp8 = any(fp8.is_fp8(inner) for module in compiled for inner in module.modules())
+        _add_compiled(seen, [module for _, module in modules if compilation.is_compiled(module)])
     seen.attention_masks = dict(recorder.attention_masks)
     with seen.observing("compute", "attention", "frozen parts", "compile"):
         products = recorder.account.products({id(parameter) for parameter in updated})
@@ -283,6 +269,31 @@ def observe(
         if policy.master_dtype.bits > 16:
             seen.remarks += remarks.suspicions(recorder.values.suspected.get(id(optimizer), {}), seen.optimizer)
     return seen
+
+
+def _add_parameters(
+    seen: Observed, roots: list[nn.Module], updated: list[torch.Tensor], aside: Mapping[int, str]
+) -> None:
+    """Add the dtypes of parameters and buffers. aside: the ids of those that may be in BF16, with their patterns."""
+    for root in roots:
+        seen.device = device_of(root)
+        trained = (parameter for parameter in root.parameters() if parameter.requires_grad)
+        _count_parameters(seen.parameters, (own for own in trained if id(own) not in aside))
+        for own in root.parameters():
+            if own.requires_grad and id(own) in aside:
+                seen.kept[aside[id(own)]] = seen.kept.get(aside[id(own)], 0) + own.numel()
+        _count(seen.frozen, (own for own in root.parameters() if not own.requires_grad))
+        seen.in_bf16 += _modules_in_bf16(root, aside)
+        _count(seen.buffers, root.buffers())
+    if not roots:
+        _count_parameters(seen.parameters, updated)
+    seen.in_bf16 = seen.in_bf16 if "fp32" in seen.parameters else []
+
+
+def _add_compiled(seen: Observed, compiled: Sequence[nn.Module]) -> None:
+    """Add how modules are compiled."""
+    seen.compile_modes = sorted({compilation.mode_of(module) for module in compiled})
+    seen.compiled_fp8 = any(fp8.is_fp8(inner) for module in compiled for inner in module.modules())
 
 
 def innermost(optimizer: Any) -> Any:

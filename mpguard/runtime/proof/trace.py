@@ -274,14 +274,7 @@ def read(
         if event.name.startswith(GRAPH_CALL):
             event.call = GraphCall(event)
             calls.append(event.call)
-        if event.name == FROM_CACHE:
-            event.mark_cached()
-        if event.name == SPARSE and event.outer is not None:
-            event.outer.sparse = True
-        if event.inside and event.name == "aten::copy_":
-            _add_conversion(event.raw, trace)
-        if event.name == WHERE:
-            _add_overflow(event, trace)
+        _add_fact(event, trace)
         if event.known is not None or _may_be_a_kernel(event):
             candidates.append(event)
     for event in candidates:
@@ -299,6 +292,18 @@ def read(
     for node, event in creators.items():
         trace.origins[node] = Work(None, event.attention, event.module, event.compiled, by_script=event.by_script)
     return trace
+
+
+def _add_fact(event: _Event, trace: OperatorTrace) -> None:
+    """Add what an event shows about the products around it, or about the values that it writes."""
+    if event.name == FROM_CACHE:
+        event.mark_cached()
+    elif event.name == SPARSE and event.outer is not None:
+        event.outer.sparse = True
+    elif event.inside and event.name == "aten::copy_":
+        _add_conversion(event.raw, trace)
+    elif event.name == WHERE:
+        _add_overflow(event, trace)
 
 
 def _classify(event: _Event, thread: int, trace: OperatorTrace, creators: dict[GraphNode, _Event]) -> None:
