@@ -215,7 +215,7 @@ def test_what_no_part_of_the_run_can_do_is_said_with_the_way_out(
 
     init("demanding")
     out = capsys.readouterr().out
-    assert "`mpguard launch` will refuse it" in out and "only megatron can" in out
+    assert "`mpguard launch` will refuse it" in out and "only megatron, megatron-bridge can" in out
     assert "mpguard_overrides: {fp8_wgrad: true}" in out
     text = (
         Path("mp.yaml")
