@@ -52,6 +52,9 @@ def site_link(page: str, target: str) -> str:
 def rewrite(page: str, markdown: str) -> str:
     """Return the Markdown of a page with its relative links as `site_link` has them; without an address, only text."""
 
+    if page == "index.md":  # pictures of the README are in this folder
+        markdown = markdown.replace('srcset="docs/', 'srcset="').replace('src="docs/', 'src="')
+
     def rewritten(match: re.Match[str]) -> str:
         if match["target"] is None:
             return match[0]

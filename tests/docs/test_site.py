@@ -142,6 +142,17 @@ def test_the_readme_is_short_and_has_the_words_that_users_search_for() -> None:
         assert f"`{strategy}`" in readme
 
 
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_recording_of_the_readme(theme: str) -> None:
+    """docs/record.py makes it from two real runs; it loads nothing, and names no folder of the machine."""
+    text = (DOCS / f"launch-{theme}.svg").read_text("utf-8").replace("&#160;", " ")
+    for words in ("forgotten.py", "step 1 proven in force", "asked: bf16", "[status 0]", "[status 1]"):
+        assert words in text, words
+    assert "url(http" not in text and "/tmp" not in text and "@font-face" not in text
+    assert f"docs/launch-{theme}.svg" in (REPOSITORY / "README.md").read_text("utf-8")
+    assert f'"launch-{theme}.svg"' in hooks.rewrite("index.md", (REPOSITORY / "README.md").read_text("utf-8"))
+
+
 def test_the_architecture_draws_the_rooms_that_exist() -> None:
     drawing = PAGES["architecture.md"].split("```mermaid")[1].split("```")[0]
     drawn = set(re.findall(r"^    (\w+)\[", drawing, re.M))
