@@ -31,7 +31,6 @@ CASES = {
     "block by block, cold": 1,
     "block by block, warm": 1,
     "one graph, cold": LAYERS,
-    "one graph, warm": LAYERS,
 }
 
 
