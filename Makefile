@@ -2,6 +2,9 @@
 # make test       everything that has to hold before a change lands
 # make test-lint  all tests that need no framework, in an environment without torch
 # make test-nodes several nodes on this machine: two and four launchers, and what happens when one dies; minutes
+# make test-newest        the newest versions that pip offers: writes constraints-newest.txt, prints what moved; an hour
+# make test-newest-short  every patch, and a program per framework, with constraints-newest.txt; 10 minutes at most
+# make test-oldest        the oldest versions that pyproject.toml promises; by hand, before a release
 # make docs       write the generated pages of docs/, and build the site into site/
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -11,6 +14,14 @@ INSTALLED_DOCS := $(VENV)/.installed-docs
 # An environment without torch, accelerate, DeepSpeed and transformers, as the linter's users have it.
 LINT_VENV := .venv-lint
 LINT_INSTALLED := $(LINT_VENV)/.installed
+# The newest and the oldest versions.
+NEWEST_VENV := .venv-newest
+SHORT_VENV := .venv-newest-short
+OLDEST_VENV := .venv-oldest
+FRAMEWORKS := peft trl lightning
+# What runs with other versions than the pinned ones; the short part of it.
+VERSION_TESTS := tests/runtime tests/targets tests/nn tests/stock tests/examples tests/newest
+SHORT_TESTS := tests/newest tests/runtime/patches/test_fit.py tests/runtime/patches/test_windows.py
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
@@ -38,8 +49,40 @@ $(LINT_INSTALLED): pyproject.toml constraints.txt
 	$(LINT_VENV)/bin/python -m pip install --quiet --editable '.[test]'
 	@touch $@
 
+# With each other interpreter that is there, too: PYTHONS="python3.10 python3.12" make test-lint
+PYTHONS ?=
 test-lint: $(LINT_INSTALLED)
 	$(LINT_VENV)/bin/python -m pytest -n auto --dist worksteal
+	@for python in $(PYTHONS); do \
+		$$python -m venv $(LINT_VENV)-$$python && \
+		$(LINT_VENV)-$$python/bin/python -m pip install --quiet --editable '.[test]' && \
+		$(LINT_VENV)-$$python/bin/python -m pytest -n auto --dist worksteal || exit 1; \
+	done
+
+# Without constraints: what `pip install` brings today.
+test-newest:
+	$(PYTHON) -m venv $(NEWEST_VENV)
+	env -u PIP_CONSTRAINT $(NEWEST_VENV)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager \
+		--editable '.[all,test]' $(FRAMEWORKS)
+	$(PYTHON) .ci/constraints.py $(NEWEST_VENV)/bin/python
+	$(NEWEST_VENV)/bin/python -m pytest $(VERSION_TESTS)
+
+# A release of others never blocks it: pip resolves from the committed file.
+$(SHORT_VENV)/.installed: pyproject.toml constraints.txt constraints-newest.txt .ci/constraints.py
+	$(PYTHON) -m venv $(SHORT_VENV)
+	$(PYTHON) .ci/constraints.py --short > $(SHORT_VENV)/constraints.txt
+	env PIP_CONSTRAINT=$(CURDIR)/$(SHORT_VENV)/constraints.txt $(SHORT_VENV)/bin/python -m pip install --quiet \
+		--editable '.[all,test]' $(FRAMEWORKS)
+	@touch $@
+
+test-newest-short: $(SHORT_VENV)/.installed
+	$(SHORT_VENV)/bin/python -m pytest $(SHORT_TESTS)
+
+test-oldest:
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	env -u PIP_CONSTRAINT $(OLDEST_VENV)/bin/python -m pip install --quiet --editable '.[all,test]' \
+		'torch==2.6.*' 'accelerate==1.15.*' 'deepspeed==0.19.*' 'transformers==5.0.*' 'torchao==0.18.*'
+	$(OLDEST_VENV)/bin/python -m pytest $(VERSION_TESTS)
 
 test: check
 	$(BIN)/python -m pytest -n auto --dist worksteal
@@ -58,4 +101,4 @@ docs: $(INSTALLED_DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) $(LINT_VENV) site demo-run .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LINT_VENV)* $(NEWEST_VENV) $(SHORT_VENV) $(OLDEST_VENV) site demo-run .mypy_cache .ruff_cache .pytest_cache .hypothesis

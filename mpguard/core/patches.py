@@ -94,6 +94,10 @@ class Adjustment:
         return self.tested or TESTED.get(self.library)
 
 
+class Obsolete(Exception):
+    """Raised by the program of a patch where the installed library no longer needs it, with the reason."""
+
+
 PATCHES: list[Patch] = []
 ADJUSTMENTS: list[Adjustment] = []
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpguard.core.patches import PATCHES, AnyFunction, Patch
+from mpguard.core.patches import PATCHES, AnyFunction, Obsolete, Patch
 
 #: The states of a patch.
 APPLIES, OBSOLETE, ABSENT, LOST = "applies", "obsolete", "library absent", "does not apply"
@@ -222,6 +222,9 @@ def _called(check: Callable[[], None], patches: Sequence[Patch]) -> Iterator[Fit
     try:
         with _with((patch, spying(place)) for place, patch in enumerate(first.values())):
             check()
+    except Obsolete as error:
+        yield from (Fit(patch, OBSOLETE, str(error)) for patch in patches)
+        return
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
     reached = {name for place, name in enumerate(first) if called[place]}

@@ -15,7 +15,11 @@ from mpguard.core.patches import PATCHES, Patch
 from mpguard.runtime.patches import fit, table
 
 #: What is obsolete by a test of its behaviour: (patch, a library with which it is). Nothing else may be.
-OBSOLETE = {"transformers.masking_utils.find_packed_sequence_indices", "transformers.masking_utils.create_causal_mask"}
+OBSOLETE = {
+    "torch.utils.file_baton.FileBaton.try_acquire",
+    "transformers.masking_utils.find_packed_sequence_indices",
+    "transformers.masking_utils.create_causal_mask",
+}
 
 
 def test_every_patch_does_what_it_is_for_with_the_installed_libraries() -> None:
