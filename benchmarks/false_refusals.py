@@ -28,7 +28,7 @@ from right_programs import Right
 import mpguard
 from mpguard.core.errors import NotInForce
 from mpguard.runtime import guard as guards
-from mpguard.runtime import progress
+from mpguard.runtime import progress, run_end
 from mpguard.runtime.patches.table import apply_patches
 from mpguard.runtime.plan import Plan
 
@@ -53,7 +53,7 @@ def check(name: str, program: Right, seed: int, share: float) -> dict[str, Any]:
     refused = ""
     try:
         program.run(max(6, round(program.steps * share)))
-        guard.finalize(0)
+        run_end.finalize(guard, 0)
     except NotInForce as error:
         refused = str(error)
     finally:
