@@ -88,6 +88,7 @@ OURS: Mapping[int, tuple[str, ...]] = {
     37: ("mpguard.runtime.proof.checks.gradients:accumulation",),
     38: ("mpguard.nn.attention",),
     39: ("mpguard.runtime.patches.torch_optimizer_conversion:_drop_stale_copies",),
+    40: ("mpguard.nn.fp8.torchao_mxfp8:AutocastMXFP8Linear",),
 }
 
 
