@@ -43,7 +43,7 @@ def finish(guard: Guard, status: int = 0) -> int:
             guard.meter.write()
     error = not_in_force(guard.refused) if guard.refused is not None else None
     if guard.refusal is None:
-        warned = guard.warned
+        warned = guard.reporter.warned
         try:
             run_end.finalize(guard, status)
             if warned is not None:

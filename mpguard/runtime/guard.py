@@ -124,7 +124,7 @@ class Guard(StepCounter):
             set_current(None)
             return
         self.process, self.spawned, self.finished = os.getpid(), True, False
-        self.refused = self.warned = None
+        self.refused = self.reporter.warned = None
         self._states.clear()
         self._forget()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import logging
@@ -19,8 +20,8 @@ from mpguard.runtime.messages import warn_not_proven
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.progress import Progress, summary
 from mpguard.runtime.proof.remarks import Remark
-from mpguard.runtime.proof.report import Proof
-from mpguard.runtime.proof.verdict import NOT_PROVEN, Failure, FailureKind, Refusal, names_of
+from mpguard.runtime.proof.report import IN_RUN_NOT_IN_FORCE, Proof
+from mpguard.runtime.proof.verdict import NOT_IN_FORCE, NOT_PROVEN, Failure, FailureKind, Refusal, names_of
 from mpguard.runtime.ranks import rank
 from mpguard.targets.inject import Change
 
@@ -49,6 +50,8 @@ class Reporter:
         self._remarked: set[str] = set()
         #: False after a refusal that is not withdrawn: the proof of a later training does not replace its file.
         self.writes_file = True
+        #: The failures that did not end the run, with `enforce` warn or off: the first, or the first that is wrong.
+        self.warned: Refusal | None = None
         self._first: Proof | None = None
         self._proofs: list[Proof] = []
 
@@ -76,6 +79,18 @@ class Reporter:
 
     # -- the proof ---------------------------------------------------------------------------
 
+    @property
+    def found_wrong(self) -> bool:
+        """True if something was found wrong and the run continued: it stays not in force, whatever follows."""
+        return self.warned is not None and self.warned.verdict == NOT_IN_FORCE
+
+    def of_run(self, proof: Proof) -> Proof:
+        """Return a proof as that of the run: not in force, with the earlier failures, if something was found wrong."""
+        if not self.found_wrong or proof.verdict == NOT_IN_FORCE:
+            return proof
+        assert self.warned is not None
+        return dataclasses.replace(proof, verdict=NOT_IN_FORCE, failures=tuple(self.warned.published()))
+
     def report_proof(
         self, proof: Proof, *, first: bool, repeated: bool, optimizers: int, run: Sequence[Progress] = ()
     ) -> None:
@@ -93,16 +108,17 @@ class Reporter:
         if proof.in_force and proof.observed and not first:
             if optimizers <= REPORTED_OPTIMIZERS:
                 with below_progress_bars():
-                    print_line(proof.table(first=False))
+                    print_line(proof.table(first=False, found_wrong=self.found_wrong))
             if self._first is not None and len(self._proofs) <= WRITTEN_OPTIMIZERS:
                 self.write_proof(self._first, run)
             return
         self._first = proof
         if repeated and proof.in_force:
-            print_line(f"proven in force again, after a checkpoint was loaded · recipe {proof.plan.policy.name}")
+            head = f"as asked again, {IN_RUN_NOT_IN_FORCE}" if self.found_wrong else "proven in force again"
+            print_line(f"{head}, after a checkpoint was loaded · recipe {proof.plan.policy.name}")
         elif proof.observed is not None:
             with below_progress_bars():
-                print_line(proof.table())
+                print_line(proof.table(found_wrong=self.found_wrong))
         self.write_proof(proof, run)
 
     def write_proof(self, proof: Proof, run: Sequence[Progress] = (), *, replace: bool = True) -> None:
@@ -114,7 +130,7 @@ class Reporter:
         if rank() != 0 or not path or not self.writes_file or (Path(path).exists() and not replace):
             return
         try:
-            proof.write(path, self._proofs, [progress.facts() for progress in run])
+            self.of_run(proof).write(path, self._proofs, [progress.facts() for progress in run])
         except OSError as error:
             raise _unwritable(path, error) from None
         except Exception as error:  # a verdict holds without its file
@@ -151,7 +167,7 @@ class Reporter:
 
     def report_run(self, proof: Proof, run: Sequence[Progress]) -> None:
         """Print at which steps of the run the policy was found in force, and write it to the proof file."""
-        line = summary(run) if proof.in_force else None
+        line = summary(run) if self.of_run(proof).in_force else None
         if line is not None:
             self.print_once(line)
         self.update_proof(proof, run)
@@ -206,6 +222,8 @@ class Reporter:
 
         alone: True if the other ranks may not have it; then it is reported here, else on rank 0.
         """
+        if self.warned is None or (not self.found_wrong and refusal.verdict == NOT_IN_FORCE):
+            self.warned = refusal
         if rank() != 0 and not alone:
             return
         message = f"{refusal.verdict} (continuing: enforce is {enforce}): {refusal.reasons}"

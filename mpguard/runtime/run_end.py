@@ -57,7 +57,7 @@ def finalize(guard: Guard, status: int) -> None:
         status=status,
         first_scale=guard.first_scale,
     )
-    guard.proof = Proof(NOT_PROVEN, guard.plan, failures=(failure,))
+    guard.proof = guard.reporter.of_run(Proof(NOT_PROVEN, guard.plan, failures=(failure,)))
     if trained or not guard.spawned:
         guard.reporter.write_proof(guard.proof, guard.run, replace=trained)
     consensus.publish_end([failure])

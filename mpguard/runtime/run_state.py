@@ -78,8 +78,6 @@ class RunState:
         self.refusal: Refusal | None = None
         #: The first refusal that no call of `activate` has withdrawn: the status of the process is 1.
         self.refused: Refusal | None = None
-        #: The first failures that did not end the run, with `enforce` warn or off.
-        self.warned: Refusal | None = None
         #: True if the other ranks do not have the failure, as far as this one knows.
         self.alone = False
         #: The optimizers that exist.
@@ -213,7 +211,7 @@ class RunState:
         proof = inspection.conclude(everywhere)
         first = self.proof is None
         if first or not proof.in_force:
-            self.proof = proof
+            self.proof = self.reporter.of_run(proof)
         if proof.failures:
             self.recorder.stop()
         progress.failed = bool(proof.failures)
@@ -252,7 +250,7 @@ class RunState:
         """Report a failure that is found before there is anything to compare, and fail."""
         failure = Failure(FailureKind.UNPROVEN, reason)
         proof = Proof(NOT_PROVEN, self.plan, failures=(failure,))
-        self.proof = self.proof or proof
+        self.proof = self.proof or self.reporter.of_run(proof)
         self.recorder.stop()
         self.reporter.report_proof(proof, first=True, repeated=False, optimizers=0, run=self.run)
         self.fail(Refusal((failure,)))
@@ -294,7 +292,6 @@ class RunState:
             self.refusal, self.refused = refusal, self.refused or refusal
             consensus.publish_end(refusal.published())
             raise not_in_force(refusal)
-        self.warned = self.warned or refusal
         self.reporter.warn_failure(refusal, self.plan.enforce, alone=self.alone)
 
     def leave_out(self, field: str, reason: str, optimizer: Any = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import socket
 import threading
 from collections import Counter
@@ -225,3 +226,17 @@ def test_two_ranks_that_differ(tmp_path: Path, differs: str, trained: bool, mess
     else:
         assert [each.returncode for each in ended] == [1, 1], shown
         assert errors.count("not in force: ") == 1, shown
+
+
+def test_different_plans_under_warn_stay_not_in_force(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    plan = Plan(mpguard.recipe("bf16_mixed"), enforce="warn", proof_json=str(tmp_path / "proof.json"))
+    ended = ranks_in_fork(["train.py", "policy"], cwd=tmp_path, program=run_python, **plan.environment())
+    shown = "\n".join(map(transcript, ended))
+    assert [each.returncode for each in ended] == [0, 0], shown
+    first = ended[0].stderr
+    assert "not in force (continuing: enforce is warn): the ranks have different plans" in first, shown
+    assert "step 1 of AdamW: as asked on all 2 ranks, in a run that is not in force" in first, shown
+    assert "proven" not in first and "\nin force at" not in first, shown
+    written = json.loads((tmp_path / "proof.json").read_text())
+    assert written["verdict"] == "not in force" and "different plans" in written["failures"][0], shown

@@ -129,6 +129,20 @@ def test_a_failure_that_does_not_end_the_run_is_a_warning_or_a_line(capsys: pyte
     assert capsys.readouterr().err == expected
 
 
+def test_what_is_wrong_outlasts_what_is_not_proven_and_later_proofs(tmp_path: Path) -> None:
+    reporter, path = Reporter(), tmp_path / "proof.json"
+    with pytest.warns(mpguard.NotProven):
+        reporter.warn_failure(Refusal((Failure(FailureKind.UNPROVEN, "reason"),)), "warn")
+    assert reporter.of_run(PROOF).in_force
+    reporter.warn_failure(Refusal.wrong("compute: fp32", "compute"), "warn")
+    reporter.warn_failure(Refusal.wrong("weights: bf16", "weights"), "warn")
+    proof = dataclasses.replace(PROOF, plan=dataclasses.replace(PLAN, proof_json=str(path)))
+    reporter.report_proof(proof, first=True, repeated=False, optimizers=1)
+    written = json.loads(path.read_text())
+    assert written["verdict"] == "not in force" and written["failures"] == ["compute: fp32"]
+    assert [each["verdict"] for each in written["optimizers"]] == ["in force"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

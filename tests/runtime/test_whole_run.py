@@ -179,6 +179,26 @@ print('finished')
 """
 
 
+WRONG_FIRST = "m = net(); o = sgd(m); train(m, o, 1, enabled=False)\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        ("n = net(); train(n, sgd(n))", "step 1 of SGD: as asked on 1 process, in a run that is not in force"),
+        ("o.load_state_dict(o.state_dict()); train(m, o)", "as asked again, in a run that is not in force, after a"),
+        ("n = net(); p = sgd(n); train(n, p, 0)", ""),
+    ],
+)
+def test_a_run_with_something_wrong_stays_not_in_force_under_warn(tmp_path: Path, script: str, line: str) -> None:
+    ended = run(tmp_path, WRONG_FIRST + script, "--enforce", "warn")
+    assert ended.returncode == 0 and line in ended.stderr, transcript(ended)
+    assert "proven" not in ended.stderr and "\nin force at" not in ended.stderr, transcript(ended)
+    assert ended.stderr.splitlines()[-1].startswith("mpguard: the run was not in force and continued")
+    written = proof(tmp_path / "proof.json")
+    assert written["verdict"] == "not in force" and "compute: fp32; asked: bf16" in written["failures"][0]
+
+
 def test_a_right_run_ends_with_a_line_about_all_of_it(tmp_path: Path) -> None:
     """Copies in half, validation under autocast, a cast after which weights are loaded again, an export at the end."""
     ended = run(tmp_path, RIGHT)

@@ -17,6 +17,9 @@ from mpguard.runtime.proof.verdict import IN_FORCE, Failure, Row, Verdict
 #: Characters of the column of what was found: longer texts have no verdict below each other.
 FOUND_WIDTH = 60
 
+#: Follows what is as asked after something else was found wrong, and the run continued.
+IN_RUN_NOT_IN_FORCE = "in a run that is not in force"
+
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
@@ -34,18 +37,23 @@ class Proof:
     def in_force(self) -> bool:
         return self.verdict == IN_FORCE
 
-    def table(self, *, first: bool = True) -> str:
-        """Return the table that is printed. first: False for a further optimizer, whose name is in the first line."""
+    def table(self, *, first: bool = True, found_wrong: bool = False) -> str:
+        """Return the table that is printed.
+
+        first: False for a further optimizer, whose name is in the first line. found_wrong: True if something else was
+        found wrong, and the run continued.
+        """
         seen = self.observed
         if seen is None:
             return "\n".join(map(str, self.failures))
         ranks = f"all {seen.world_size} ranks" if seen.world_size > 1 else "1 process"
         step = f"step {seen.step}" if first else f"step {seen.step} of {seen.optimizer}"
-        head = (
-            f"{step} proven in force{'' if first else ' too'} on {ranks}"
-            if self.in_force
-            else f"{step}: {self.verdict}"
-        )
+        if not self.in_force:
+            head = f"{step}: {self.verdict}"
+        elif found_wrong:
+            head = f"{step}: as asked on {ranks}, {IN_RUN_NOT_IN_FORCE}"
+        else:
+            head = f"{step} proven in force{'' if first else ' too'} on {ranks}"
         notes = f", after {seen.skipped} skipped" if seen.skipped else ""
         named = {"frozen parts": frozen_share(seen), "optimizer states": ", ".join(quantized_states(seen))}
         if self.in_force and any(named.values()):
