@@ -37,6 +37,11 @@ class Inspection:
         """What ranks compare; None if weights are averaged in place of gradients, or nothing was observed."""
         return self.seen.fingerprint if self.seen is not None and not self.seen.averaging else None
 
+    @property
+    def loss_not_finite(self) -> bool:
+        """True if a loss of the step was NaN or infinite."""
+        return self.seen is not None and self.seen.loss_not_finite
+
     def publish(self, name: str, moment: int = 0) -> None:
         """Publish the failures of this rank. name, moment: see `consensus.Round`."""
         self._round = consensus.Round(name, self.failures, self.fingerprint, moment)

@@ -36,37 +36,47 @@ class Budget:
 
 @dataclasses.dataclass(eq=False)
 class Progress:
-    """What one optimizer has done. Holds no tensor, no model and no optimizer: it may outlive them.
+    """What one optimizer has done. Holds no tensor, no model and no optimizer: it may outlive them."""
 
-    name: its class. number: its position among the optimizers that all ranks have proven together. applied, skipped:
-    steps. skipped_in_a_row: since the last applied step. recording: the recorder that its next step is recorded by, if
-    it has not been proven. unrecorded: True if it has stepped while nothing was recorded, and was not proven since.
-    proven: True after its first proof. failed: True if it is not in force and the run continues; then nothing more is
-    looked at. agrees: True if its looks are agreed on with the other ranks. looks: applied steps at which it was found
-    in force. without_result: looks that observed too little. next_look: the applied step of the next look that all
-    ranks take. cost: seconds that the last observation took. switches: how many switches to evaluation the last look
-    has followed. cast: where weights were cast, if they were. unread: flags of a fused optimizer on a device, see
-    `Guard`. empty: steps without gradients in a row that were to be looked at.
-    """
-
+    #: The class of the optimizer.
     name: str
+    #: Its position among the optimizers that all ranks have proven together.
     number: int | None = None
+    #: Steps that were applied.
     applied: int = 0
+    #: Steps that were skipped.
     skipped: int = 0
+    #: Of these, steps since the last applied one.
     skipped_in_a_row: int = 0
+    #: The number of the recorder that records its next step, if it has not been proven.
     recording: int = 0
+    #: True if it has stepped while nothing was recorded, and was not proven since.
     unrecorded: bool = False
+    #: True after its first proof.
     proven: bool = False
+    #: True if it is not in force and the run continues: its steps are not inspected any more.
     failed: bool = False
+    #: True if its inspections are agreed on with the other ranks.
     agrees: bool = False
+    #: The applied steps at which it was found in force.
     looks: list[int] = dataclasses.field(default_factory=list)
+    #: How many of these had a loss that is not finite.
+    not_finite: int = 0
+    #: Inspections that observed too little.
     without_result: int = 0
+    #: The applied step that all ranks inspect next.
     next_look: int | None = None
+    #: Seconds that the last observation took.
     cost: float = 0.0
+    #: The number of switches to evaluation before the last inspection.
     switches: int = 0
+    #: Where weights were cast; None if they were not.
     cast: str | None = None
+    #: Flags of a fused optimizer that are still on its device, see `StepCounter`.
     unread: list[Any] = dataclasses.field(default_factory=list)
+    #: Steps in a row that were to be inspected and had no gradients.
     empty: int = 0
+    #: When it was proven (`time.monotonic`), and at which applied step.
     _proven_at: tuple[float, int] = (0.0, 0)
 
     def prove(self, agrees: bool) -> None:
@@ -100,6 +110,7 @@ class Progress:
             "skipped": self.skipped,
             "looks": self.looks,
             "looks_without_result": self.without_result,
+            "looks_with_loss_not_finite": self.not_finite,
         }
 
 
@@ -121,6 +132,8 @@ def summary(run: Iterable[Progress]) -> str | None:
     skipped = sum(progress.skipped for progress in run)
     notes = [f"{looks} look{'s' if looks > 1 else ''}"]
     notes += [f"{longest.without_result} without a result"] if longest.without_result else []
+    bad = sum(progress.not_finite for progress in run)
+    notes += [f"{bad} with a loss that is not finite"] if bad else []
     others = f"; {len(run) - 1} other optimizer{'s' if len(run) > 2 else ''} too" if len(run) > 1 else ""
     line = f"in force at {steps} ({', '.join(notes)}){others}"
     return f"{line}, {skipped} step{'s' if skipped > 1 else ''} skipped" if skipped else line

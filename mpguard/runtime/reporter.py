@@ -20,7 +20,7 @@ from mpguard.runtime.messages import warn_not_proven
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.progress import Progress, summary
 from mpguard.runtime.proof.remarks import Remark
-from mpguard.runtime.proof.report import IN_RUN_NOT_IN_FORCE, Proof
+from mpguard.runtime.proof.report import IN_RUN_NOT_IN_FORCE, LOSS_NOT_FINITE, Proof
 from mpguard.runtime.proof.verdict import NOT_IN_FORCE, NOT_PROVEN, Failure, FailureKind, Refusal, names_of
 from mpguard.runtime.ranks import rank
 from mpguard.targets.inject import Change
@@ -114,8 +114,9 @@ class Reporter:
             return
         self._first = proof
         if repeated and proof.in_force:
-            head = f"as asked again, {IN_RUN_NOT_IN_FORCE}" if self.found_wrong else "proven in force again"
-            print_line(f"{head}, after a checkpoint was loaded · recipe {proof.plan.policy.name}")
+            head = f"precision as asked again, {IN_RUN_NOT_IN_FORCE}" if self.found_wrong else "proven in force again"
+            loss = f", {LOSS_NOT_FINITE}" if proof.observed and proof.observed.loss_not_finite else ""
+            print_line(f"{head}, after a checkpoint was loaded{loss} · recipe {proof.plan.policy.name}")
         elif proof.observed is not None:
             with below_progress_bars():
                 print_line(proof.table(found_wrong=self.found_wrong))

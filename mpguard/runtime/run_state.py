@@ -216,6 +216,7 @@ class RunState:
             self.recorder.stop()
         progress.failed = bool(proof.failures)
         progress.looks += [inspection.applied] if proof.in_force else []
+        progress.not_finite += proof.in_force and inspection.loss_not_finite
         progress.without_result += not proof.failures and not proof.in_force
         self.reporter.report_proof(
             proof, first=first, repeated=self.previous_proof is not None,
@@ -233,6 +234,7 @@ class RunState:
         if not wrong:
             in_force = inspection.seen is not None and proof.in_force
             progress.looks += [progress.applied] if in_force else []
+            progress.not_finite += in_force and inspection.loss_not_finite
             progress.without_result += not in_force
             self.reporter.report_look(self.proof, self.run, proof.failures)
             return

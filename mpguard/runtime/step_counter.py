@@ -105,6 +105,7 @@ class StepCounter(RunState):
         if progress.skipped_in_a_row == SKIPPED_NOTICE and progress.proven:
             self.reporter.report_collapse(progress, SKIPPED_LIMIT)
         if skipped:
+            self.recorder.gradients.loss_sum = None  # a scaled loss may overflow in a step that is skipped
             self._check_skipped(progress)
 
     def _check_skipped(self, progress: Progress) -> None:

@@ -44,7 +44,7 @@ _NO_INPUT = "EOFError: EOF when reading a line"
 _OWN = "mpguard: "
 
 #: Lines of mpguard in the output of a run: with rows below, which are indented.
-_PRINTED = re.compile(r"(mpguard\b|step \d+ (not )?proven|proven in force again|(not )?in force at step)")
+_PRINTED = re.compile(r"(mpguard\b|step \d+ proven|step \d+.*: (precision|not)|proven in force again|in force at step)")
 _REFUSED = re.compile(rf"{_OWN}(?:not in force: )?((?:rank [\d, ]+: )?not proven.*|(?<=not in force: ).*)")
 _CONTINUE = re.compile(r"\.?\s*\(use --enforce warn to continue\)")
 

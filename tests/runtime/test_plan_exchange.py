@@ -236,7 +236,7 @@ def test_different_plans_under_warn_stay_not_in_force(tmp_path: Path) -> None:
     assert [each.returncode for each in ended] == [0, 0], shown
     first = ended[0].stderr
     assert "not in force (continuing: enforce is warn): the ranks have different plans" in first, shown
-    assert "step 1 of AdamW: as asked on all 2 ranks, in a run that is not in force" in first, shown
+    assert "step 1 of AdamW: precision as asked too on all 2 ranks, in a run that is not in force" in first, shown
     assert "proven" not in first and "\nin force at" not in first, shown
     written = json.loads((tmp_path / "proof.json").read_text())
     assert written["verdict"] == "not in force" and "different plans" in written["failures"][0], shown

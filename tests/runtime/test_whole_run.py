@@ -185,8 +185,14 @@ WRONG_FIRST = "m = net(); o = sgd(m); train(m, o, 1, enabled=False)\n"
 @pytest.mark.parametrize(
     ("script", "line"),
     [
-        ("n = net(); train(n, sgd(n))", "step 1 of SGD: as asked on 1 process, in a run that is not in force"),
-        ("o.load_state_dict(o.state_dict()); train(m, o)", "as asked again, in a run that is not in force, after a"),
+        (
+            "n = net(); train(n, sgd(n))",
+            "step 1 of SGD: precision as asked too on 1 process, in a run that is not in force",
+        ),
+        (
+            "o.load_state_dict(o.state_dict()); train(m, o)",
+            "precision as asked again, in a run that is not in force, after a",
+        ),
         ("n = net(); p = sgd(n); train(n, p, 0)", ""),
     ],
 )
@@ -197,6 +203,52 @@ def test_a_run_with_something_wrong_stays_not_in_force_under_warn(tmp_path: Path
     assert ended.stderr.splitlines()[-1].startswith("mpguard: the run was not in force and continued")
     written = proof(tmp_path / "proof.json")
     assert written["verdict"] == "not in force" and "compute: fp32; asked: bf16" in written["failures"][0]
+
+
+NOT_FINITE = """
+def step(*factors):
+    for factor in factors:
+        with amp(): loss = (m(x) * factor).float().pow(2).mean()
+        loss.backward()
+    o.step(); o.zero_grad()
+m = net(); o = torch.optim.SGD(m.parameters(), 0.0)
+nan, inf = float("nan"), float("inf")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "head", "end"),
+    [
+        ("for _ in range(4): step(nan)", "step 1: precision as asked on 1 process, but the loss", "(3 looks, 3 with a"),
+        ("step(nan, 1); step(1)", "step 1: precision as asked on 1 process, but the loss is not", "(2 looks, 2 with a"),
+        (
+            "step(1); step(inf); step(1)",
+            "step 1 proven in force on 1 process",
+            "(2 looks, 1 with a loss that is not fi",
+        ),
+        ("n, p = m, o; step(1); m = net(); o = sgd(m); step(1); step(nan)", "SGD proven in force too", "1 with a"),
+    ],
+)
+def test_a_loss_that_is_not_finite_is_named_and_ends_no_run(tmp_path: Path, script: str, head: str, end: str) -> None:
+    ended = run(tmp_path, NOT_FINITE + script)
+    assert ended.returncode == 0 and head in ended.stderr and end in ended.stderr.splitlines()[-1], transcript(ended)
+    facts = proof(tmp_path / "proof.json")
+    assert facts["verdict"] == "in force" and sum(each["looks_with_loss_not_finite"] for each in facts["run"])
+    assert facts["observed"]["loss_not_finite"] == ("not finite" in head or "but the loss" in head)
+
+
+def test_an_overflow_in_a_step_that_is_skipped_is_not_the_loss_of_the_next_one(tmp_path: Path) -> None:
+    script = """
+m = net(); o = sgd(m); scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+for factor in (float("inf"), 1.0, 1.0):
+    with amp(torch.float16): loss = (m(x) * factor).float().pow(2).mean()
+    scaler.scale(loss).backward(); scaler.step(o); scaler.update(); o.zero_grad()
+"""
+    ended = run(tmp_path, script, recipe="fp16_mixed")
+    assert ended.returncode == 0 and "step 2 proven in force on 1 process, after 1 skipped" in ended.stderr, transcript(
+        ended
+    )
+    assert "loss that is not finite" not in ended.stderr, transcript(ended)
 
 
 def test_a_right_run_ends_with_a_line_about_all_of_it(tmp_path: Path) -> None:

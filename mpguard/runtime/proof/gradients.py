@@ -47,6 +47,8 @@ class Gradients:
         self.passes: Counter[int] = Counter()
         self.handoffs = HandOffs(optimizers)
         self.loss: Any = None
+        #: The sum of the values from which backward passes began since the last step: not finite if one of them is not.
+        self.loss_sum: torch.Tensor | None = None
         self.norm_dtype = ""  # of the norm by which gradients were clipped
         self.sent: Counter[tuple[str, str, str]] = Counter()
         self.reduced: set[int] = set()
@@ -101,12 +103,24 @@ class Gradients:
 
         if outputs and isinstance(outputs[0], torch.Tensor) and outputs[0].numel() == 1:
             self.loss = outputs[0].detach().clone()
+            self._add_loss(local(self.loss))
         leaves = leaves_behind(outputs)
         new = [leaf for leaf in leaves if id(leaf) not in self._leaves]
         self._leaves |= {id(leaf): weakref.ref(leaf) for leaf in new}
         if dist.is_available() and dist.is_initialized():
             self.starts |= {id(leaf): sample(leaf).double().sum() for leaf in new if is_allocated(leaf)}
         return leaves
+
+    def _add_loss(self, loss: torch.Tensor) -> None:
+        """Add the loss of a backward pass to `loss_sum`, without waiting for a device."""
+        before = self.loss_sum
+        added = before is not None and before.device == loss.device
+        self.loss_sum = before + loss.float() if before is not None and added else loss.float()
+
+    def take_not_finite(self) -> bool:
+        """Return True if a loss since the last step was NaN or infinite, and begin to sum up again."""
+        found, self.loss_sum = self.loss_sum, None
+        return found is not None and not bool(found.isfinite().all())
 
     def _after(self, leaves: list[torch.Tensor], before: dict[int, torch.Tensor]) -> None:
         """Count what was added to earlier gradients. Gradients that were set to zero are not earlier ones.

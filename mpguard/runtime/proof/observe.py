@@ -80,6 +80,7 @@ class Observed:
     another engine), `deepspeed-zeroN`.
     world_size: of the process group; 1 without one, whatever the launcher's variables are. launched: the launcher's.
     idle: ranks of the group that the run declares never to train; they are not in `world_size`.
+    loss_not_finite: True if a loss of the step was NaN or infinite, on this rank.
     computed: the products of the step. passes: its backward passes. looked_at: those in which they were observed.
     inferred: why the operators could not be recorded, so that the products are those that autograd's graph implies;
     empty if they were recorded. widened: elements of gradients and of saved activations that were converted to a wider
@@ -122,6 +123,7 @@ class Observed:
     device: str = "cpu"
     step: int = 0
     skipped: int = 0
+    loss_not_finite: bool = False
     parameters: dict[str, int] = dataclasses.field(default_factory=dict)
     frozen: dict[str, int] = dataclasses.field(default_factory=dict)
     by_script: dict[str, list[str]] = dataclasses.field(default_factory=dict)
@@ -219,6 +221,8 @@ def observe(
     world, launched = world_size()
     seen = Observed(step=step, world_size=world, launched=launched, idle=idle_ranks())
     seen.output = recorder.output
+    with contained("the observation of the loss"):
+        seen.loss_not_finite = recorder.gradients.take_not_finite()
     with seen.observing(*ROWS):  # nothing else can be observed without the models
         updated = updated_by(optimizer)
         models += [] if models else models_of(updated)

@@ -20,6 +20,9 @@ FOUND_WIDTH = 60
 #: Follows what is as asked after something else was found wrong, and the run continued.
 IN_RUN_NOT_IN_FORCE = "in a run that is not in force"
 
+#: Follows a verdict on the precision of a step that trained nothing.
+LOSS_NOT_FINITE = "but the loss is not finite"
+
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
@@ -48,10 +51,12 @@ class Proof:
             return "\n".join(map(str, self.failures))
         ranks = f"all {seen.world_size} ranks" if seen.world_size > 1 else "1 process"
         step = f"step {seen.step}" if first else f"step {seen.step} of {seen.optimizer}"
+        loss = f", {LOSS_NOT_FINITE}" if seen.loss_not_finite else ""
         if not self.in_force:
-            head = f"{step}: {self.verdict}"
-        elif found_wrong:
-            head = f"{step}: as asked on {ranks}, {IN_RUN_NOT_IN_FORCE}"
+            head = f"{step}: {self.verdict}{loss}"
+        elif found_wrong or seen.loss_not_finite:
+            where = f", {IN_RUN_NOT_IN_FORCE}" if found_wrong else ""
+            head = f"{step}: precision as asked{'' if first else ' too'} on {ranks}{where}{loss}"
         else:
             head = f"{step} proven in force{'' if first else ' too'} on {ranks}"
         notes = f", after {seen.skipped} skipped" if seen.skipped else ""
