@@ -77,12 +77,13 @@ class ExtensionError(MpguardError):
 class NotInForce(MpguardError, RuntimeError):
     """The precision of a run is not, or would not be, what the policy declares. Exit status 1.
 
-    Attribute `verdict`: "not in force", or "not proven" if the precision could not be observed.
+    Attributes: `verdict`, "not in force", or "not proven" if the precision could not be observed; `reasons`, the
+    message without how to continue in spite of it.
     """
 
-    def __init__(self, message: str, *, verdict: str = "not in force") -> None:
-        self.verdict = verdict
-        super().__init__(message)
+    def __init__(self, message: str, *, verdict: str = "not in force", override: str = "") -> None:
+        self.verdict, self.reasons = verdict, message
+        super().__init__(f"{message}{override}")
 
 
 class MpguardWarning(UserWarning):

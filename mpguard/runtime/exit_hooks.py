@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from mpguard.core.errors import NotInForce
 from mpguard.core.patches import OWN, patch
-from mpguard.runtime import lost_ranks, run_end
+from mpguard.runtime import lost_ranks, meter, run_end
 from mpguard.runtime.containment import contained, report_own_failure, without_wrappers
 from mpguard.runtime.crashes import print_cause
 from mpguard.runtime.guard import Guard, current
@@ -81,8 +81,10 @@ def print_failure(guard: Guard, error: NotInForce) -> None:
     if is_reporting_rank():
         with below_progress_bars():
             print_last(f"mpguard: {failure_message(error)}")
+        meter.write_refusal(error.reasons)
     elif guard.alone and not consensus.is_left_to_rank_0():
         print_last(f"mpguard: rank {rank()}: {failure_message(error)}")
+        meter.write_refusal(f"rank {rank()}: {error.reasons}")
 
 
 @patch(

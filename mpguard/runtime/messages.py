@@ -12,6 +12,9 @@ from mpguard.policy.recipes import AUTO
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof.verdict import NOT_PROVEN, Refusal
 
+#: How to continue in spite of a failure.
+OVERRIDE = "  (use --enforce warn to continue)"
+
 #: How a notebook or a test session goes on after a refusal.
 BEGIN_AGAIN = "To begin again in this process, call mpguard.activate(), then build a new model and a new optimizer"
 
@@ -51,11 +54,6 @@ def with_page(text: str, page: str) -> str:
     return f"mpguard: {text}. See {see}"
 
 
-def overridable(message: str) -> str:
-    """Append to a failure how to continue in spite of it."""
-    return f"{message}  (use --enforce warn to continue)"
-
-
 def not_in_force(refusal: Refusal, *, overridden: bool = True, again: bool = False) -> NotInForce:
     """Return the exception of a refusal. overridden: True if `--enforce warn` continues in spite of it.
 
@@ -64,8 +62,7 @@ def not_in_force(refusal: Refusal, *, overridden: bool = True, again: bool = Fal
     if again:
         first = f"this optimizer was refused before, and is not stepped again: {refusal.summary}"
         return NotInForce(f"{first}. {BEGIN_AGAIN}", verdict=refusal.verdict)
-    text = str(refusal)
-    return NotInForce(overridable(text) if overridden else text, verdict=refusal.verdict)
+    return NotInForce(str(refusal), verdict=refusal.verdict, override=OVERRIDE if overridden else "")
 
 
 def failure_message(error: NotInForce) -> str:

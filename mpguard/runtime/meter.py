@@ -7,6 +7,7 @@ borders of what is timed. After the last step all ranks write what they have mea
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -21,10 +22,25 @@ from mpguard.runtime.ranks import rank
 #: Environment variable: what to measure, as JSON, see `Meter`.
 TUNE = "MPGUARD_TUNE"
 
+#: How the names of the files of `write_refusal` begin.
+REFUSED = "refused-"
+
 
 def settings(folder: Path, warmup: int, steps: int) -> dict[str, str]:
     """Return the environment variables with which a run is measured. See `Meter`."""
     return {TUNE: json.dumps({"folder": str(folder), "warmup": warmup, "steps": steps})}
+
+
+def write_refusal(reasons: str, place: str = "") -> None:
+    """Write why this process is refused, or cannot start, for the trial of a tuning that it is a part of, if any.
+
+    place: of the process; by default its rank.
+    """
+    text = os.environ.get(TUNE)
+    if text:
+        path = Path(json.loads(text)["folder"]) / f"{REFUSED}{place or rank()}.json"
+        with contextlib.suppress(OSError):  # the refusal is printed, too
+            path.write_text(json.dumps({"reasons": reasons}))
 
 
 class Meter:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,9 +15,6 @@ from mpguard.tune.candidates import CONFIGURED, TABLE, TuneCandidate, candidates
 from mpguard.tune.model import TuneReport, TuneRow
 from mpguard.tune.search import search
 from mpguard.tune.trial import Trials
-
-#: What a row need not repeat of a refusal: the policy, and what to do.
-_AROUND = re.compile(r"^the policy `[^`]*` does not run here: |\.?\s*\(use --enforce warn to continue\)$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +85,10 @@ def _refused(request: TuneRequest, candidate: TuneCandidate, parser_factory: lau
     """Return why a candidate cannot be launched; empty if it can. Raises if no launch of this config can start."""
     try:
         launcher.prepare(["--enforce", "error", *request.argv], parser_factory, candidate.overrides)
-    except (NotInForce, PolicyError) as error:
-        return _AROUND.sub("", str(error))
+    except NotInForce as error:
+        return error.reasons
+    except PolicyError as error:
+        return str(error)
     return ""
 
 

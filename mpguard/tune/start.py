@@ -10,7 +10,12 @@ import sys
 
 from mpguard.core.console import print_line
 from mpguard.core.errors import MpguardError, NotInForce
+from mpguard.runtime import meter
 from mpguard.runtime.launch import launcher
+from mpguard.runtime.messages import failure_message
+
+#: The place of the launcher's refusal, see `meter.write_refusal`.
+LAUNCHER = "launcher"
 
 
 def main(words: list[str]) -> int:
@@ -18,10 +23,12 @@ def main(words: list[str]) -> int:
     try:
         return launcher.run(words[1:], json.loads(words[0]))
     except NotInForce as error:
-        print_line(f"mpguard: {error.verdict}: {error}")
+        print_line(f"mpguard: {failure_message(error)}")
+        meter.write_refusal(error.reasons, LAUNCHER)
         return 1
     except MpguardError as error:
         print_line(f"mpguard: {error}")
+        meter.write_refusal(str(error), LAUNCHER)
         return 2
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from mpguard.runtime import meter
 from mpguard.runtime.launch import launcher
+from mpguard.runtime.proof.verdict import IN_FORCE
 from mpguard.tune.candidates import TuneCandidate
 from mpguard.tune.model import OUT_OF_MEMORY, TrialResult
 
@@ -41,12 +42,9 @@ GRACE = 5.0
 _MEMORY = re.compile(r"OutOfMemoryError|(CUDA|HIP) out of memory|can't allocate memory|MemoryError")
 _ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt)\b")
 _NO_INPUT = "EOFError: EOF when reading a line"
-_OWN = "mpguard: "
 
 #: Lines of mpguard in the output of a run: with rows below, which are indented.
 _PRINTED = re.compile(r"(mpguard\b|step \d+ proven|step \d+.*: (precision|not)|proven in force again|in force at step)")
-_REFUSED = re.compile(rf"{_OWN}(?:not in force: )?((?:rank [\d, ]+: )?not proven.*|(?<=not in force: ).*)")
-_CONTINUE = re.compile(r"\.?\s*\(use --enforce warn to continue\)")
 
 
 class Trials:
@@ -168,13 +166,12 @@ def _runs(process: Any) -> bool:
 def result(folder: Path, status: int | None, warmup: int, limit: float) -> TrialResult:
     """Return the result of a trial that has ended. status: of its launcher; None if it took longer than `limit`."""
     text = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
-    log = [line.strip() for line in text.splitlines() if line.strip()]
     if status is None:
         printed = _of_script(text)
         last = f"; its last output: {printed[-1][:200]}" if printed else ""
         return TrialResult("failed", f"no end after {limit:g} s (--time-limit){last}")
-    if refused := _refused(folder, log, status):
-        return TrialResult("refused", _CONTINUE.sub("", refused))
+    if refused := _refused(folder, status):
+        return TrialResult("refused", refused)
     if status:
         return TrialResult("failed", _error(_of_script(text), status))
     first = folder / "rank-0.json"
@@ -191,20 +188,19 @@ def result(folder: Path, status: int | None, warmup: int, limit: float) -> Trial
     return TrialResult("measured", "", tuple(times), tuple(measured["losses"][dropped:]), most)
 
 
-def _refused(folder: Path, log: Sequence[str], status: int) -> str:
+def _refused(folder: Path, status: int) -> str:
     """Return why the policy of a trial is not in force, or not proven; empty if the script decided how it ended."""
-    printed = next((match[1] for line in log if (match := _REFUSED.search(line))), "")  # also behind a progress bar
-    if status == 2 and log and log[-1].startswith(_OWN):
-        return log[-1].removeprefix(_OWN)
-    if status and not printed:
+    records = sorted(folder.glob(f"{meter.REFUSED}*.json"))
+    recorded = str(json.loads(records[0].read_text())["reasons"]) if records else ""
+    if status and not recorded:
         return ""
     try:
         proof = json.loads((folder / "proof.json").read_text())
     except (OSError, ValueError):
-        return printed
-    if proof["verdict"] == "in force" or (not (folder / "rank-0.json").exists() and not printed):
-        return ""
-    return "; ".join(proof["failures"]) or printed
+        return recorded
+    if proof["verdict"] == IN_FORCE or (not (folder / "rank-0.json").exists() and not recorded):
+        return recorded
+    return "; ".join(proof["failures"]) or recorded
 
 
 def _of_script(text: str) -> list[str]:

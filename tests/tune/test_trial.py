@@ -14,7 +14,8 @@ from processes import environment, mp_yaml
 pytest.importorskip("accelerate")
 
 from mpguard.policy.recipes import recipe
-from mpguard.tune import trial
+from mpguard.runtime import meter
+from mpguard.tune import start, trial
 from mpguard.tune.candidates import CONFIGURED, TuneCandidate
 from mpguard.tune.model import TrialResult
 from mpguard.tune.trial import PLACEHOLDER, Trials
@@ -25,6 +26,8 @@ WARMUP, STEPS = 4, 6
 
 #: What mpguard itself prints in a run.
 PROVEN = "step 1 proven in force on 1 process\n  compute        bf16\nin force at steps 1-2 of 6 (2 looks)"
+
+NOT_FINITE = "step 1: precision as asked on 1 process, but the loss is not finite\n  compute        bf16"
 
 
 @pytest.fixture(autouse=True)
@@ -97,14 +100,12 @@ def test_what_takes_too_long_is_ended(tmp_path: Path) -> None:
         ("x", 137, "failed", "out of memory: a process was killed, as the host does when it has no memory left"),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\nValueError: y", 1, "failed",
          "out of memory: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
-        ("mpguard: not in force: no FP8 here  (use --enforce warn to continue)", 1, "refused", "no FP8 here"),
-        ("  0%| | 0/4 [00:00<?, ?it/s]mpguard: not in force: no FP8 here\n 0%| | 0/4", 1, "refused", "no FP8 here"),
-        ("mpguard: rank 1: not proven: x", 1, "refused", "rank 1: not proven: x"),
+        ("mpguard: not in force: no FP8 here", 1, "failed", "exit status 1: no output"),
         ("mpguard: compile: auto is on here: y\nKilled", 1, "failed", "exit status 1: Killed"),
         ("usage: train.py\ntrain.py: error: no --data", 2, "failed", "exit status 2: train.py: error: no --data"),
-        ("mpguard: mp.yaml: y", 2, "refused", "mp.yaml: y"),
         (f"mpguard 0.1.0\n  mixed_precision  bf16\nno shards\n{PROVEN}", 3, "failed", "exit status 3: no shards"),
         (PROVEN, 3, "failed", "exit status 3: no output"),
+        (NOT_FINITE, 3, "failed", "exit status 3: no output"),
         ("mpguard 0.1.0\nTraceback:\n  File x\nEOFError: EOF when reading a line", 1, "failed",
          "exit status 1: EOFError: EOF when reading a line (the script reads input, and tune gives it none)"),
         (f"epoch 1\n{PROVEN}", None, "failed",
@@ -117,6 +118,43 @@ def test_how_a_trial_has_ended(log: str, status: int | None, state: str, reason:
     (tmp_path / "log.txt").write_text(log)
     found = trial.result(tmp_path, status, WARMUP, 60)
     assert (found.state, found.reason) == (state, reason)
+
+
+@pytest.mark.parametrize("verdict", ["in force", "not in force", None])
+def test_a_refusal_is_read_from_its_record_and_the_proof(
+    verdict: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No line of the log decides: the script may print anything, and a progress bar may be in it."""
+    for name, value in meter.settings(tmp_path, 1, 3).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "1")
+    meter.write_refusal("rank 1: not proven: x")
+    (tmp_path / "log.txt").write_text("  0%| | 0/4 [00:00<?, ?it/s]mpguard: something\n")
+    if verdict is not None:
+        (tmp_path / "proof.json").write_text(json.dumps({"verdict": verdict, "failures": ["compute: fp32"]}))
+    found = trial.result(tmp_path, 1, WARMUP, 60)
+    reason = "compute: fp32" if verdict == "not in force" else "rank 1: not proven: x"
+    assert (found.state, found.reason) == ("refused", reason)
+
+
+@pytest.mark.parametrize(
+    ("words", "overrides", "status", "reason"),
+    [
+        (["--config", "missing.yaml", "t.py"], "{}", 2, "missing.yaml"),
+        (["--config", "mp.yaml", "--num_processes", "2", "t.py"], "{}", 1, "`distributed_type: NO`"),
+    ],
+)
+def test_what_the_launcher_refuses_is_recorded(
+    words: list[str], overrides: str, status: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in meter.settings(tmp_path, 1, 3).items():
+        monkeypatch.setenv(name, value)
+    mp_yaml(tmp_path)
+    (tmp_path / "t.py").write_text("")
+    assert start.main([overrides, "--enforce", "error", *words]) == status
+    (tmp_path / "log.txt").write_text("")
+    found = trial.result(tmp_path, status, WARMUP, 60)
+    assert found.state == "refused" and reason in found.reason and "--enforce" not in found.reason
 
 
 @pytest.mark.parametrize(

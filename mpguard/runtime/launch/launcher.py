@@ -32,7 +32,7 @@ from mpguard.runtime.last_lines import printed_at_the_end
 from mpguard.runtime.launch import preflight, signals
 from mpguard.runtime.launch.build_locks import remove_own, stale_locks
 from mpguard.runtime.lost_ranks import LAST_LINE
-from mpguard.runtime.messages import failure_message, header, overridable
+from mpguard.runtime.messages import OVERRIDE, failure_message, header
 from mpguard.runtime.patches import windows
 from mpguard.runtime.plan import Plan, absolute, enforcement, refuse_config_after_script, strategy_of
 from mpguard.runtime.plan_exchange import place
@@ -212,7 +212,7 @@ def _refuse(plan: Plan, reasons: list[str]) -> None:
     if plan.proof_json:
         failures = tuple(Failure(FailureKind.WRONG, reason) for reason in reasons)
         Proof(NOT_IN_FORCE, plan, failures=failures).write(plan.proof_json)
-    raise NotInForce(overridable(f"{message}."))
+    raise NotInForce(f"{message}.", override=OVERRIDE)
 
 
 def _flags(flags: list[str], options: argparse.Namespace, launch: preflight.PlannedLaunch) -> tuple[list[str], str]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from mpguard.core.errors import ConfigError, MpguardError, NotInForce
 from mpguard.core.watch_levels import WATCH_LEVELS
 from mpguard.document import mp_yaml, read
-from mpguard.runtime import activation, exit_hooks, lost_ranks
+from mpguard.runtime import activation, exit_hooks, lost_ranks, meter
 from mpguard.runtime.containment import without_wrappers
 from mpguard.runtime.crashes import print_cause
 from mpguard.runtime.guard import Guard
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None, *, around: Around) -> int:
         guard = activation.start(plan)
         entered.enter_context(around(plan))
     except NotInForce as error:
-        return _refuse(failure_message(error), 1)
+        return _refuse(failure_message(error), 1, error.reasons)
     except MpguardError as error:
         return _refuse(str(error), 2)
     with entered:
@@ -183,10 +183,11 @@ def _run_file(path: Path) -> None:
     exec(code, main.__dict__)
 
 
-def _refuse(message: str, status: int) -> int:
-    """Print a message on rank 0, and return the status."""
+def _refuse(message: str, status: int, reasons: str = "") -> int:
+    """Print a message on rank 0, and return the status. reasons: the message without the verdict."""
     if rank() == 0:
         print_last(f"mpguard: {message}")
+        meter.write_refusal(reasons or message)
     return status
 
 
