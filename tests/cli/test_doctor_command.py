@@ -46,7 +46,8 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--format", "json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found.keys() == {"version", "machine", "packages", "problems", "cells"} and found["version"] == 1
+    assert found.keys() == {"version", "machine", "packages", "problems", "cells", "libraries"}
+    assert found["version"] == 1
     assert found["problems"] == [{"what": "torch needs a newer driver", "fix": "pip install torch"}]
     assert found["cells"][1] == {
         "recipe": "bf16_mixed", "backend": "-", "strategy": "fsdp1", "works": False,
