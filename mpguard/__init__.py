@@ -135,8 +135,4 @@ def __getattr__(name: str) -> object:
             return getattr(importlib.import_module(module), name)
     if name in _PACKAGES:
         return importlib.import_module(f"mpguard.{name}")
-    from mpguard.core import moved
-
-    place = moved.MODULES.get(f"mpguard.{name}")
-    hint = f": the module `mpguard.{name}` moved, import from `{place}`" if place else ""
-    raise AttributeError(f"module 'mpguard' has no attribute {name!r}{hint}")
+    raise AttributeError(f"module 'mpguard' has no attribute {name!r}")

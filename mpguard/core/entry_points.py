@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from mpguard.core import distributions, moved
+from mpguard.core import distributions
 from mpguard.core.errors import ExtensionError, MpguardError
 from mpguard.core.settings import are_isolated
 
@@ -70,9 +70,7 @@ def _import(name: str, origin: str) -> ModuleType:
     except ExtensionError:
         raise
     except (Exception, SystemExit) as error:
-        reason = moved.import_error(error, name) if isinstance(error, ImportError) else None
-        reason = reason or f"`{name}` does not import: {type(error).__name__}: {error}"
-        raise ExtensionError(f"{origin}: {reason}") from error
+        raise ExtensionError(f"{origin}: `{name}` does not import: {type(error).__name__}: {error}") from error
 
 
 def call_extension(what: str, function: Callable[..., Result], *arguments: Any) -> Result:

@@ -16,7 +16,6 @@ Modules of this package:
     checkpoints  what checkpoints save and load: dtypes, and the amax history of delayed scaling
     crashes      explains a script's crash about dtypes or loss scaling
     exit_hooks   the exit status of a process whose run is not in force
-    hooked       compatibility: the hook line of earlier versions imports it
 
 Sub-packages:
 

@@ -3,7 +3,6 @@
 These are the public names for the author of a plugin.
 """
 
-from mpguard.core.moved import FormerNames
 from mpguard.targets.inject import Change, build, differences, inject
 from mpguard.targets.plugin import STRATEGIES, Plugin, carriers, check_strategy, get, plugin, plugins
 from mpguard.targets.settings import ABSENT, Setting, Settings, lookup, merged, show
@@ -12,7 +11,6 @@ __all__ = [
     "ABSENT",
     "STRATEGIES",
     "Change",
-    "FormerNames",
     "Plugin",
     "Setting",
     "Settings",

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpguard.core.errors import NotCarried, PolicyError
-from mpguard.core.moved import FormerNames
 from mpguard.policy.policy import Policy
 from mpguard.policy.recipes import given
 from mpguard.targets.plugin import Plugin, carriers, get
@@ -19,7 +18,7 @@ log = logging.getLogger("mpguard")
 
 
 @dataclasses.dataclass(frozen=True)
-class Change(FormerNames, former={"why": "reason"}):
+class Change:
     """One key of a config whose value is not what the policy requires. Plain data.
 
     key: dotted path, such as `fp8_config.backend`. old, new: the values; either may be `ABSENT`.

@@ -26,12 +26,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpguard.core import entry_points
 from mpguard.core.entry_points import Result
 from mpguard.core.errors import ExtensionError, MissingExtra, PolicyError, did_you_mean
-from mpguard.core.moved import FormerNames
 from mpguard.policy.policy import FIELD_NAMES, Policy
 from mpguard.targets.settings import Setting, Settings, merged
 
@@ -42,25 +41,8 @@ STRATEGIES = (
 
 SettingsOf = Callable[[Policy, str | None], Settings]
 
-#: Former decorator or method of a plugin -> its name now.
-_FORMER = {
-    "argued": "argument_builder",
-    "builds": "builder",
-    "reads": "reader",
-    "recognised": "detector",
-    "strategist": "strategy_reader",
-    "fits": "adapter",
-    "arguments": "build_arguments",
-    "recognises": "detect",
-    "strategy": "read_strategy",
-}
 
-
-class RenamedAttribute(ExtensionError, AttributeError):
-    """A plugin has the attribute under another name."""
-
-
-class Plugin(FormerNames, former=_FORMER):
+class Plugin:
     """A target: its settings, the real object that they become, and the policy fields that it carries.
 
     Attributes: `name`; `carries`, the fields that can change its settings or its object, or make it refuse the
@@ -86,17 +68,6 @@ class Plugin(FormerNames, former=_FORMER):
             raise ExtensionError(
                 f"plugin {name}: carries `{field}`, which is not a field of Policy{did_you_mean(field, FIELD_NAMES)}"
             )
-
-    if not TYPE_CHECKING:  # for a type checker any other attribute would exist too
-
-        def __getattr__(self, name: str) -> Any:
-            """Raise the error of a former name as one of the plugin, which is reported with its name."""
-            try:
-                return super().__getattr__(name)
-            except AttributeError as error:
-                if name not in self.former_names:
-                    raise
-                raise RenamedAttribute(f"plugin {self.__dict__.get('name', '?')}: {error}") from None
 
     def settings(self, policy: Policy, strategy: str | None = None) -> dict[str, Setting]:
         """Return what the target's config must contain: dotted path -> `Setting`. Raises `PolicyError`."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpguard.core.errors import PolicyError
-from mpguard.core.moved import FormerNames
 
 
 class _Absent:
@@ -31,7 +30,7 @@ ABSENT = _Absent()
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting(FormerNames, former={"why": "reason", "same": "equivalent"}):
+class Setting:
     """A value that a config must contain, the reason, and which other spellings have the same meaning.
 
     value: plain data, or `ABSENT` for a key that must be absent.

@@ -22,7 +22,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from mpguard.policy import Dtype, Policy
-from mpguard.targets import FormerNames, Settings, plugin
+from mpguard.targets import Settings, plugin
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ FIXED_SCALE = {"growth_factor": math.nextafter(1.0, 2.0), "backoff_factor": math
 
 
 @dataclasses.dataclass(frozen=True)
-class Precision(FormerNames, former={"holding": "limits"}):
+class Precision:
     """The precision of a custom training loop.
 
     Attributes: `compute`, the dtype of autocast, None if it is off; `parameters`, the dtype of the model when the

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 import subprocess
 import sys
@@ -16,7 +14,7 @@ import pytest
 from limits import seconds
 
 from mpguard.core import distributions as installed
-from mpguard.core import entry_points, moved
+from mpguard.core import entry_points
 from mpguard.core.errors import ExtensionError
 
 #: A rule of theirs; each test supplies the body of its `check`.
@@ -166,63 +164,18 @@ def test_a_rule_of_theirs_is_selected_and_ignored_like_ours(install: Install) ->
         assert f"there is no rule `{selector}`" in lint("--select", selector, "train.py").stderr
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (
-            "from mpguard.lint.rule import Rule",
-            "imports `mpguard.lint.rule`, which moved: import from `mpguard.lint`",
-        ),
-        (
-            "from mpguard.lint.facts.walk import Call",
-            "imports `mpguard.lint.facts.walk`, which moved: import from `mpguard.lint`",
-        ),
-        (
-            "from mpguard.lint import rule",
-            "imports `mpguard.lint.rule`, which moved: import from `mpguard.lint`",
-        ),
-        (
-            "from mpguard.lint import Moment",
-            "imports `Moment` from `mpguard.lint`, where it is not defined; `Moment` is now `TraceStep`; "
-            "the public names are in `mpguard.lint`",
-        ),
-        ("import mpguard.plugin", "imports `mpguard.plugin`, which moved: import from `mpguard.targets`"),
-        ("from mpguard.errors import PolicyError", "imports `mpguard.errors`, which moved: import from `mpguard`"),
-        ("from mpguard.recipes import register", "imports `mpguard.recipes`, which moved: import from `mpguard`"),
-        ("from mpguard.dtype import Dtype", "imports `mpguard.dtype`, which moved: import from `mpguard.policy`"),
-        (
-            "from mpguard.conversion.swap import convert",
-            "imports `mpguard.conversion`, which moved: import from `mpguard`",
-        ),
-        ("import mpguard.looks", "imports `mpguard.looks`, but this version of mpguard has no such module;"),
-    ],
-)
-@pytest.mark.parametrize("group", ["mpguard.rules", "mpguard.plugins"])
-def test_an_import_of_a_name_that_moved_names_the_new_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, line: str, reason: str
+def test_an_import_that_fails_names_the_module_and_the_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The module that is named is the one with the import line, also where another module of theirs imports it."""
-    package = f"theirs_{tmp_path.name}".replace("-", "_").replace("[", "_").replace("]", "_")
+    package = f"theirs_{tmp_path.name}"
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text("")
-    (tmp_path / package / "main.py").write_text(f"from {package} import user\n")
-    (tmp_path / package / "user.py").write_text(f"{line}\n")
+    (tmp_path / package / "user.py").write_text("from mpguard.lint import NoSuchName\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ExtensionError) as raised:
-        entry_points.walk(package, f"entry point `theirs` ({group}, of theirs)")
-    assert str(raised.value).startswith(f"entry point `theirs` ({group}, of theirs): `{package}.user` {reason}")
-
-
-def test_every_former_module_is_gone_and_its_new_place_exists() -> None:
-    pytest.importorskip("torch", reason="modules of mpguard.nn are among them")
-    for former, place in moved.MODULES.items():
-        importlib.import_module(place)
-        assert former in ("mpguard.policy", "mpguard.lint") or importlib.util.find_spec(former) is None
-
-
-def test_a_failed_import_of_another_module_is_reported_as_it_is() -> None:
-    assert moved.import_error(ModuleNotFoundError("No module named 'x'", name="x"), "theirs") is None
-    assert moved.import_error(ImportError("cannot import name 'y' from 'x' (x.py)", name="x"), "theirs") is None
+        entry_points.walk(package, "entry point `theirs`")
+    expected = f"entry point `theirs`: `{package}.user` does not import: ImportError: cannot import name 'NoSuchName'"
+    assert str(raised.value).startswith(expected)
 
 
 def test_without_its_own_entry_points_mpguard_does_not_call_code_clean(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,11 +126,6 @@ def test_a_disabled_scaler_and_a_fixed_scale_have_none_of_it() -> None:
     assert type(mpguard.recipe("bf16_mixed").to("torch").scaler("cpu")) is torch.amp.GradScaler
 
 
-def test_the_error_for_a_former_attribute_names_the_new_one() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'holding'; the attribute is now `limits`"):
-        _ = POLICY.to("torch").holding
-
-
 @pytest.mark.filterwarnings("ignore:torch.*has no place:mpguard.NotCarried")
 def test_fsdp1s_scaler() -> None:
     if not torch.distributed.is_initialized():

@@ -19,7 +19,7 @@ from policies import CANDIDATES, bases, variations
 
 import mpguard
 from mpguard import targets
-from mpguard.core.errors import ExtensionError, PolicyError
+from mpguard.core.errors import PolicyError
 from mpguard.policy.policy import FIELD_NAMES, Policy
 from mpguard.targets.inject import Change, differences, inject
 from mpguard.targets.plugin import Plugin, plugins
@@ -225,47 +225,8 @@ def test_not_carried_is_warned_for_what_matters_and_for_nothing_else(target: str
             assert message.carriers == tuple(t for t in TARGETS if message.field in plugins()[t].carries)
 
 
-@pytest.mark.parametrize(
-    ("former", "now"),
-    [
-        ("argued", "argument_builder"),
-        ("builds", "builder"),
-        ("reads", "reader"),
-        ("recognised", "detector"),
-        ("strategist", "strategy_reader"),
-        ("fits", "adapter"),
-        ("arguments", "build_arguments"),
-        ("recognises", "detect"),
-        ("strategy", "read_strategy"),
-    ],
-)
-def test_a_former_decorator_or_method_is_an_error_that_names_the_new_one(former: str, now: str) -> None:
-    plugin = plugins()["te"]
-    with pytest.raises(ExtensionError, match=rf"^plugin te: .*no attribute '{former}'; the attribute is now `{now}`"):
-        getattr(plugin, former)
-    assert callable(getattr(plugin, now))
-    assert not hasattr(plugin, former)
-
-
-def test_the_table_of_former_names_has_no_name_that_exists() -> None:
-    assert not set(Plugin.former_names) & set(dir(plugins()["te"]))
-    assert set(Plugin.former_names.values()) <= set(dir(plugins()["te"]))
-
-
-def test_another_missing_attribute_is_a_plain_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="'Plugin' object has no attribute 'buidler'"):
-        plugins()["te"].buidler  # type: ignore[attr-defined]  # noqa: B018
-
-
-@pytest.mark.parametrize(
-    ("kind", "values", "old", "now"),
-    [(Setting, (1,), "why", "reason"), (Setting, (1,), "same", "equivalent"), (Change, ("a", 1, 2), "why", "reason")],
-)
-def test_a_former_field_is_an_error_that_names_the_new_one(kind: Any, values: Any, old: str, now: str) -> None:
-    with pytest.raises(TypeError, match=f"the argument is now `{now}`"):
-        kind(*values, **{old: "x"})
-    with pytest.raises(AttributeError, match=f"the attribute is now `{now}`"):
-        getattr(kind(*values), old)
+@pytest.mark.parametrize(("kind", "values"), [(Setting, (1,)), (Change, ("a", 1, 2))])
+def test_settings_and_changes_are_copied_and_pickled(kind: Any, values: Any) -> None:
     assert copy.deepcopy(kind(*values)) == kind(*values) == pickle.loads(pickle.dumps(kind(*values)))
 
 

@@ -18,7 +18,6 @@ from functools import cached_property
 import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.core.moved import FormerNames
 from mpguard.lint.facts.dataflow.callgraph import CallGraph
 from mpguard.lint.facts.dataflow.flow import Flow
 from mpguard.lint.facts.dataflow.trace import Traces
@@ -76,20 +75,8 @@ _NO_OPTIMIZER = lazy_pattern(r"sched|profil|\bprof\b|\benv|warmup|timer|\bp?bar\
 _STEPS = lazy_pattern(r"(?:^|_)step(?:_|$)")
 _OPTIMIZER = lazy_pattern(r"(?i)optim")
 
-#: Former attributes of `Facts` -> their names now: rules of other packages may use them.
-_FORMER = {
-    "autocasting": "autocast_states",
-    "contexts": "regions_index",
-    "frozen": "frozen_params",
-    "masters": "may_keep_masters",
-    "prepared": "wrappers",
-    "steps": "has_step",
-    "trained": "training_use",
-    "walker": "index",
-}
 
-
-class Facts(FormerNames, former=_FORMER):
+class Facts:
     """The facts of one file.
 
         path           the path of the file

@@ -210,11 +210,3 @@ def test_modules_that_import_each_other_with_a_star(tmp_path: Path) -> None:
     facts = Facts(source, Project((), None))
     here, nowhere, half = (facts.dtypes(call.argument(0), call)[0][1] for call in facts.calls["to"])
     assert (here, nowhere, half) == (Dtype.FP16, None, None)
-
-
-def test_a_former_attribute_names_the_new_one() -> None:
-    facts = facts_of("x = 1\n")
-    with pytest.raises(AttributeError, match="'Facts' object has no attribute 'walker'; the attribute is now `index`"):
-        facts.walker  # noqa: B018
-    with pytest.raises(AttributeError, match="has no attribute 'indexes'"):
-        facts.indexes  # noqa: B018
