@@ -76,103 +76,130 @@ class Observed:
 
     It describes one optimizer and the parameters that it updates; a process with several has one for each.
     The names of the fields are keys of the proof file.
-    engine: `single`, `none` (several processes, no wrapper), `ddp`, `fsdp1`, `fsdp2`, `tp` (tensor parallel, without
-    another engine), `deepspeed-zeroN`.
-    world_size: of the process group; 1 without one, whatever the launcher's variables are. launched: the launcher's.
-    idle: ranks of the group that the run declares never to train; they are not in `world_size`.
-    loss_not_finite: True if a loss of the step was NaN or infinite, on this rank.
-    computed: the products of the step. passes: its backward passes. looked_at: those in which they were observed.
-    inferred: why the operators could not be recorded, so that the products are those that autograd's graph implies;
-    empty if they were recorded. widened: elements of gradients and of saved activations that were converted to a wider
-    dtype in backward, by the narrower one; rounded_in_backward: of those that went to a narrow dtype and back.
-    frozen: elements of parameters that are not trained. by_script: names of trained parameters that no optimizer has
-    and that the script changes itself, by the dtype that has all their values. masters, gradients, states: of the
-    parameters that the optimizer updates. matrices: False if none is a matrix, and the process has, or had, other
-    optimizers, whose products are proven.
-    accumulation: gradients that were added to earlier ones, in backward passes (`accumulated_passes`); of DeepSpeed
-    its setting. rounded: sampled parameters whose FP32 gradients were rounded, by what they were rounded to;
-    rounded_weights: those whose FP32 values were, between steps or in one; rounded_states: those of whose FP32 states
-    the values were. witnesses: the first of each row, in words: where it was, and an element before and after.
-    reductions: of gradients across processes. reduced_by: how they were observed. reductions_over: the same for each
-    dimension of the mesh. passed_on: elements that this rank has sent to one other, and that are no gradients of
-    parameters, as the stages of a pipeline do. covered: elements of the parameters by what reduces their gradients, see
-    `Coverage`. alone: the names of those that nothing reduces. fingerprint: what is compared between ranks.
-    replicated: norm and sum of gradients that must be the same on all ranks; None if they are sharded.
-    unscaled, scaled: True if gradients came from a loss that was not scaled by a GradScaler, and if from one that was.
-    cast: the call that has cast parameters to the dtype that they have; empty if none has.
-    fp32_switches: torch's switches for the products of FP32 matrices, see `tf32`; tf32: that of cuBLAS alone.
-    compiled: True if compiled code has run; a model that is compiled at its first call does not count.
-    compiled_fp8: True if a compiled module contains FP8 layers.
-    compile_modes: the modes of `compile_mode` in which modules are compiled; empty for what the script chose.
-    without_cuda_graphs: compiled graphs for which inductor has left out the CUDA graphs that their mode asks for.
-    attention_masks: calls of attention in compiled code by what the kernel takes: `is_causal`, `mask`, `neither`.
-    modules: classes of the modules whose names have no letters, and of their models: `Linear of Sequential`.
-    left_out: fields of the recipe that the run goes without, each with the reason.
-    averaging: what averages the weights of all ranks in place of their gradients, and when.
-    kept: trained parameters that the script keeps in BF16, as the run allows: elements by pattern. They count nowhere
-    else.
-    in_bf16: names of the modules with other trained parameters in BF16, if some are in FP32.
-    remarks: what loses precision in any policy, see `remarks`.
-    errors: the names of rows that could not be observed because mpguard's own code failed, with its exception.
     """
 
+    #: `single`, `none` (several processes, no wrapper), `ddp`, `fsdp1`, `fsdp2`, `tp` (tensor parallel, without another
+    #: engine), `deepspeed-zeroN`.
     engine: str = "single"
+    #: The size of the process group; 1 without one, whatever the launcher's variables are.
     world_size: int = 1
+    #: The number of processes that the launcher has started.
     launched: int = 1
+    #: Ranks of the group that the run declares never to train; they are not in `world_size`.
     idle: int = 0
+    #: The device type of the model.
     device: str = "cpu"
+    #: The number of the step, applied and skipped ones counted.
     step: int = 0
+    #: Steps that were skipped before it.
     skipped: int = 0
+    #: True if a loss of the step was NaN or infinite, on this rank.
     loss_not_finite: bool = False
+    #: Elements of trained parameters, by dtype.
     parameters: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: Elements of parameters that are not trained, by dtype.
     frozen: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: Trained parameters that no optimizer has and that the script changes itself: names, by the dtype that has all
+    #: their values.
     by_script: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    #: Elements of buffers, by dtype.
     buffers: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: The matrix multiplications of the step.
     computed: list[Computed] = dataclasses.field(default_factory=list)
+    #: Backward passes of the step.
     passes: int = 0
+    #: Backward passes in which the matrix multiplications were observed.
     looked_at: int = 0
+    #: Why the operators could not be recorded, so that the matrix multiplications are those that autograd's graph
+    #: implies; empty if they were recorded.
     inferred: str = ""
+    #: Elements of gradients and of saved activations that were converted to a wider dtype in backward, by the narrower
+    #: one.
     widened: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: Of these the elements that went to a narrow dtype and back.
     rounded_in_backward: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: The dtype of the last module output.
     output: str | None = None
+    #: The class of the optimizer.
     optimizer: str = ""
+    #: Elements of the weights that the optimizer updates, by dtype.
     masters: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: Elements of their gradients, by dtype.
     gradients: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: Elements of their states, by dtype.
     states: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: Elements of gradients that were reduced across processes, by dtype.
     reductions: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: How the reductions were observed.
     reduced_by: str | None = None
+    #: The reductions over each dimension of the mesh.
     reductions_over: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    #: Elements that this rank has sent to one other and that are no gradients of parameters, as the stages of a
+    #: pipeline do.
     passed_on: int = 0
+    #: Elements of the parameters by what reduces their gradients, see `Coverage`.
     covered: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: The names of the parameters whose gradients nothing reduces.
     alone: list[str] = dataclasses.field(default_factory=list)
+    #: Norm and sum of gradients that must be the same on all ranks; None if they are sharded.
     replicated: tuple[float, float] | None = None
+    #: What is compared between ranks.
     fingerprint: Fingerprint | None = None
+    #: Elements of gradients that were added to earlier ones, by dtype; of DeepSpeed its setting.
     accumulation: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: Backward passes that added to earlier gradients.
     accumulated_passes: int = 0
+    #: Sampled parameters whose FP32 values were rounded, between steps or in one, by what they were rounded to.
     rounded_weights: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: Sampled parameters the values of whose FP32 states were rounded, by what they were rounded to.
     rounded_states: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: The first witness of each row, in words: where it was, and an element before and after.
     witnesses: dict[str, str] = dataclasses.field(default_factory=dict)
+    #: False if no parameter of the optimizer is a matrix, and the process has, or had, other optimizers, whose matrix
+    #: multiplications are proven.
     matrices: bool = True
+    #: Sampled parameters whose FP32 gradients were rounded, by what they were rounded to.
     rounded: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: Facts about the loss scaler of the optimizer; None without one.
     scaler: dict[str, Any] | None = None
+    #: True if gradients came from a loss that was not scaled by a GradScaler.
     unscaled: bool = False
+    #: True if gradients came from a loss that was scaled by a GradScaler.
     scaled: bool = False
+    #: The call that has cast parameters to the dtype that they have; empty if none has.
     cast: str = ""
+    #: The FP8 layers; None if there are none.
     fp8: fp8.Fp8Layers | None = None
+    #: True if cuBLAS multiplies FP32 matrices in TF32.
     tf32: bool | None = None
+    #: torch's switches for the multiplication of FP32 matrices, see `tf32`.
     fp32_switches: dict[str, str] = dataclasses.field(default_factory=dict)
+    #: True if compiled code has run; a model that is compiled at its first call does not count.
     compiled: bool = False
+    #: True if a compiled module contains FP8 layers.
     compiled_fp8: bool = False
+    #: The modes of `compile_mode` in which modules are compiled; empty for what the script chose.
     compile_modes: list[str] = dataclasses.field(default_factory=list)
+    #: Compiled graphs for which Inductor has left out the CUDA graphs that their mode asks for.
     without_cuda_graphs: int = 0
+    #: Calls of attention in compiled code by what the kernel takes: `is_causal`, `mask`, `neither`.
     attention_masks: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: Fields of the recipe that the run goes without, each with the reason.
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
+    #: Classes of the modules whose names have no letters, and of their models: `Linear of Sequential`.
     modules: dict[str, str] = dataclasses.field(default_factory=dict)
+    #: The modules that compute in FP32; None if the policy has none.
     fp32: Fp32Modules | None = None
+    #: What averages the weights of all ranks in place of their gradients, and when.
     averaging: str | None = None
+    #: Elements of trained parameters that the script keeps in BF16, as the run allows, by pattern. They count nowhere
+    #: else.
     kept: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: Names of the modules with other trained parameters in BF16, if some are in FP32.
     in_bf16: list[str] = dataclasses.field(default_factory=list)
+    #: What loses precision in any policy, see `remarks`.
     remarks: list[remarks.Remark] = dataclasses.field(default_factory=list)
+    #: The names of rows that could not be observed because mpguard's own code failed, with its exception.
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager

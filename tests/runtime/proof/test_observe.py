@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from short_programs import HEAD, needs_bf16_lstm, run
 from torch import nn
 
 import mpguard
+from mpguard.runtime.progress import Progress
 from mpguard.runtime.proof import consensus, models, observe
 from mpguard.runtime.proof.reductions import Fingerprint
 
@@ -501,3 +504,11 @@ def test_gradients_are_compared_between_ranks() -> None:
     assert consensus.combine([report(["a"]), report([])]) == ["rank 0: a"]
     assert consensus.combine([report([]), None, report(["a"])]) == ["rank 2: a"]
     assert consensus.combine([report([]), *[report(["a"])] * 10]) == ["rank 1, 2, 3, 4, 5, 6, 7, 8 and 2 more: a"]
+
+
+@pytest.mark.parametrize("kind", [observe.Observed, Progress])
+def test_each_field_has_a_comment(kind: type) -> None:
+    lines = [line.strip() for line in inspect.getsource(kind).splitlines()]
+    fields = [each.name for each in dataclasses.fields(kind)]
+    before = {line.partition(":")[0]: lines[number - 1] for number, line in enumerate(lines) if ":" in line}
+    assert fields and [name for name in fields if not before[name].startswith("#: ")] == []
