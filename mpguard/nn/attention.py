@@ -37,6 +37,9 @@ SDPA = "sdpa"
 #: The attribute of a padding mask that was read before compiled code was called: True if it is all ones.
 MARK = "_mpguard_all_ones"
 
+#: The attribute of a function that reads masks, and of what wraps it with `functools.wraps`.
+READS = "_mpguard_reads_masks"
+
 #: Masks that are read in any case: a padded one among the first does not decide for the run.
 FIRST_MASKS = 4
 
@@ -308,9 +311,12 @@ _called_last: list[_Masks] = []
 def reading_masks(model: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that reads the padding mask of a compiled model before it calls its compiled code.
 
-    Dynamo traces it if the script compiles what calls the model.
+    Dynamo traces it if the script compiles what calls the model. A function that reads them is returned as it is.
     """
     import torch
+
+    if hasattr(call, READS):
+        return call
 
     @functools.wraps(call)
     def read_and_call(*args: Any, **kwargs: Any) -> Any:
@@ -318,6 +324,7 @@ def reading_masks(model: nn.Module, call: Callable[..., Any]) -> Callable[..., A
             read_mask(model, kwargs.get("attention_mask"))
         return call(*args, **kwargs)
 
+    setattr(read_and_call, READS, True)
     return read_and_call
 
 

@@ -7,6 +7,7 @@ one test compiles with Inductor, whose own rounding differs.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -360,7 +361,7 @@ def test_lora_and_generation_during_training() -> None:
 def test_overridden_mask_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = made("Gemma3Text", use_bidirectional_attention=True)
     assert Compiled(everything).check(attention_mask=ONES.clone()) == {"mask"}
-    llama = sys.modules["transformers.models.llama.modeling_llama"]
+    llama = importlib.import_module("transformers.models.llama.modeling_llama")
     original = masking_utils.create_causal_mask
 
     def own(**given: Any) -> Any:

@@ -206,6 +206,22 @@ def fsdp2_over_one_rank() -> None:
         optimizer.zero_grad()
 
 
+@case()
+def reduced_in_hooks_of_the_backward_pass() -> None:
+    model = net()
+
+    def reduce(parameter: torch.Tensor) -> None:
+        dist.all_reduce(parameter.grad, dist.ReduceOp.SUM)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(reduce)
+    optimizer = adam(model)
+    for inputs in batches():
+        loss_of(model, inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 # -- what one rank trains alone ------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,14 @@ def test_the_training_continues(tmp_path: Path, part: str) -> None:
         assert made["observed"]["errors"][row] == "KeyError: 'broken'"
 
 
+@pytest.fixture
+def forgetting() -> Iterator[None]:
+    """A failure in this process must not change what later tests of it see."""
+    yield
+    containment.PROOF.forget()
+
+
+@pytest.mark.usefixtures("forgetting")
 def test_the_traceback_is_logged(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
     with caplog.at_level(logging.DEBUG, logger="mpguard"):
         for _ in range(2):

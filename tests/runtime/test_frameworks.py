@@ -149,7 +149,7 @@ def test_a_mismatch_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     words = ("-m", "mpguard.run", "--config", config, LOOP, "ddp", "--slow-rank", 1)
     run = on_ranks(*words, cwd=tmp_path)
     assert run.returncode == 1 and results(run) == [], transcript(run)
-    assert "rank 1: not proven: the run computed gradients and ended" in (tmp_path / "raised.0").read_text()
+    assert "not proven: rank 1: the run computed gradients and ended" in (tmp_path / "raised.0").read_text()
 
 
 def test_the_trainer_of_transformers(tmp_path: Path) -> None:

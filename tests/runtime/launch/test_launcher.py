@@ -93,7 +93,8 @@ def test_the_status_is_the_scripts(tmp_path: Path) -> None:
 def test_the_status_is_that_of_the_first_rank_that_failed(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
     run = launch("--config", config, SCRIPT, "--exit", 1, 7, cwd=tmp_path)
-    assert run.returncode == 7 and "mpguard:" not in run.stderr, transcript(run)
+    assert run.returncode == 7 and "not in force" not in run.stderr, transcript(run)
+    assert "ended because of another one: rank 1 (node 0, " in run.stderr and "ended with SystemExit: 7" in run.stderr
 
 
 def test_the_status_is_that_of_the_killed_rank_not_of_ranks_ended_by_torchelastic() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,8 @@ with signals.as_exceptions(), signals.ending_what_waits():
         print("ready", flush=True)
         TCPStore("127.0.0.1", int(sys.argv[2]), 2, True, datetime.timedelta(seconds=600))
     child = subprocess.Popen(["sleep", "600"])
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)
         child.wait()
     except BaseException as error:
         print("handled", flush=True)
@@ -43,6 +44,7 @@ def test_a_signal_ends_a_launcher_that_waits_for_another_node(tmp_path: Path, nu
     ):
         assert launcher.stdout is not None
         assert launcher.stdout.readline() == "ready\n"
+        time.sleep(seconds(1))  # then it is in C++
         launcher.send_signal(number)
         assert launcher.wait(seconds(20)) == 128 + number
         assert launcher.stdout.read() == "cleaned up\n"

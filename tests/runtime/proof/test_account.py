@@ -249,7 +249,7 @@ def test_a_long_evaluation_before_a_step_is_not_recorded_to_its_end(monkeypatch:
         whole.stop()
     size = 2 * 4 * 16 * 16
     assert found.trained == {Work("fp32", module=id(layer)): 20 * 2 * size} and not found.reason
-    assert found.frozen == {Work("fp32", module=id(layer)): 10 * size}
+    assert found.frozen == {Work("fp32", module=id(layer), evaluated=True): 10 * size}
 
 
 def test_ranges_of_the_program_are_closed_before_the_profiler_starts_again() -> None:

@@ -173,8 +173,9 @@ def test_fp16_needs_a_scaler_that_is_enabled() -> None:
 
 def test_a_failure_contains_what_is_what_was_requested_and_what_to_do() -> None:
     seen = dataclasses.replace(GOOD, engine="none", world_size=1)
-    text = "; ".join(map(str, failures(compare(seen, PLAN), PLAN, seen)))
-    assert "asked: fsdp2" in text and "asked: 2" in text and "no process group" in text
+    engine, processes = failures(compare(seen, PLAN), PLAN, seen)
+    assert "asked: fsdp2" in engine.text and "rap the model in the" in engine.advice
+    assert "asked: 2" in processes.text and "without a process group" in processes.advice
 
 
 def test_the_table_and_the_file_have_the_same_rows(tmp_path: Path) -> None:
