@@ -21,9 +21,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import right_programs
+import false_refusal_programs
 import torch
-from right_programs import Right
+from false_refusal_programs import Right
 
 import mpguard
 from mpguard.core.errors import NotInForce
@@ -42,7 +42,7 @@ def check(name: str, program: Right, seed: int, share: float) -> dict[str, Any]:
     apply_patches()
     if program.processes > 1:
         torch.distributed.init_process_group("gloo")
-    right_programs.seed(seed)
+    false_refusal_programs.seed(seed)
     policy = mpguard.recipe(program.recipe)
     plan = Plan(policy, strategy=program.strategy, processes=program.processes, enforce="error", announced=True)
     guard = guards.Guard(plan)
@@ -71,7 +71,7 @@ def check(name: str, program: Right, seed: int, share: float) -> dict[str, Any]:
 
 def _in_process(name: str, numbers: tuple[int, float], rank: int, port: int, path: Path) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    program = right_programs.PROGRAMS[name]
+    program = false_refusal_programs.PROGRAMS[name]
     os.environ["WORLD_SIZE"] = str(program.processes)
     try:
         found = check(name, program, *numbers)
@@ -121,7 +121,7 @@ def main() -> None:
         return row
 
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        rows = list(pool.map(measured, right_programs.named(options.names)))
+        rows = list(pool.map(measured, false_refusal_programs.named(options.names)))
     if options.names and options.out and options.out.exists():
         again = {row["program"]: row for row in rows}
         rows = [again.get(row["program"], row) for row in json.loads(options.out.read_text("utf-8"))["rows"]]

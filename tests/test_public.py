@@ -44,11 +44,6 @@ def test_all_has_every_class_that_a_public_function_returns() -> None:
     assert returned <= set(mpguard.__all__)
 
 
-def test_a_module_that_moved_is_named_with_its_new_place() -> None:
-    with pytest.raises(AttributeError, match=r"the module `mpguard.plugin` moved, import from `mpguard.targets`"):
-        mpguard.plugin  # noqa: B018
-
-
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'recipies'"):
         mpguard.recipies  # noqa: B018

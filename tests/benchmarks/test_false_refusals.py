@@ -22,7 +22,7 @@ NAMES = (
 def programs(words: list[str]) -> int:
     sys.path.insert(0, str(REPOSITORY / "benchmarks"))
     import false_refusals
-    from right_programs import PROGRAMS
+    from false_refusal_programs import PROGRAMS
 
     found = [false_refusals.check(name, PROGRAMS[name], 0, 24 / PROGRAMS[name].steps) for name in words]
     sys.stdout.write(json.dumps({"rank": 0, "found": found}) + "\n")

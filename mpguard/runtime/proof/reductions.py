@@ -348,14 +348,9 @@ def compare_ranks(fingerprints: Sequence[Fingerprint]) -> list[Failure]:
     own_starts = {name for name in fingerprints[0].alone if _starts_differ(name, fingerprints)}
     outside = set(fingerprints[0].outside)
     parts = outside if outside & own_starts and _have_parts_of_their_own(fingerprints) else set()
-    # Where no collective had them and they are the same on all ranks, something has reduced them that was not seen: a
-    # hook of the backward pass, or buffers of the script.
-    differ = {name for name in fingerprints[0].alone if _differ([sums.get(name) for sums in alone])}
-    shared = [
-        name
-        for name in fingerprints[0].alone
-        if name in differ and name not in (parts if name in outside else own_starts)
-    ]
+    shared = [name for name in fingerprints[0].alone if name not in (parts if name in outside else own_starts)]
+    if nothing_reduced:  # they are the same on all ranks: the script has reduced them, in hooks or buffers of its own
+        shared = []
     if shared:
         text = (
             f"coverage: the gradients of {_names(shared)} are not reduced: they belong to no engine, and no collective "

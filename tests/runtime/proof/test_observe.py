@@ -18,6 +18,7 @@ from short_programs import HEAD, needs_bf16_lstm, run
 from torch import nn
 
 import mpguard
+from mpguard.runtime import containment
 from mpguard.runtime.progress import Progress
 from mpguard.runtime.proof import consensus, models, observe
 from mpguard.runtime.proof.reductions import Fingerprint
@@ -38,7 +39,7 @@ OFF = "with amp(enabled=False): "
         "m = net(); o = adam(m)\ndef f(x):\n  " + OFF + "return m(x).bfloat16()\ntrain(f, o)",
         "m = net(); o = adam(m)\n@torch.compile(backend='aot_eager')\ndef f(x):\n  " + OFF + "return m(x)\ntrain(f, o)",
         # outside of modules
-        "w = nn.Parameter(torch.randn(512, 32)); h = nn.Linear(32, 32)\n"
+        "w = nn.Parameter(torch.randn(4096, 32)); h = nn.Linear(32, 32)\n"
         "def f(x):\n  "
         + OFF
         + "y = F.linear(x, w) @ w\n  return h(y)\ntrain(f, torch.optim.AdamW([w, *h.parameters()]))",
@@ -103,6 +104,7 @@ def test_a_head_that_is_most_of_the_work_is_named(tmp_path: Path) -> None:
 
 
 def test_prove_does_not_prove_what_was_not_observed() -> None:
+    containment.PROOF.forget()  # of an earlier test of this process
     model = nn.Linear(16, 16)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, 16)).sum().backward()
