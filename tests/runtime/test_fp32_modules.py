@@ -127,7 +127,7 @@ for _ in range(2):
 
 
 def test_an_island_of_the_script_is_allowed_by_name(tmp_path: Path) -> None:
-    """The head is most of the work here; the same run without `allow` has a row for it."""
+    """The head is most of the work here; the same run without `allow` is refused, and says how to allow it."""
     script = """
 import torch
 from torch import nn
@@ -143,8 +143,8 @@ for _ in range(2):
 """
     (tmp_path / "t.py").write_text(script)
     words = ["--config", mp_yaml(tmp_path), "--proof-json", tmp_path / "proof.json"]
-    named = in_fork([*words, "t.py"], cwd=tmp_path)
-    assert named.returncode == 0 and "fp32 by the script" in named.stderr, transcript(named)
+    refused = in_fork([*words, "t.py"], cwd=tmp_path)
+    assert refused.returncode == 1 and "mpguard_allow: [{fp32: head}]" in refused.stderr, transcript(refused)
     allowed = in_fork([*words, "--allow", "fp32: head", "--allow", "frozen:fp16", "t.py"], cwd=tmp_path)
     assert allowed.returncode == 0 and "allowed: fp32: head" in allowed.stderr, transcript(allowed)
     rows = proof(tmp_path / "proof.json")["rows"]

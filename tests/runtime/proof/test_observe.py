@@ -96,11 +96,7 @@ def test_a_head_that_is_most_of_the_work_is_named(tmp_path: Path) -> None:
         "  def forward(s, x):\n    h = s.body(x)\n    " + OFF + "return s.head(h.float())\nm = N(); train(m, adam(m))"
     )
     ended = run(tmp_path, script)
-    assert ended.returncode == 0, transcript(ended)
-    assert (
-        "autocast(enabled=False): head (Linear of N)"
-        in proof(tmp_path / "proof.json")["rows"]["fp32 by the script"]["found"]
-    )
+    assert ended.returncode == 1 and "fp32: head (Linear of N); asked: bf16" in ended.stderr, transcript(ended)
 
 
 def test_prove_does_not_prove_what_was_not_observed() -> None:

@@ -31,9 +31,8 @@ from mpguard.runtime.proof.verdict import Row, Verdict, not_observed
 #: a narrower one.
 WIDER_SHARE = 0.1
 
-#: At most this share may be in FP32 because the script has switched autocast off around a part of the forward pass. A
-#: head of 32,000 tokens is 93 % of a small model; where nothing is left, the policy's dtype is not in force.
-SCRIPTED_SHARE = 0.99
+#: At most this share may be in FP32 because the script has switched autocast off around a part of the forward pass.
+SCRIPTED_SHARE = 0.75
 
 #: The same where the products are inferred from autograd's graph, which shows neither attention nor what functions do.
 INFERRED_SHARE = 0.5
