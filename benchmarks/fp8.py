@@ -51,9 +51,11 @@ SIZES = {
     "4 x 8B, 4 of 2x4096": (4096, 14336, 32, 8, 4, 2, 4096, 32000),
     "6 x 8B, 2x4096, FSDP2": (4096, 14336, 32, 8, 6, 2, 4096, 32000),
     "6 x 8B, 2x4096, ZeRO-2": (4096, 14336, 32, 8, 6, 2, 4096, 32000),
+    "6 x 8B, 2x4096, accelerate FSDP2": (4096, 14336, 32, 8, 6, 2, 4096, 32000),
     "tiny": (64, 128, 4, 2, 2, 2, 32, 256),
     "tiny, FSDP2": (64, 128, 4, 2, 2, 2, 32, 256),
     "tiny, ZeRO-2": (64, 128, 4, 2, 2, 2, 32, 256),
+    "tiny, accelerate FSDP2": (64, 128, 4, 2, 2, 2, 32, 256),
 }
 
 #: Forward and backward passes per step, of sizes that have several.
@@ -94,6 +96,8 @@ VARIANTS = {
     "fp8, graphs": Variant(FP8, {**TORCHAO, "compile_mode": "reduce-overhead"}),
     "auto": Variant("auto"),
     "fp8, reduced in bf16": Variant(FP8, {"grad_reduce_in_fp32": False}),
+    "fp8, float8 all-gather": Variant(FP8, {**TORCHAO, "fp8_param": True}),
+    "fp8, gathered in bf16": Variant(FP8, {**TORCHAO, "fp8_param": False}),
 }
 
 #: What is measured on one GPU, the most telling first.
@@ -135,6 +139,10 @@ TWO_GPUS = (
     ("6 x 8B, 2x4096, ZeRO-2", "fp8"),
     ("6 x 8B, 2x4096, ZeRO-2", "bf16"),
     ("6 x 8B, 2x4096, ZeRO-2", "fp8, reduced in bf16"),
+    ("6 x 8B, 2x4096, accelerate FSDP2", "fp8"),
+    ("6 x 8B, 2x4096, accelerate FSDP2", "fp8, float8 all-gather"),
+    ("6 x 8B, 2x4096, accelerate FSDP2", "fp8, gathered in bf16"),
+    ("6 x 8B, 2x4096, accelerate FSDP2", "bf16"),
 )
 QUICK = (
     ("tiny", "bf16"),
@@ -144,6 +152,7 @@ QUICK = (
     ("tiny", "fp8, torchao fused by hand"),
     ("tiny, FSDP2", "fp8"),
     ("tiny, ZeRO-2", "fp8"),
+    ("tiny, accelerate FSDP2", "fp8, float8 all-gather"),
 )
 
 #: The bounds that this table has to meet: (size, variant) -> ratio to stock.
@@ -205,7 +214,7 @@ KINDS = (
 
 def strategy_of(size: str) -> str | None:
     """Return what divides the model among two processes; None for one process."""
-    return next((each for each in ("FSDP2", "ZeRO-2") if size.endswith(each)), None)
+    return next((each for each in ("accelerate FSDP2", "FSDP2", "ZeRO-2") if size.endswith(each)), None)
 
 
 def policy_of(variant: Variant) -> Any:
@@ -332,6 +341,8 @@ def trainer(size: str, variant: Variant) -> Callable[[], Any]:
         CONVERSIONS[variant.by_hand](model)
     if strategy == "ZeRO-2":
         return zero2(model, batches, variant)
+    if strategy == "accelerate FSDP2":
+        return accelerated(model, batches, variant)
     if strategy == "FSDP2":
         shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -423,6 +434,38 @@ def shard(model: Any) -> None:
     for block in model.model.layers:
         fully_shard(block, mesh=mesh, mp_policy=mixed)
     fully_shard(model, mesh=mesh, mp_policy=mixed)
+
+
+def accelerated(model: Any, batches: list[Any], variant: Variant) -> Callable[[], Any]:
+    """Return a step of accelerate's FSDP2: FP32 shards, matmuls and gathers in BF16; reduction as accelerate has it."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(
+        mixed_precision="bf16",
+        cpu=device() == "cpu",
+        dynamo_backend=_backend() if variant.compiled else "no",
+        fsdp_plugin=FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        ),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    net, optimizer = accelerator.prepare(model, optimizer)
+    number = 0
+
+    def step() -> Any:
+        nonlocal number
+        ids, number = batches[number % 4], number + 1
+        loss = net(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
 
 
 def zero2(model: Any, batches: list[Any], variant: Variant) -> Callable[[], Any]:

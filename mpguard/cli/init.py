@@ -82,7 +82,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="default: 1 for `single`; else one per GPU (2 without a GPU; at least 2 for ddp)",
     )
     parser.add_argument(
-        "--device", choices=("cpu", "gpu"), help="the device to train on (default: what this machine has)"
+        "--device",
+        choices=("cpu", "gpu"),
+        help="the device to train on (default: what this machine has); gpu also writes for GPUs of another machine",
     )
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")
 
@@ -132,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
     device = options.device or _device(policy, strategy, here)
     if recipe == mp_yaml.AUTO_RECIPE:
         policy = auto_on(here.cpu if device == "cpu" else here)
-    notes = reasons + _check_machine(policy, strategy, device, here)
+    notes = reasons + _check_machine(policy, strategy, device, here, elsewhere=options.device == "gpu")
     processes = options.num_processes or _processes(strategy, device, here)
     if strategy == "single" and processes > 1:
         raise ConfigError(
@@ -172,8 +174,13 @@ def _device(policy: Policy, strategy: str, here: hardware.Hardware) -> str:
     return "cpu" if on_cpu else "gpu"
 
 
-def _check_machine(policy: Policy, strategy: str, device: str, here: hardware.Hardware) -> list[str]:
-    """Return notes about the machine. Raise `MpguardError` if the recipe cannot run on the requested device."""
+def _check_machine(
+    policy: Policy, strategy: str, device: str, here: hardware.Hardware, *, elsewhere: bool = False
+) -> list[str]:
+    """Return notes about the machine. Raise `MpguardError` if the recipe cannot run on the requested device.
+
+    elsewhere: the user asks for GPUs that may not be the ones of this machine.
+    """
     if device == "cpu":
         if strategy not in ("single", "ddp"):
             raise ConfigError(
@@ -194,11 +201,23 @@ def _check_machine(policy: Policy, strategy: str, device: str, here: hardware.Ha
     if here.capability is None:
         return [f"The compute capability of {here.gpu} could not be read: the recipe was not checked."]
     reason = here.refuses(policy)
+    if reason is not None and elsewhere:
+        rehearsal = ". `mpguard launch --emulate` rehearses it here" if _can_be_emulated(policy) else ""
+        return [f"Written for other GPUs. The recipe cannot run here ({here}): {reason}{rehearsal}."]
     if reason is not None:
         raise PolicyError(
-            f"recipe `{policy.name}` cannot run here ({here}): {reason}. `mpguard recipes` lists those that can"
+            f"recipe `{policy.name}` cannot run here ({here}): {reason}. `mpguard recipes` lists those that can, and "
+            "--device gpu writes the file for other GPUs"
         )
     return [f"Checked: the recipe runs on {here}."]
+
+
+def _can_be_emulated(policy: Policy) -> bool:
+    try:
+        policy.emulated()
+    except PolicyError:
+        return False
+    return True
 
 
 def _wish_notes(plan: InitPlan) -> list[str]:

@@ -126,6 +126,23 @@ def test_the_default_strategy_is_ddp_where_there_are_several_gpus(monkeypatch: p
 
 
 @pytest.mark.parametrize(
+    ("machine", "recipe", "rehearsed"), [(A100S, "hopper_bf16_with_fp8_mixed", True), (V100, "bf16_mixed", False)]
+)
+def test_device_gpu_writes_for_the_gpus_of_another_machine(
+    machine: hardware.Hardware,
+    recipe: str,
+    rehearsed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    on(monkeypatch, machine)
+    assert init(recipe, "--device", "gpu")["fp8_config" if rehearsed else "mixed_precision"]
+    out = capsys.readouterr().out
+    assert "Written for other GPUs. The recipe cannot run here" in out
+    assert ("`mpguard launch --emulate` rehearses it here" in out) is rehearsed
+
+
+@pytest.mark.parametrize(
     ("machine", "recipe", "message"),
     [
         (A100S, "hopper_bf16_with_fp8_mixed", "needs compute capability 8.9 or higher for FP8"),
