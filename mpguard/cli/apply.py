@@ -151,7 +151,7 @@ def _policy(
     sources = [document] if document.kind == "accelerate" else [each for each in documents if _names(each, document)]
     for source in sources:
         stored = mp_yaml.stored(source)
-        if stored.overrides and stored.recipe is not None and stored.recipe.replace("-", "_") == recipe:
+        if stored.fields and stored.recipe is not None and stored.recipe.replace("-", "_") == recipe:
             return mp_yaml.policy_of(source) or policy
     return policy
 
@@ -214,7 +214,7 @@ def _overrides(document: Document, recipe: str) -> dict[str, Any] | None:
     """Return the overrides in the file if they belong to this recipe."""
     stored = mp_yaml.stored(document)
     same = stored.recipe is not None and stored.recipe.replace("-", "_") == recipe
-    return dict(stored.overrides) if same and stored.overrides else None
+    return stored.fields if same else None
 
 
 def _write(jobs: list[Job]) -> None:

@@ -3,6 +3,7 @@
     fp8_config:
       mpguard_recipe: bf16_mixed
       mpguard_overrides: {grad_reduce_in_fp32: false}
+      mpguard_fp8_modules: [{pattern: "*.mlp.*", recipe: rowwise}]
       mpguard_allow: [{frozen: fp16}]
       mpguard_watch: full
 
@@ -23,6 +24,7 @@ from mpguard.core.watch_levels import WatchLevel, watch_level
 from mpguard.document import Document, Entry, read
 from mpguard.policy import hardware
 from mpguard.policy.allow import Allowance, allowances
+from mpguard.policy.fp8_modules import ModuleRecipe, module_recipes
 from mpguard.policy.policy import FIELD_NAMES, Policy
 from mpguard.policy.recipes import auto_on
 from mpguard.policy.recipes import recipe as named
@@ -34,9 +36,11 @@ T = TypeVar("T")
 SECTION = "fp8_config"
 RECIPE = f"{SECTION}.mpguard_recipe"
 OVERRIDES = f"{SECTION}.mpguard_overrides"
+#: The policy field `fp8_modules`, which is a list of sections, while overrides are single values.
+MODULES = f"{SECTION}.mpguard_fp8_modules"
 ALLOW = f"{SECTION}.mpguard_allow"
 WATCH = f"{SECTION}.mpguard_watch"
-KEYS = tuple(key.split(".")[1] for key in (RECIPE, OVERRIDES, ALLOW, WATCH))
+KEYS = tuple(key.split(".")[1] for key in (RECIPE, OVERRIDES, MODULES, ALLOW, WATCH))
 
 #: The recipe that is decided by the hardware of each launch.
 AUTO_RECIPE = "auto"
@@ -47,13 +51,20 @@ class Stored:
     """The values of mpguard's keys in a config.
 
     recipe: None if it names none. allow: deviations that are wanted. watch: how closely the run is watched; None for
-    the default.
+    the default. modules: a recipe per module.
     """
 
     recipe: str | None
     overrides: Mapping[str, Any]
     allow: tuple[Allowance, ...] = ()
     watch: WatchLevel | None = None
+    modules: tuple[ModuleRecipe, ...] = ()
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of the policy that the config changes: the overrides, and `fp8_modules`."""
+        modules = {"fp8_modules": [each.plain() for each in self.modules]} if self.modules else {}
+        return {**self.overrides, **modules}
 
 
 def load_policy(path: Path) -> Policy:
@@ -87,12 +98,13 @@ def policy_of(document: Document) -> Policy | None:
         policy = auto_on(hardware.detect().cpu) if _auto_on_cpu(document) else named(keys.recipe)
     except PolicyError as error:
         raise _at(error, document.where(RECIPE)) from None
-    if not keys.overrides:
+    if not keys.fields:
         return policy
     try:
-        return policy.replace(**keys.overrides)
+        return policy.replace(**keys.fields)
     except PolicyError as error:
-        raise ConfigError(f"{document.where(OVERRIDES)}: {error}") from None
+        where = MODULES if str(error).startswith("fp8_modules") else OVERRIDES
+        raise ConfigError(f"{document.where(where)}: {error}") from None
 
 
 def _auto_on_cpu(document: Document) -> bool:
@@ -121,16 +133,24 @@ def stored(document: Document) -> Stored:
     if recipe is not None and (not isinstance(recipe.value, str) or not recipe.value):
         raise ConfigError(f"{document.where(RECIPE)}: is {show(recipe.value)}; the name of a recipe is needed")
     allowed, watch = _parsed(document, ALLOW, allowances) or (), _parsed(document, WATCH, watch_level)
+    modules = _parsed(document, MODULES, module_recipes) or ()
+    if modules and recipe is None:
+        raise ConfigError(f"{document.where(MODULES)}: `mpguard_recipe` is needed next to it: a recipe with FP8")
     overrides = document.entry(OVERRIDES)
     if overrides is None or overrides.value is None:
-        return Stored(recipe.value if recipe else None, {}, allowed, watch)
+        return Stored(recipe.value if recipe else None, {}, allowed, watch, modules)
     _check_overrides(document, overrides, recipe)
-    return Stored(recipe.value if recipe else None, overrides.value, allowed, watch)
+    return Stored(recipe.value if recipe else None, overrides.value, allowed, watch, modules)
 
 
 def unknown_deviation(value: Any) -> str:
     """Return what is wrong with a value of `mpguard_allow`; empty if nothing is."""
     return _error_of(allowances, value)
+
+
+def wrong_modules(value: Any) -> str:
+    """Return what is wrong with a value of `mpguard_fp8_modules`; empty if nothing is."""
+    return _error_of(module_recipes, value)
 
 
 def unknown_watch_level(value: Any) -> str:
@@ -141,7 +161,7 @@ def unknown_watch_level(value: Any) -> str:
 def _error_of(parse: Callable[[Any], object], value: Any) -> str:
     try:
         parse(value)
-    except ConfigError as error:
+    except (ConfigError, PolicyError) as error:
         return str(error)
     return ""
 
@@ -151,7 +171,7 @@ def _parsed(document: Document, key: str, parse: Callable[[Any], T]) -> T | None
     entry = document.entry(key)
     try:
         return parse(entry.value) if entry is not None and entry.value is not None else None
-    except ConfigError as error:
+    except (ConfigError, PolicyError) as error:
         raise ConfigError(f"{document.where(key)}: {error}") from None
 
 
@@ -163,6 +183,9 @@ def _check_overrides(document: Document, overrides: Entry, recipe: Entry | None)
         if field not in FIELD_NAMES:
             here = document.where(f"{OVERRIDES}.{field}")
             raise ConfigError(f"{here}: a policy has no field `{field}`{did_you_mean(str(field), FIELD_NAMES)}")
+        if field == "fp8_modules":
+            here = document.where(f"{OVERRIDES}.{field}")
+            raise ConfigError(f"{here}: belongs next to `mpguard_overrides`, as `{SECTION}.mpguard_fp8_modules`")
         if isinstance(value, dict):
             raise ConfigError(f"{document.where(f'{OVERRIDES}.{field}')}: is a section; a single value is needed")
     if overrides.value and recipe is None:
@@ -172,11 +195,14 @@ def _check_overrides(document: Document, overrides: Entry, recipe: Entry | None)
 def changes(config: Mapping[str, Any], recipe: str, overrides: Mapping[str, Any] | None = None) -> list[Change]:
     """Return the changes of an accelerate config after which `load_policy` returns a recipe with some overrides.
 
+    overrides: fields of the policy; `fp8_modules` gets a key of its own.
     Raises `ConfigError` for a SageMaker config, which has no `fp8_config`.
     """
     if config.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise ConfigError("a SageMaker config has no `fp8_config`, and no other place for mpguard's recipe")
-    wanted = {RECIPE: recipe, OVERRIDES: dict(overrides) if overrides else ABSENT}
+    fields = dict(overrides or {})
+    modules = [each.plain() for each in module_recipes(fields.pop("fp8_modules", ()))]
+    wanted = {RECIPE: recipe, OVERRIDES: fields or ABSENT, MODULES: modules or ABSENT}
     return [
         Change(key, old, new, "" if key == RECIPE else "they were those of another recipe" if new is ABSENT else "")
         for key, new in wanted.items()

@@ -87,6 +87,9 @@ def _of_config(run: RunInputs) -> PolicyInForce | None:
         field: Given(value, origin_of(config, f"{mp_yaml.OVERRIDES}.{field}", "override"), field)
         for field, value in stored.overrides.items()
     }
+    if stored.modules:
+        place = origin_of(config, mp_yaml.MODULES, "override")
+        overrides["fp8_modules"] = Given(stored.fields["fp8_modules"], place, "fp8_modules")
     return PolicyInForce(in_file, recipe(stored.recipe), named, overrides)
 
 

@@ -77,7 +77,7 @@ def _config(run: RunInputs, config: Document, facts: RunFacts) -> Iterator[Unrea
 def _why_unread(run: RunInputs, name: str, entry: Entry, facts: RunFacts) -> str | None:
     section = accelerate_keys.SECTIONS[name]
     bare = section.bare(entry.key)
-    if ".".join(entry.path) in (mp_yaml.RECIPE, mp_yaml.OVERRIDES):
+    if name == mp_yaml.SECTION and entry.key in mp_yaml.KEYS:
         return (
             None if facts.guarded else "mpguard's key: accelerate alone does not know it. Launch with `mpguard launch`"
         )

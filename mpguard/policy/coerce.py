@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from mpguard.core.errors import PolicyError, near
 from mpguard.policy.dtype import Dtype
+from mpguard.policy.fp8_modules import ModuleRecipe, module_recipes
 
 
 def coerce(name: str, value: Any, declared: Any) -> Any:
@@ -15,6 +16,8 @@ def coerce(name: str, value: Any, declared: Any) -> Any:
 
     name: the field, for the message. declared: its type annotation.
     """
+    if declared == tuple[ModuleRecipe, ...]:
+        return module_recipes(value)
     allowed = _alternatives(declared)
     for kind in allowed:
         converted = _convert(value, kind)

@@ -19,9 +19,9 @@ from typing import Any, Literal
 from mpguard.core.errors import NoEffect, NoEffectWarning, PolicyError, did_you_mean
 from mpguard.policy.coerce import coerce
 from mpguard.policy.dtype import Dtype
+from mpguard.policy.fp8_modules import NONE, Fp8Recipe, ModuleRecipe, as_text
 
 Fp8Format = Literal["hybrid", "e4m3"]
-Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8", "rowwise", "rowwise_with_gw_hp"]
 Backend = Literal["auto", "te", "torchao"]
 Wish = Literal["auto"]
 
@@ -35,6 +35,9 @@ BACKENDS: Mapping[str, tuple[Backend, ...]] = {
     "rowwise": ("torchao",),
     "rowwise_with_gw_hp": ("torchao",),
 }
+
+#: Recipes that exist in E4M3 only: where `fp8_modules` gives them to layers, `fp8: hybrid` is E4M3 in these.
+E4M3_ONLY = ("rowwise", "rowwise_with_gw_hp", "mxfp8")
 
 #: Modules that stay out of FP8 by default: output heads and MoE routers lose accuracy
 #: (accelerate's Transformer Engine path converts `lm_head`; axolotl patches routers out).
@@ -94,6 +97,9 @@ class Policy:
         fp8_required: False: FP8 is a wish: a model that is not faster in it, by measurements of the GPU's generation
             (`mpguard.policy.speed`), or that has no layers for it, runs in the compute dtype, which is reported.
         fp8_exclude: name patterns (`fnmatch`, on the qualified module name) kept out of FP8.
+        fp8_modules: a recipe per module: a list of `{"pattern": "*.mlp.*", "recipe": "rowwise"}`, where the first
+            pattern that matches the qualified name of a layer decides, and `none` keeps it out of FP8. Layers that
+            none matches have `fp8_recipe`. All recipes must be of one backend, and delayed scaling stands alone.
         fp8_head: the output head in FP8 too.
         fp8_experts: the experts of a mixture in FP8 too: E4M3 with a scale per row, whatever `fp8_recipe`.
         fp8_fast_accum: fast accumulation in the gradient products as well.
@@ -155,6 +161,7 @@ class Policy:
     fp8_param_gather: bool | Wish | None = None
     fp8_required: bool = True
     fp8_exclude: tuple[str, ...] = DEFAULT_FP8_EXCLUDE
+    fp8_modules: tuple[ModuleRecipe, ...] = ()
     fp8_head: bool = False
     fp8_experts: bool = False
     fp8_fast_accum: bool = False
@@ -192,6 +199,7 @@ class Policy:
         self._fill_defaults()
         self._check_compute()
         self._check_low_bits()
+        self._check_modules()
         self._check_loss_scale()
 
     def _fill(self, name: str, value: object) -> None:
@@ -283,6 +291,7 @@ class Policy:
             ("fp8_param", bool(self.fp8), "fp8"),
             ("fp8_required", low is not None, "fp8 or fp4"),
             ("fp8_exclude", low is not None, "fp8 or fp4"),
+            ("fp8_modules", bool(self.fp8), "fp8"),
             ("fp8_head", low is not None, "fp8 or fp4"),
             (
                 "fp8_experts",
@@ -325,8 +334,9 @@ class Policy:
                 f"backend is {self.backend}, which has no {recipe} recipe; {' or '.join(BACKENDS[recipe])} has"
             )
         if self.fp8_emulate and "torchao" not in self.backends:
+            lacking = next((each for each in self.recipes if "torchao" not in BACKENDS[each]), recipe)
             raise PolicyError(
-                f"fp8_emulate is True with the recipe {recipe} on backend {self.backend}; "
+                f"fp8_emulate is True with the recipe {lacking} on backend {self.backend}; "
                 "only torchao emulates FP8, and it has "
                 + ", ".join(name for name, backends in BACKENDS.items() if "torchao" in backends)
             )
@@ -338,6 +348,27 @@ class Policy:
         if (self.fp8_dot_product_attention or self.fp8_multi_head_attention) and recipe == "blockwise":
             raise PolicyError(
                 "FP8 attention with fp8_recipe blockwise: Transformer Engine's Float8BlockScaling has none"
+            )
+
+    def _check_modules(self) -> None:
+        """Raise `PolicyError` for a recipe of `fp8_modules` that the other fields, or the other recipes, exclude."""
+        for each in self.fp8_modules:
+            if each.recipe == NONE:
+                continue
+            try:
+                self.with_recipe(each.recipe)
+            except PolicyError as error:
+                raise PolicyError(f"fp8_modules: `{each.pattern}` has the recipe {each.recipe}: {error}") from None
+        if len(self.recipes) > 1 and "delayed" in self.recipes:
+            raise PolicyError(
+                f"fp8_modules: the recipes are {', '.join(self.recipes)}; delayed scaling computes its scales once per "
+                "pass of the whole model, and is supported next to `none` only. Use one without history"
+            )
+        if self.fp8_modules and not self.backends:
+            libraries = "; ".join(f"{name} is of {' and '.join(BACKENDS[name])}" for name in self.recipes)
+            raise PolicyError(
+                f"fp8_modules: one library converts all layers, and none has all of these recipes: {libraries}. "
+                "Choose recipes of one, or another fp8_recipe for the layers that no pattern matches"
             )
 
     def _check_loss_scale(self) -> None:
@@ -391,12 +422,25 @@ class Policy:
     @property
     def backends(self) -> tuple[Backend, ...]:
         """The libraries that may run the FP8 or FP4 recipe, the preferred one first; empty without one."""
-        recipe = self.low_bit_recipe
-        if recipe is None:
+        if not self.recipes:
             return ()
+        able = [each for each in BACKENDS[self.recipes[0]] if all(each in BACKENDS[other] for other in self.recipes)]
         if self.fp8_emulate:
-            return ("torchao",) if "torchao" in BACKENDS[recipe] and self.backend != "te" else ()
-        return BACKENDS[recipe] if self.backend == "auto" else (self.backend,)
+            return ("torchao",) if "torchao" in able and self.backend != "te" else ()
+        return tuple(each for each in able if self.backend in ("auto", each))
+
+    @property
+    def recipes(self) -> tuple[str, ...]:
+        """The scaling recipes of FP8 or FP4: that of the policy, and those that `fp8_modules` gives to layers."""
+        own = [each.recipe for each in self.fp8_modules if each.recipe != NONE]
+        return tuple(dict.fromkeys([self.low_bit_recipe, *own])) if self.low_bit_recipe else ()
+
+    def with_recipe(self, recipe: str) -> Policy:
+        """Return the policy that the layers of one of `recipes` have: as if all layers had it."""
+        if recipe == self.low_bit_recipe:
+            return self if not self.fp8_modules else self.replace(fp8_modules=(), name=self.name)
+        form = "e4m3" if recipe in E4M3_ONLY else self.fp8
+        return self.replace(fp8_modules=(), fp8_recipe=recipe, fp8=form, name=self.name)
 
     @property
     def kept_out_of_fp8(self) -> tuple[str, ...]:
@@ -445,7 +489,7 @@ class Policy:
 
     def format_field(self, name: str) -> str:
         """Return the value of a field as text for messages, such as `bf16`."""
-        return str(_plain(getattr(self, name)))
+        return _text(name, getattr(self, name))
 
     def emulated(self) -> Policy:
         """Return the policy with its FP8 in software, by torchao: the same numbers on any device, and not the speed.
@@ -466,7 +510,7 @@ class Policy:
         merged = {**self.settings(), **changes}
         _check_names(merged)
         if "name" not in changes:
-            listed = ", ".join(f"{key}={_plain(value)}" for key, value in changes.items())
+            listed = ", ".join(f"{key}={_text(key, value)}" for key, value in changes.items())
             merged["name"] = f"{self.name} with {listed}" if listed else self.name
         for name, twin in _TWINS.items():
             if name in changes and twin not in changes:
@@ -539,4 +583,13 @@ def _plain(value: Any) -> Any:
     """Return a field's value as a JSON value."""
     if isinstance(value, Dtype):
         return value.short
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, ModuleRecipe):
+        return value.plain()
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _text(name: str, value: Any) -> str:
+    """Return the value of a field as text."""
+    if name == "fp8_modules" and isinstance(value, (list, tuple)):
+        return f"[{as_text(value)}]"
+    return str(_plain(value))

@@ -80,6 +80,8 @@ def show(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_item, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_item(each)}' for key, each in value.items())}}}"
     return "null" if value is None else str(value)
 
 

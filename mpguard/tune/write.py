@@ -28,7 +28,7 @@ def with_winner(document: Document, winner: TuneCandidate, figures: str) -> str:
     recipe = kept.recipe or settings.nearest(Path(document.path)).recipe
     if recipe is None:
         raise ConfigError(f"{document.path}: names no recipe")
-    overrides = _overrides(kept.overrides, winner.overrides, winner.policy)
+    overrides = _overrides(kept.fields, winner.overrides, winner.policy)
     changes = mp_yaml.changes(document.require(), recipe, overrides)
     changes += differences(document.data, winner.policy, "accelerate")
     text = apply_edits(document.text, document.edits(changes))

@@ -48,6 +48,40 @@ def test_deviations_that_are_wanted_are_read_and_kept_by_accelerate(tmp_path: Pa
     assert apply_edits(text, parse(text, "mp.yaml").edits(mp_yaml.changes(parse(text, "x").data, "bf16_mixed"))) == text
 
 
+FP8 = BASE.replace("bf16_mixed", "hopper_bf16_with_fp8_mixed")
+MODULES = [{"pattern": "*.mlp.*", "recipe": "rowwise"}, {"pattern": "model.layers.0.*", "recipe": "none"}]
+
+
+def test_a_recipe_per_module_is_written_read_back_and_kept_by_accelerate(tmp_path: Path) -> None:
+    document = parse(FP8, "mp.yaml")
+    fields = {"tf32": True, "fp8_modules": MODULES}
+    text = apply_edits(FP8, document.edits(mp_yaml.changes(document.data, "hopper_bf16_with_fp8_mixed", fields)))
+    policy = load(tmp_path, text)
+    assert policy == mpguard.recipe("hopper_bf16_with_fp8_mixed").replace(**fields)
+    assert policy.name.endswith(" with tf32=True, fp8_modules=[*.mlp.* rowwise, model.layers.0.* none]")
+    assert load_config_from_file(str(tmp_path / "mp.yaml")).fp8_config["mpguard_fp8_modules"] == MODULES
+    stored = mp_yaml.stored(parse(text, "mp.yaml"))
+    assert stored.fields == fields and stored.overrides == {"tf32": True}
+    other = parse(text, "mp.yaml")
+    assert apply_edits(text, other.edits(mp_yaml.changes(other.data, "bf16_mixed"))) == BASE
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (FP8 + "  mpguard_fp8_modules: [{pattern: a, recipe: off}]\n", r"mp\.yaml:5: .*boolean\); write `none`"),
+        (FP8 + "  mpguard_fp8_modules:\n  - {pattern: a, recipe: delayed}\n", r"mp\.yaml:5: .*modules`: .*delayed"),
+        (BASE + "  mpguard_fp8_modules: [{pattern: a, recipe: none}]\n", r"mp\.yaml:5: .*_modules`: .*it needs fp8"),
+        ("fp8_config:\n  mpguard_fp8_modules: [{pattern: a, recipe: none}]\n", r"mp\.yaml:2: .*`mpguard_recipe` is"),
+        (FP8 + "  mpguard_overrides: {fp8_modules: []}\n", r"mp\.yaml:5: .*as `fp8_config.mpguard_fp8_modules`"),
+        (FP8 + "  mpguard_fp8_module: []\n", r"mp\.yaml:5: .*no such key; did you mean `mpguard_fp8_modules`"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_recipe_per_module_has_its_place(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, text)
+
+
 def test_json_configs_are_read_too(tmp_path: Path) -> None:
     path = tmp_path / "accelerate.json"
     path.write_text('{"distributed_type": "NO", "fp8_config": {"mpguard_recipe": "bf16-mixed"}}')

@@ -8,6 +8,7 @@ from typing import Any
 
 import mpguard
 from mpguard.core.errors import NoEffectWarning, PolicyError
+from mpguard.policy.fp8_modules import ModuleRecipe
 from mpguard.policy.policy import Policy
 
 #: For each field, values to try. `variations` skips a value that conflicts with the other fields of a policy.
@@ -39,6 +40,7 @@ CANDIDATES: dict[str, tuple[Any, ...]] = {
     "fp8_param_gather": (True, False, "auto"),
     "fp8_required": (True, False),
     "fp8_exclude": ((), ("*lm_head", "*mlp*")),
+    "fp8_modules": ((), (ModuleRecipe("*mlp*", "none"),), (ModuleRecipe("*mlp*", "tensorwise"),)),
     "fp8_head": (True, False),
     "fp8_experts": (True, False),
     "fp8_fast_accum": (True, False),

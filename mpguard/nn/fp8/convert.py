@@ -30,7 +30,7 @@ from mpguard.targets.capabilities import FP8_WEIGHTS, SAME_PRODUCTS, fp8_weights
 from mpguard.targets.plugin import carriers
 
 #: Fields about FP8 that converted layers do not implement.
-NOT_CARRIED = ("fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention", "fuse")
+NOT_CARRIED = ("fp8_modules", "fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention", "fuse")
 
 MARK = "_mpguard_fp8"
 

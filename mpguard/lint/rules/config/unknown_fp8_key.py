@@ -43,9 +43,10 @@ class UnknownFp8Key(ConfigRule):
 
     Under `DEEPSPEED` nothing reads `dynamo_config`: the launcher sets no variable for it, and nothing is compiled.
 
-    `mpguard_recipe`, `mpguard_overrides`, `mpguard_allow` and `mpguard_watch` in `fp8_config` are read by mpguard.
-    Other names with that prefix, and overrides that are not fields of a policy, are not read either. An unknown name in
-    `mpguard_allow`, or an unknown level in `mpguard_watch`, ends the launch.
+    `mpguard_recipe`, `mpguard_overrides`, `mpguard_fp8_modules`, `mpguard_allow` and `mpguard_watch` in `fp8_config`
+    are read by mpguard. Other names with that prefix, and overrides that are not fields of a policy, are not read
+    either. An unknown name in `mpguard_allow`, an unknown recipe in `mpguard_fp8_modules`, or an unknown level in
+    `mpguard_watch`, ends the launch.
 
     ## Fix safety
     Safe: the key is renamed to the one that is read, if it is clear which one is intended and it is not already
@@ -119,12 +120,14 @@ mixed_precision: bf16
                 message="`dynamo_config`: nothing reads it under `DEEPSPEED`, and nothing is compiled",
                 help="compile the model in the code, and remove the section",
             )
-        allow = document.entry(mp_yaml.ALLOW)
-        if allow is not None and (reason := mp_yaml.unknown_deviation(allow.value)):
-            yield self.at(allow, message=f"`{mp_yaml.ALLOW}`: {reason}", help="", versions={})
-        watch = document.entry(mp_yaml.WATCH)
-        if watch is not None and watch.value is not None and (reason := mp_yaml.unknown_watch_level(watch.value)):
-            yield self.at(watch, message=f"`{mp_yaml.WATCH}`: {reason}", help="", versions={})
+        for key, wrong in (
+            (mp_yaml.ALLOW, mp_yaml.unknown_deviation),
+            (mp_yaml.MODULES, mp_yaml.wrong_modules),
+            (mp_yaml.WATCH, mp_yaml.unknown_watch_level),
+        ):
+            own = document.entry(key)
+            if own is not None and own.value is not None and (reason := wrong(own.value)):
+                yield self.at(own, message=f"`{key}`: {reason}", help="", versions={})
         entries = list(document.entries())
         present: dict[str, dict[str, object]] = {}
         for entry in entries:
