@@ -13,7 +13,6 @@ is not in `mpguard.runtime`, whose frames dynamo skips. Imports torch.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import types
 import weakref
 from collections import Counter
@@ -33,6 +32,9 @@ MARK = "_mpguard_fp32"
 
 _kept: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
+#: Class and role of a module -> `Fp32State.kind`.
+_kinds: dict[tuple[type[nn.Module], bool, torch.dtype | None], int] = {}
+
 
 @dataclasses.dataclass
 class Fp32State:
@@ -42,7 +44,8 @@ class Fp32State:
     output stays in FP32. outside: the dtype that the engine computes in without autocast; None for FP32. former: the
     `forward` that the instance had. observing: True to record. calls: number of calls by the dtype of the output.
     weights: the dtypes of the parameters, as the engine holds them. compiled: the dtypes of the output in compiled
-    code. number: identifies the module.
+    code. kind: a number of all modules that one graph can serve, because they run the same code: a number of each
+    module would be a constant of its graph, and each of a model's equal blocks would be compiled again.
     """
 
     name: str
@@ -54,7 +57,7 @@ class Fp32State:
     calls: Counter[str] = dataclasses.field(default_factory=Counter)
     weights: set[str] = dataclasses.field(default_factory=set)
     compiled: set[str] = dataclasses.field(default_factory=set)
-    number: int = dataclasses.field(default_factory=itertools.count().__next__)
+    kind: int = -1
 
 
 def matching(modules: Named, policy: Policy) -> dict[int, tuple[str, str]]:
@@ -86,7 +89,8 @@ def keep(modules: Named, policy: Policy) -> list[str]:
             rounded += [f"{name}.{buffer}" for buffer in _to_fp32(module, shared)]
             logits = id(module) in output_heads or matches(name, DEFAULT_FP8_EXCLUDE) or in_router(name, by_name)
             logits = logits and any(kind.__name__ == "Linear" for kind in type(module).__mro__)
-            vars(module)[MARK] = Fp32State(name, pattern, logits, outside, vars(module).get("forward"))
+            kind = _kinds.setdefault((type(module), logits, outside), len(_kinds))
+            vars(module)[MARK] = Fp32State(name, pattern, logits, outside, vars(module).get("forward"), kind=kind)
             vars(module)["forward"] = types.MethodType(forward, module)
             _kept.add(module)
     return rounded
@@ -186,7 +190,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         else:
             output = _call(self, state, args, kwargs)
     if torch.compiler.is_compiling():
-        _record_compiled(state.number, _dtype_of(output))
+        _record_compiled(state.kind, _dtype_of(output))
     elif state.observing:
         _record(self, state, output)
     if outside is None or not _is_low(outside):
@@ -234,11 +238,14 @@ def _record(module: nn.Module, state: Fp32State, output: Any) -> None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _record_compiled(number: int, dtype: torch.dtype | None) -> bool:
-    """Record the dtypes of output and parameters in compiled code. Dynamo calls it once, while it traces the module."""
+def _record_compiled(kind: int, dtype: torch.dtype | None) -> bool:
+    """Record the dtypes of output and parameters in compiled code, for all modules that the graph can serve.
+
+    Dynamo calls it once, while it traces a module; the graph is guarded by the dtypes of input and parameters.
+    """
     for module in kept():
         state: Fp32State = vars(module)[MARK]
-        if state.number == number and dtype is not None:
+        if state.kind == kind and dtype is not None:
             state.compiled.add(_short(dtype))
             _record_weights(module, state)
     return True

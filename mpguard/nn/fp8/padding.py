@@ -76,10 +76,11 @@ _all: weakref.WeakValueDictionary[int, Padding] = weakref.WeakValueDictionary()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _compiled(number: int, layer: str, much: bool) -> None:
+def _compiled(number: int, much: bool) -> None:
     """Warn while a graph is compiled. Nothing is called when it runs, so the number of calls is not counted.
 
-    much: more than `SHARE` of the work on a batch of the graph's shapes is on padding.
+    The layer has no name here: it would be a constant of its graph, and each of a model's equal blocks would be
+    compiled again. much: more than `SHARE` of the work on a batch of the graph's shapes is on padding.
     """
     padding = _all.get(number)
     if padding is None:
@@ -88,13 +89,13 @@ def _compiled(number: int, layer: str, much: bool) -> None:
     if not padding.noted:
         padding.noted = True
         texts.append(
-            f"{layer or 'the model'}: its input has a number of rows that is not a multiple of {padding.multiple}, as "
-            "FP8 products need it; padded inside the layer and cut off again (reported once)"
+            f"compiled code: the input of an FP8 layer has a number of rows that is not a multiple of "
+            f"{padding.multiple}, as FP8 matmuls need it; padded inside the layer and cut off again (reported once)"
         )
     if much and not padding.warned:
         padding.warned = True
         texts.append(
-            f"{layer or 'the model'}: for a batch of this size more than {100 * SHARE:.0f} % of the work is on "
+            f"compiled code: for a batch of this size more than {100 * SHARE:.0f} % of the work is on "
             f"padding: rows (batch x sequence length) are few, and not a multiple of {padding.multiple}. Choose a "
             "batch size or sequence length so that they are, unless this is only an epoch's last batch: compiled code "
             "does not count how often a size occurs"
@@ -162,9 +163,9 @@ class Padded(nn.Module):
             input = nn.functional.pad(input.reshape(rows, width), (0, 0, 0, added))
         if torch.compiler.is_compiling():
             if added and added > SHARE * (rows + added):
-                _compiled(state.padding.number, state.name, True)
+                _compiled(state.padding.number, True)
             elif added:
-                _compiled(state.padding.number, state.name, False)
+                _compiled(state.padding.number, False)
             result: torch.Tensor = super().forward(input)
         else:
             state.padding.count(state.name, rows, added, self.in_features * self.out_features)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
 
 import mpguard
@@ -664,11 +665,25 @@ def test_padding_in_compiled_code_is_reported_once_too_and_adds_no_graph(sizes: 
             assert compiled(torch.zeros(rows, 32)).shape == (rows, 32)
     messages = [str(each.message) for each in caught if issubclass(each.category, mpguard.MpguardWarning)]
     assert len(messages) == 1 + much
-    assert messages[0].startswith("0: its input has a number of rows that is not a multiple of 16")
+    assert messages[0].startswith(
+        "compiled code: the input of an FP8 layer has a number of rows that is not a multiple of 16"
+    )
     assert not much or (
         "more than 5 % of the work is on padding" in messages[1] and "not a multiple of 16. Choose" in messages[1]
     )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3, "of multiples, with padding, and with much"
+
+
+def test_equal_layers_with_padding_share_one_graph() -> None:
+    """A name of each layer in its graph made one graph per layer, until the recompile limit turned compilation off."""
+    net = nn.Sequential(*(nn.Linear(32, 32) for _ in range(10)))
+    mpguard.convert(net, FP8)
+    torch._dynamo.reset()
+    count = CompileCounter()
+    for layer in net:
+        layer.compile(backend=count)
+    net(torch.zeros(33, 32))
+    assert count.frame_count == 2, "the first input needs no gradient"
 
 
 def test_padding_is_counted_for_a_copied_model_by_itself() -> None:

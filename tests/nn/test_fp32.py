@@ -1,0 +1,34 @@
+"""Modules that are computed in FP32, compiled. In a run: tests/runtime/test_fp32_modules.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+import mpguard
+from mpguard.nn import fp32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.norm(x))
+
+
+def test_equal_blocks_share_one_graph() -> None:
+    """A number of each module in its graph made one graph per block, until the recompile limit ended compilation."""
+    net = nn.Sequential(*(Block() for _ in range(10)))
+    policy = mpguard.recipe("bf16_mixed").replace(fp32_modules=("*norm*",))
+    fp32.keep(list(net.named_modules()), policy)
+    torch._dynamo.reset()
+    count = CompileCounter()
+    for block in net:
+        block.compile(backend=count)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        net(torch.randn(8, 32)).sum().backward()
+    assert count.frame_count == 2, "the first input needs no gradient"
+    assert all(vars(block.norm)[fp32.MARK].compiled == {"fp32"} for block in net)
