@@ -101,6 +101,9 @@ def _rows(found: Any) -> Iterator[tuple[int, Line]]:
         text = f"{each.key} = {_shown(each.value)}"
         yield 0, [(text, "bold"), (" " * (min(width, 60) - len(text)) + "  ", ""), (_place(each.origin), "cyan")]
         for other in each.shadowed:
+            if each.has_value_of(other):
+                yield 1, [("same value", "dim"), (f"  {_place(other.origin)}", "cyan")]
+                continue
             yield 1, [(f"not {_shown(other.value)}", "yellow"), (f"  {_place(other.origin)}", "cyan"),
                       (f": {printable(other.why)}", "dim")]  # fmt: skip
     if found.unread:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import io
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 _PLAIN = str.maketrans({
     "\N{MULTIPLICATION SIGN}": "x", "\N{EN DASH}": "-",
     "±": "+-", "·": "-", "—": "-", "…": "...", "≥": ">=", "≤": "<=", "→": "->", "─": "-", "│": "|",
-    "├": "|", "└": "`", "█": "#",
+    "├": "|", "└": "`", "█": "#", **dict.fromkeys("▏▎▍▌▋▊▉", ""),
 })  # fmt: skip
 #: A line of output: pieces of text, each with a rich style (empty: none).
 Line = list[tuple[str, str]]
@@ -28,13 +27,14 @@ Line = list[tuple[str, str]]
 
 def print_line(text: str) -> None:
     """Write one line to stderr in a single write, because several ranks may share the stream."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{shown(text, sys.stderr)}\n")
     sys.stderr.flush()
 
 
 def print_message(message: str) -> None:
     """Print `mpguard: message` to stderr; control characters are replaced, and `::` commands of CI are disarmed."""
-    print("mpguard: " + "\n".join(map(_harmless, message.split("\n"))), file=sys.stderr)
+    text = "mpguard: " + "\n".join(map(_harmless, message.split("\n")))
+    print(shown(text, sys.stderr), file=sys.stderr)
 
 
 def _harmless(line: str) -> str:
@@ -51,10 +51,8 @@ def printable(text: str) -> str:
 def write_lines(lines: Iterable[Line], stream: TextIO | None = None) -> None:
     """Print lines, in color where `use_color` is true; the text is the same either way."""
     stream = sys.stdout if stream is None else stream
-    if not shows_unicode(stream):
-        lines = ([(plain(text), style) for text, style in line] for line in lines)
     if not use_color(stream):
-        write_text("".join("".join(text for text, _ in line) + "\n" for line in lines), stream)
+        write_text(shown("".join("".join(text for text, _ in line) + "\n" for line in lines), stream), stream)
         return
     from rich.text import Text
 
@@ -82,9 +80,25 @@ def plain(text: str) -> str:
     return text.translate(_PLAIN)
 
 
-def columns() -> int | None:
-    """Return the width of the terminal; None if the output is none, where lines may have any length."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+def shown(text: str, stream: TextIO | None = None) -> str:
+    """Return text as a stream, by default stdout, can show it: plain where it shows ASCII only."""
+    return text if shows_unicode(sys.stdout if stream is None else stream) else plain(text)
+
+
+def columns(stream: TextIO | None = None) -> int | None:
+    """Return the width of the terminal that a stream, by default stdout, is; None if it is none: any length is fine."""
+    stream = sys.stdout if stream is None else stream
+    return _terminal_width(stream) if stream.isatty() else None
+
+
+def _terminal_width(stream: TextIO) -> int:
+    """Return COLUMNS if it is set, else the width of a terminal: that of stderr where stdout is a file."""
+    if os.environ.get("COLUMNS", "").isdecimal():
+        return int(os.environ["COLUMNS"]) or 80
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):  # a terminal of an editor or a notebook has no descriptor
+        return 80
 
 
 def folded(line: Line, indent: int, width: int | None) -> Iterator[Line]:
@@ -125,8 +139,24 @@ def rich_console(stream: TextIO) -> Console:
         stream.reconfigure(errors="backslashreplace")
     forced = bool(os.environ.get("FORCE_COLOR"))
     return Console(
-        file=stream, highlight=False, force_terminal=forced or None, color_system="standard" if forced else "auto"
-    )
+        file=stream if shows_unicode(stream) else cast("TextIO", _PlainStream(stream)),
+        highlight=False, force_terminal=forced or None, color_system="standard" if forced else "auto",
+    )  # fmt: skip
+
+
+class _PlainStream:
+    """A stream for rich where only ASCII is shown: rich draws boxes by the encoding, and `plain` replaces the rest."""
+
+    encoding = "ascii"
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(plain(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def enable_line_buffering() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from mpguard.explain import launch
 from mpguard.explain.inputs import RunInputs
 from mpguard.explain.model import DEFAULT, Claim, Given, Resolved, ShadowedValue, UnknownValue, resolve
-from mpguard.explain.script import HANDLERS
+from mpguard.explain.script import HANDLERS, Script
 from mpguard.lint.facts.values.api_names import TRL_CONFIGS
 from mpguard.policy import hardware
 from mpguard.policy.dtype import Dtype
@@ -52,7 +52,7 @@ def mode_claims(run: RunInputs) -> list[Claim]:
             value = given[name].value if unknown else name if given[name].value else False
             by_class = given[name].name
             default = f"`{by_class}` sets bf16 unless fp16 is given, before what the launcher sets"
-            reason = "used unless the unknown value is False" if unknown else _TRAINER.format(name=name)
+            reason = _if_unknown(script, given[name].value, False) if unknown else _TRAINER.format(name=name)
             reason = default if by_class in TRL_CONFIGS and not unknown else reason
             claims.append(Claim(value, given[name].origin, reason, lost))
     elif script is not None and script.accelerator is not None and "mixed_precision" in script.accelerator:
@@ -60,9 +60,15 @@ def mode_claims(run: RunInputs) -> list[Claim]:
         lost = "None leaves it to the launcher" if own.value is None else ""
         reason = _CODE.format(name="mixed_precision")
         if isinstance(own.value, UnknownValue):
-            reason = "used if the unknown value is None"
+            reason = _if_unknown(script, own.value, None)
         claims.append(Claim(own.value, own.origin, reason, lost))
     return [*claims, *launch.mode(run)]
+
+
+def _if_unknown(script: Script, value: UnknownValue, leaves_it: object) -> str:
+    """Return when a setting is used after an argument of the script whose value only the run knows."""
+    where = "the command line" if script.reads_command_line else "the run"
+    return f"depends on {where}: used if {value.expression} is {leaves_it}"
 
 
 def mode(run: RunInputs, machine: hardware.Hardware | None) -> Resolved:

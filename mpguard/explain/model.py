@@ -15,6 +15,12 @@ SettingLayer = Literal[
 class UnknownValue(str):
     """A value that only the running script knows, as text: `unknown: args.precision`."""
 
+    @property
+    def expression(self) -> str:
+        """The expression that has the value, in backticks; `it` if there is no text of it."""
+        text = self.removeprefix("unknown: ")
+        return f"`{text}`" if text and text != self else "it"
+
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
@@ -75,6 +81,14 @@ class Resolved:
     value: Any
     origin: Origin
     shadowed: tuple[ShadowedValue, ...] = ()
+
+    def has_value_of(self, other: ShadowedValue) -> bool:
+        """True if a value that has no effect is the one in force."""
+        return (
+            not isinstance(self.value, UnknownValue)
+            and type(self.value) is type(other.value)
+            and self.value == other.value
+        )
 
 
 @dataclasses.dataclass(frozen=True)

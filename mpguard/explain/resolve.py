@@ -153,5 +153,9 @@ def _title(run: RunInputs, engine: str, document: Document | None, guarded: bool
     files = [each.path for each in (run.config, document) if each is not None]
     files += [run.script.path] if run.script is not None else []
     launcher = {"accelerate": "accelerate launch", "mpguard": "mpguard launch"}.get(run.launcher, run.launcher)
-    parts = [", ".join(Path(each).as_posix() for each in files) or "environment", launcher, engine]
+    parts = [", ".join(Path(each).as_posix() for each in files) or "environment", launcher]
+    if engine not in ("NO", "False"):
+        parts.append(engine)
+    elif run.launches and (run.config is not None or "cpu" in run.flags):
+        parts.append("1 process")  # else as many as the machine has GPUs, or as another launcher starts
     return " · ".join([*parts, "with mpguard's policy" if guarded else "without mpguard"])

@@ -44,6 +44,8 @@ HANDLERS: Mapping[str, tuple[str, ...]] = {
     "FP8RecipeKwargs": (),
     "GradScalerKwargs": ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"),
 }  # fmt: skip
+#: What parses a command line.
+_PARSERS = ("ArgumentParser", "HfArgumentParser", "TrlParser", "parse_args", "parse_known_args", "Fire", "Typer")
 #: Arguments of `TrainingArguments` that concern precision.
 TRAINER = (
     "bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "tf32", "torch_compile", "torch_compile_backend", "deepspeed",
@@ -60,6 +62,7 @@ class Script:
     of its policy as `param_dtype`, .... initialize: `config` of `deepspeed.initialize`. activate: the recipe of
     `mpguard.activate`. switches: TF32. autocasts: the dtypes of autocast regions. loads: those of loaded models.
     trl: a config class of TRL, whose `bf16` is on unless `fp16` is (trl 1.16, `trainer/base_config.py`).
+    reads_command_line: it parses arguments of its own, as far as is known.
     """
 
     path: str
@@ -75,6 +78,7 @@ class Script:
     autocasts: tuple[Given, ...] = ()
     loads: tuple[Given, ...] = ()
     trl: Given | None = None
+    reads_command_line: bool = False
 
     @property
     def uses_accelerate(self) -> bool:
@@ -159,6 +163,7 @@ class _Reader:
             autocasts=tuple(self._autocasts()),
             loads=tuple(self._dtypes(facts.events("load"))),
             trl=next(self._trl(trainers), None),
+            reads_command_line=any(facts.calls.get(name) for name in _PARSERS) or "sys.argv" in facts.source.text,
         )  # fmt: skip
 
     def _origin(self, node: cst.CSTNode, at: Record, layer: SettingLayer) -> Origin:

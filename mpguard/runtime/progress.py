@@ -68,6 +68,8 @@ class Progress:
     next_look: int | None = None
     #: Seconds that the last observation took.
     cost: float = 0.0
+    #: The last applied step whose inspection was put off because it would have cost too much; 0 if none was.
+    put_off: int = 0
     #: The number of switches to evaluation before the last inspection.
     switches: int = 0
     #: Where weights were cast; None if they were not.
@@ -88,11 +90,13 @@ class Progress:
     def propose(self, budget: Budget) -> int:
         """Return the step of the next look: the first power of two that the budget allows."""
         began, first = self._proven_at
-        look = self._earliest_look()
+        look = earliest = self._earliest_look()
         if self.applied > first and not EVERY_STEP:
             step = (time.monotonic() - began) / (self.applied - first)
             while not budget.allows(self.cost, (look - self.applied) * step) and look < 2**40:
                 look *= 2
+        if look > earliest:
+            self.put_off = earliest
         return look
 
     def leave_out_look(self) -> None:
@@ -115,7 +119,7 @@ class Progress:
 
 
 def summary(run: Iterable[Progress]) -> str | None:
-    """Return the line about the whole run: `in force at steps 1-4096 (13 looks), 2 steps skipped`.
+    """Return the line about the whole run: `in force at steps 1-4096 (13 checks), 2 steps skipped`.
 
     The steps are those of the optimizer with the most. None if no optimizer was proven, or one is not in force.
     """
@@ -130,10 +134,12 @@ def summary(run: Iterable[Progress]) -> str | None:
     steps = f"steps {first}-{last}" if last > first else f"step {first}"
     steps += f" of {longest.applied}" if longest.applied > last else ""
     skipped = sum(progress.skipped for progress in run)
-    notes = [f"{looks} look{'s' if looks > 1 else ''}"]
+    notes = [f"{looks} check{'s' if looks > 1 else ''}"]
     notes += [f"{longest.without_result} without a result"] if longest.without_result else []
     bad = sum(progress.not_finite for progress in run)
     notes += [f"{bad} with a loss that is not finite"] if bad else []
+    costs = last < longest.put_off <= longest.applied
+    put_off = f"; later ones put off: checks cost more than {100 * SHARE:g} %" if costs else ""
     others = f"; {len(run) - 1} other optimizer{'s' if len(run) > 2 else ''} too" if len(run) > 1 else ""
-    line = f"in force at {steps} ({', '.join(notes)}){others}"
+    line = f"in force at {steps} ({', '.join(notes)}{put_off}){others}"
     return f"{line}, {skipped} step{'s' if skipped > 1 else ''} skipped" if skipped else line

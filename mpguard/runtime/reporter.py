@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from mpguard.core.console import print_line
+from mpguard.core.console import columns, print_line
 from mpguard.core.errors import ConfigError
 from mpguard.runtime.containment import report_own_failure
 from mpguard.runtime.last_lines import print_last
@@ -108,7 +108,7 @@ class Reporter:
         if proof.in_force and proof.observed and not first:
             if optimizers <= REPORTED_OPTIMIZERS:
                 with below_progress_bars():
-                    print_line(proof.table(first=False, found_wrong=self.found_wrong))
+                    print_line(proof.table(first=False, found_wrong=self.found_wrong, width=columns(sys.stderr)))
             if self._first is not None and len(self._proofs) <= WRITTEN_OPTIMIZERS:
                 self.write_proof(self._first, run)
             return
@@ -119,7 +119,7 @@ class Reporter:
             print_line(f"{head}, after a checkpoint was loaded{loss} · recipe {proof.plan.policy.name}")
         elif proof.observed is not None:
             with below_progress_bars():
-                print_line(proof.table(found_wrong=self.found_wrong))
+                print_line(proof.table(found_wrong=self.found_wrong, width=columns(sys.stderr)))
         self.write_proof(proof, run)
 
     def write_proof(self, proof: Proof, run: Sequence[Progress] = (), *, replace: bool = True) -> None:

@@ -324,3 +324,23 @@ def test_trls_configs_set_bf16_unless_fp16_is_given(
     found = explain(gather([Path("mp.yaml"), Path("train.py")], environment={})).get("mixed_precision")
     assert found is not None and found.value == mode
     assert (found.origin.file, found.origin.line) == (("train.py", place) if place else ("mp.yaml", 2))
+
+
+def test_a_value_that_is_the_one_in_force_and_an_argument_of_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "import argparse\nfrom transformers import TrainingArguments\np = argparse.ArgumentParser()\n"
+    text += "a = p.parse_args()\nTrainingArguments('out', bf16=a.bf16)\n"
+    Path("hf.py").write_text(text, encoding="utf-8")
+    Path("one.yaml").write_text("distributed_type: 'NO'\nmixed_precision: bf16\nnum_processes: 1\n", encoding="utf-8")
+    assert main(["explain", "one.yaml", "hf.py"]) == 0
+    printed = capsys.readouterr().out
+    assert "one.yaml, hf.py · accelerate launch · 1 process · without mpguard" in printed
+    assert "not bf16  one.yaml:2 (YAML): depends on the command line: used if `a.bf16` is False" in printed
+    Path("hf.py").write_text(text.replace("argparse", "mine").replace("ArgumentP", "P").replace("parse_args", "read"))
+    assert main(["explain", "one.yaml", "hf.py"]) == 0
+    assert "(YAML): depends on the run: used if `a.bf16` is False" in capsys.readouterr().out
+    assert main(["explain", "hf.py"]) == 0
+    assert "hf.py · accelerate launch · without mpguard" in capsys.readouterr().out, "as many as the machine has GPUs"
+    assert main(["init", "bf16_mixed", "-o", "guarded.yaml", "--force"]) == 0
+    assert main(["explain", "guarded.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert "    same value  guarded.yaml:5 (YAML)\n" in printed and "not bf16" not in printed

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from limits import seconds
 
-from mpguard.core.console import Line, folded, write_lines
+from mpguard.cli import main
+from mpguard.core.console import Line, folded, print_line, print_message, write_lines
 
 
 def text_of(line: Line) -> str:
@@ -83,3 +84,39 @@ def test_the_locale_c_gets_plain_characters(
         monkeypatch.setenv(name, value)
     write_lines([[("±0.5 %, 2 ", ""), ("─ é", "")]])
     assert capsys.readouterr().out == ("±0.5 %, 2 ─ é\n" if shown else "+-0.5 %, 2 - é\n")
+
+
+@pytest.mark.parametrize("colors", ["", "1"])
+@pytest.mark.parametrize(
+    "command",
+    ["recipes", "recipes bf16_mixed", "estimate llama-3.1-8b --gpus 8", "explain mp.yaml train.py", "lint train.py",
+     "rule MPG201", "compare other.csv --baseline base.csv", "apply fp16_mixed mp.yaml --diff", "doctor --fast"],
+)  # fmt: skip
+def test_all_commands_print_ascii_in_the_locale_c(
+    command: str, colors: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LANG", "C")
+    monkeypatch.delenv("LC_ALL", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", colors)
+    monkeypatch.chdir(tmp_path)
+    for name, factor in (("base", 1.0), ("other", 1.02)):
+        rows = "".join(f"{step},{factor * (2 + 1 / step)}\n" for step in range(1, 200))
+        Path(f"{name}.csv").write_text("step,loss\n" + rows, encoding="utf-8")
+    Path("train.py").write_text("import torch\nscaler = torch.cuda.amp.GradScaler()\n", encoding="utf-8")
+    main(["init", "bf16_mixed", "-o", "mp.yaml"])
+    main(command.split())
+    printed = capsys.readouterr()
+    text = printed.out + printed.err
+    assert text.count("\n") > 2 and text.isascii(), [line for line in text.splitlines() if not line.isascii()]
+
+
+def test_lines_and_messages_of_a_run_are_ascii_in_the_locale_c(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LC_ALL", "C")
+    print_line("mpguard 0.1.0 · recipe bf16_mixed")
+    print_message("±0.5 %")
+    assert capsys.readouterr().err == "mpguard 0.1.0 - recipe bf16_mixed\nmpguard: +-0.5 %\n"
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    print_line("mpguard 0.1.0 · recipe bf16_mixed")
+    assert capsys.readouterr().err == "mpguard 0.1.0 · recipe bf16_mixed\n"

@@ -66,7 +66,7 @@ def test_the_script_compiles_in_a_mode_of_its_own(words: tuple[str, ...], tmp_pa
     path = os.environ.get("PYTHONPATH", "")
     run = launch(*arguments, cwd=tmp_path, timeout=seconds(300), PYTHONPATH=path)
     assert run.returncode == 0, transcript(run)
-    assert proof(file)["verdict"] == "in force" and "in force at steps 1-16 of 17 (5 looks)" in run.stderr, transcript(
+    assert proof(file)["verdict"] == "in force" and "in force at steps 1-16 of 17 (5 checks)" in run.stderr, transcript(
         run
     )
     if "mode=max-autotune" not in words:  # which may choose other kernels in each run
@@ -98,7 +98,7 @@ def test_cuda_graphs_are_in_force(fp8: str, micro_batches: int, compiles: str, t
         file, words = tmp_path / f"{mode}.json", (f"compiles={compiles}", f"micro_batches={micro_batches}")
         arguments = ("--config", config, "--proof-json", file, tmp_path / "train.py", *words)
         run = launch(*arguments, cwd=tmp_path, timeout=seconds(300), PYTHONPATH=os.environ.get("PYTHONPATH", ""))
-        assert run.returncode == 0 and "in force at steps 1-16 of 17 (5 looks)" in run.stderr, transcript(run)
+        assert run.returncode == 0 and "in force at steps 1-16 of 17 (5 checks)" in run.stderr, transcript(run)
         found[mode] = losses(run)
     row = proof(file)["rows"]["compile mode"]
     assert row["found"] == "reduce-overhead" and row["ok"], row

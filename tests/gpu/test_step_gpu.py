@@ -96,7 +96,7 @@ def test_a_compiled_step_is_proven_on_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text(COMPILED)
     config = mp_yaml(tmp_path, recipe="bf16_mixed", mixed_precision="bf16", use_cpu="false")
     run = in_fork(["--config", config, "t.py"], cwd=tmp_path, timeout=seconds(300))
-    assert run.returncode == 0 and "in force at steps 1-4 (3 looks)" in run.stderr, transcript(run)
+    assert run.returncode == 0 and "in force at steps 1-4 (3 checks)" in run.stderr, transcript(run)
 
 
 GRAPH = """

@@ -192,7 +192,7 @@ def test_ranks_that_only_act(tmp_path: Path, names: str, both: bool, enabled: bo
         return
     row = proof(tmp_path / "proof.json")["rows"]["processes"]
     assert (row["found"], row["allowed"]) == ("2, of which 1 does not train", "idle_ranks: 1"), shown
-    assert "in force at steps 1-4 of 6 (3 looks)" in ended[0].stderr, shown
+    assert "in force at steps 1-4 of 6 (3 checks)" in ended[0].stderr, shown
 
 
 def test_autocast_in_another_dtype_is_not_called_missing(tmp_path: Path) -> None:

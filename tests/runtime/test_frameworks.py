@@ -56,7 +56,7 @@ def test_custom_loops_are_proven_and_reduce_in_fp32(tmp_path: Path, engine: str)
     run = on_ranks(*words, "--steps", 5, cwd=tmp_path)
     assert run.returncode == 0, transcript(run)
     assert [(found["world"], found["gradient"]) for found in results(run)] == [(2, MEAN)] * 2, "shown by the values"
-    assert "\nin force at steps 1-4 of 5 (3 looks)\n" in run.stderr, transcript(run)
+    assert "\nin force at steps 1-4 of 5 (3 checks)\n" in run.stderr, transcript(run)
     made = proof(tmp_path / "proof.json")
     seen = made["observed"]
     assert made["verdict"] == "in force" and seen["engine"].endswith(engine)
@@ -157,7 +157,7 @@ def test_the_trainer_of_transformers(tmp_path: Path) -> None:
     run = launch_in_forks("--config", config, PROGRAMS / "trainer.py", cwd=tmp_path)
     assert run.returncode == 0, transcript(run)
     assert results(run) == [{"rank": 0, "compute": ["torch.bfloat16"], "steps": 2}]
-    assert "proven in force on 1 process" in run.stderr and "in force at steps 1-2 (2 looks)" in run.stderr
+    assert "proven in force on 1 process" in run.stderr and "in force at steps 1-2 (2 checks)" in run.stderr
     resumed = in_fork(["--config", config, PROGRAMS / "trainer.py", "--resume"], cwd=tmp_path)
     assert resumed.returncode == 0 and results(resumed)[0]["steps"] == 4, transcript(resumed)
     assert "proven in force on 1 process" in resumed.stderr, "a resumed run is proven at its first step"
@@ -170,7 +170,7 @@ def test_deepspeed_with_one_process_is_really_in_force(tmp_path: Path) -> None:
     run = launch_in_forks(*words, cwd=tmp_path)
     assert run.returncode == 0 and results(run)[0]["type"] == "DistributedType.DEEPSPEED", transcript(run)
     assert proof(tmp_path / "proof.json")["observed"]["engine"] == "deepspeed-zero2"
-    assert "in force at steps 1-8 (4 looks)" in run.stderr, transcript(run)
+    assert "in force at steps 1-8 (4 checks)" in run.stderr, transcript(run)
 
 
 def test_a_deepspeed_file_without_a_precision_gets_the_policys(tmp_path: Path) -> None:

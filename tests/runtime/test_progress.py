@@ -39,6 +39,12 @@ def test_looks_that_would_take_more_than_their_share_come_later(clock: list[floa
     budget.spent = 3.0
     assert one.propose(budget) == 512, "4.5 s in total: 0.5 s free, and 1 % of 400 s"
     assert not budget.allows(0.1) and Budget().allows(0.5)
+    one.applied = 7
+    assert summary([one]) == "in force at step 1 of 7 (1 check)", "the next one would have been at step 8"
+    one.applied = 250
+    assert summary([one]) == "in force at step 1 of 250 (1 check; later ones put off: checks cost more than 1 %)"
+    one.looks.append(128)
+    assert summary([one]) == "in force at steps 1-128 of 250 (2 checks)"
 
 
 def test_each_step_is_looked_at_where_tests_ask_for_it(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,11 +62,11 @@ def test_the_line_about_the_run() -> None:
         return Progress("AdamW", proven=True, **facts)  # type: ignore[arg-type]
 
     every = run(applied=4096, skipped=2, looks=[2**power for power in range(13)])
-    assert summary([every]) == "in force at steps 1-4096 (13 looks), 2 steps skipped"
-    assert summary([run(applied=1, looks=[1])]) == "in force at step 1 (1 look)"
+    assert summary([every]) == "in force at steps 1-4096 (13 checks), 2 steps skipped"
+    assert summary([run(applied=1, looks=[1])]) == "in force at step 1 (1 check)"
     longer = run(applied=5, looks=[1, 2], without_result=1, skipped=1)
-    assert summary([longer]) == "in force at steps 1-2 of 5 (2 looks, 1 without a result), 1 step skipped"
+    assert summary([longer]) == "in force at steps 1-2 of 5 (2 checks, 1 without a result), 1 step skipped"
     rare = Progress("SGD", applied=1, unrecorded=True)
     assert summary([every, rare]) is None, "it is not proven"
-    assert summary([every, longer]) == ("in force at steps 1-4096 (13 looks); 1 other optimizer too, 3 steps skipped")
+    assert summary([every, longer]) == ("in force at steps 1-4096 (13 checks); 1 other optimizer too, 3 steps skipped")
     assert summary([]) is None and summary([every, run(applied=3, looks=[1], failed=True)]) is None

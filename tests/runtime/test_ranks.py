@@ -115,5 +115,5 @@ def test_a_process_that_was_forked_after_cuda_leaves_everything_to_its_parent(tm
     (tmp_path / "train.py").write_text(WORKERS)
     run = in_fork(["--config", mp_yaml(tmp_path), "train.py"], cwd=tmp_path)
     assert run.returncode == 0 and "finished" in run.stdout, transcript(run)
-    assert "in force at steps 1-16 (5 looks)" in run.stderr, transcript(run)
+    assert "in force at steps 1-16 (5 checks)" in run.stderr, transcript(run)
     assert "freed" not in run.stderr and "failed" not in run.stderr, transcript(run)

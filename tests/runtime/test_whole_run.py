@@ -102,7 +102,7 @@ for number in range(1, 21):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ("pass", "in force at steps 2-16 of 20 (4 looks)"),
+        ("pass", "in force at steps 2-16 of 20 (4 checks)"),
         ("enabled = False", "not in force: step 16: compute: fp32; asked: bf16"),
         ("m.half()", "from fp32 to fp16, and training continued with them"),
     ],
@@ -219,12 +219,20 @@ nan, inf = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("script", "head", "end"),
     [
-        ("for _ in range(4): step(nan)", "step 1: precision as asked on 1 process, but the loss", "(3 looks, 3 with a"),
-        ("step(nan, 1); step(1)", "step 1: precision as asked on 1 process, but the loss is not", "(2 looks, 2 with a"),
+        (
+            "for _ in range(4): step(nan)",
+            "step 1: precision as asked on 1 process, but the loss",
+            "(3 checks, 3 with a",
+        ),
+        (
+            "step(nan, 1); step(1)",
+            "step 1: precision as asked on 1 process, but the loss is not",
+            "(2 checks, 2 with a",
+        ),
         (
             "step(1); step(inf); step(1)",
             "step 1 proven in force on 1 process",
-            "(2 looks, 1 with a loss that is not fi",
+            "(2 checks, 1 with a loss that is not fi",
         ),
         ("n, p = m, o; step(1); m = net(); o = sgd(m); step(1); step(nan)", "SGD proven in force too", "1 with a"),
     ],
@@ -260,7 +268,7 @@ def test_a_right_run_ends_with_a_line_about_all_of_it(tmp_path: Path) -> None:
     after_evaluation = {7, 12, 17, 22}
     assert facts["looks"] == sorted({1, 2, 4, 8, 16} | after_evaluation), transcript(ended)
     assert (facts["steps"], facts["skipped"], facts["optimizer"]) == (22, 0, "SGD")
-    assert line == "in force at steps 1-22 (9 looks)", transcript(ended)
+    assert line == "in force at steps 1-22 (9 checks)", transcript(ended)
 
 
 ACCELERATED = """
@@ -291,9 +299,9 @@ trainer.train(); trainer.evaluate(); trainer.save_model("saved")
 @pytest.mark.parametrize(
     ("script", "line"),
     [
-        (ACCELERATED, "in force at steps 1-9 of 10 (6 looks)"),
+        (ACCELERATED, "in force at steps 1-9 of 10 (6 checks)"),
         # It casts the model to BF16 when it evaluates after the training, but not while it trains.
-        (TRAINER, "in force at steps 1-10 (6 looks)"),
+        (TRAINER, "in force at steps 1-10 (6 checks)"),
     ],
 )
 def test_what_frameworks_do_with_the_weights_is_not_refused(tmp_path: Path, script: str, line: str) -> None:
@@ -359,7 +367,7 @@ def test_a_change_after_the_first_proof_is_refused(tmp_path: Path, script: str, 
 def test_a_parameter_group_that_is_added_is_proven(tmp_path: Path) -> None:
     script = GROUP.replace(".half()", "").replace("n), o, 1", "n), o, 2")
     ended = run(tmp_path, script)
-    assert ended.returncode == 0 and "in force at steps 1-6 of 7 (4 looks)" in ended.stderr, transcript(ended)
+    assert ended.returncode == 0 and "in force at steps 1-6 of 7 (4 checks)" in ended.stderr, transcript(ended)
 
 
 REPLACED = """
@@ -402,7 +410,7 @@ def test_the_code_of_a_look_that_fails_ends_no_training(tmp_path: Path) -> None:
     ended = run(tmp_path, script)
     assert ended.returncode == 0 and "finished" in ended.stdout, transcript(ended)
     assert "applied step 2 of SGD could not be looked at (ZeroDivisionError: in the proof)" in ended.stderr
-    assert "in force at step 1 of 4 (1 look, 2 without a result)" in ended.stderr, transcript(ended)
+    assert "in force at step 1 of 4 (1 check, 2 without a result)" in ended.stderr, transcript(ended)
 
 
 # -- skipped steps -------------------------------------------------------------------------------
@@ -508,7 +516,7 @@ ONE_RANK = "train(m, o, 10); train(m, o, 10, enabled=rank == 0)"
 @pytest.mark.parametrize(
     ("script", "status", "expected"),
     [
-        (RANK_0_EVALUATES, 0, "in force at steps 1-16 of 18 (6 looks)"),
+        (RANK_0_EVALUATES, 0, "in force at steps 1-16 of 18 (6 checks)"),
         (UNEVEN, 0, "rank 1 did not reach applied step 16 of SGD; from here each rank looks at its steps for itself"),
         (ONE_RANK, 1, "not in force: step 16: rank 1: compute: fp32; asked: bf16"),
     ],

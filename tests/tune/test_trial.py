@@ -25,7 +25,7 @@ CONFIGURATION = TuneCandidate(CONFIGURED, {}, recipe("bf16_mixed"))
 WARMUP, STEPS = 4, 6
 
 #: What mpguard itself prints in a run.
-PROVEN = "step 1 proven in force on 1 process\n  compute        bf16\nin force at steps 1-2 of 6 (2 looks)"
+PROVEN = "step 1 proven in force on 1 process\n  compute        bf16\nin force at steps 1-2 of 6 (2 checks)"
 
 NOT_FINITE = "step 1: precision as asked on 1 process, but the loss is not finite\n  compute        bf16"
 

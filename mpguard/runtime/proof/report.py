@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ IN_RUN_NOT_IN_FORCE = "in a run that is not in force"
 #: Follows a verdict on the precision of a step that trained nothing.
 LOSS_NOT_FINITE = "but the loss is not finite"
 
+#: A narrower terminal breaks the lines itself.
+NARROWEST = 50
+
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
@@ -40,11 +45,11 @@ class Proof:
     def in_force(self) -> bool:
         return self.verdict == IN_FORCE
 
-    def table(self, *, first: bool = True, found_wrong: bool = False) -> str:
+    def table(self, *, first: bool = True, found_wrong: bool = False, width: int | None = None) -> str:
         """Return the table that is printed.
 
         first: False for a further optimizer, whose name is in the first line. found_wrong: True if something else was
-        found wrong, and the run continued.
+        found wrong, and the run continued. width: columns that a line may have; None: any number.
         """
         seen = self.observed
         if seen is None:
@@ -66,10 +71,9 @@ class Proof:
         unobserved = [row.name for row in self.rows if row.verdict is Verdict.UNPROVEN]
         if unobserved and self.in_force:
             notes += f", except for what could not be observed: {', '.join(unobserved)}"
-        lines = [f"{head}{notes} · recipe {self.plan.policy.name}"]
-        width = max((len(row.found) for row in self.rows if len(row.found) <= FOUND_WIDTH), default=0)
-        lines += [f"  {row.name:14} {row.found:{width}}  {row.verdict_text}".rstrip() for row in self.rows]
-        return "\n".join(lines)
+        title = f"{head}{notes} · recipe {self.plan.policy.name}"
+        lines = [title] if width is None else _broken(title, max(width, NARROWEST), indent="  ")
+        return "\n".join([*lines, *_lines(self.rows, width)])
 
     def entry(self) -> dict[str, Any]:
         """Return what the proof file has about one of several optimizers."""
@@ -104,3 +108,24 @@ class Proof:
             "run": list(run),
         }
         Path(path).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def _lines(rows: Sequence[Row], width: int | None) -> Iterator[str]:
+    """Yield rows as lines: name, what was found, verdict. What a terminal is too narrow for goes on below itself."""
+    label = max([14, *(len(row.name) for row in rows)]) if width is not None else 14
+    found = max((len(row.found) for row in rows if len(row.found) <= FOUND_WIDTH), default=0)
+    if width is None:
+        yield from (f"  {row.name:14} {row.found:{found}}  {row.verdict_text}".rstrip() for row in rows)
+        return
+    rest = max(width, NARROWEST) - label - 5
+    verdicts = max((len(row.verdict_text) for row in rows), default=0)
+    found = min(max(map(len, (row.found for row in rows)), default=0), max(rest - verdicts, rest * 3 // 5))
+    for row in rows:
+        columns = (_broken(row.found, found), _broken(row.verdict_text, rest - found))
+        for number, (left, right) in enumerate(itertools.zip_longest(*columns, fillvalue="")):
+            name = "" if number else row.name
+            yield f"  {name:{label}} {left:{found}}  {right}".rstrip()
+
+
+def _broken(text: str, width: int, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False) or [""]

@@ -358,7 +358,7 @@ for _ in range(2):
 """
     fields = "{fp8_emulate: true, backend: torchao, first_last_layers_bf16: false}"
     ended = run(tmp_path, script, recipe=f"hopper_bf16_with_fp8_mixed, mpguard_overrides: {fields}")
-    assert ended.returncode == 0 and "in force at steps 1-2 (2 looks)" in ended.stderr, transcript(ended)
+    assert ended.returncode == 0 and "in force at steps 1-2 (2 checks)" in ended.stderr, transcript(ended)
 
 
 def test_an_optimizer_of_other_parameters_has_a_message_of_its_own(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from mpguard.runtime.proof.fp8 import Fp8Layers
 from mpguard.runtime.proof.observe import Computed, Observed, observe
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.report import Proof
-from mpguard.runtime.proof.verdict import Verdict
+from mpguard.runtime.proof.verdict import Row, Verdict
 from mpguard.targets.plugin import get
 
 SCRIPT = PROGRAMS / "scripted.py"
@@ -184,6 +184,20 @@ def test_the_table_and_the_file_have_the_same_rows(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "proof.json").read_text())["rows"]
     assert "step 1 proven in force on all 2 ranks" in made.table()
     assert all(row["name"] in made.table() and row["found"] in made.table() for row in rows)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_the_table_fits_on_a_terminal_and_says_the_same(width: int) -> None:
+    seen = dataclasses.replace(GOOD, engine="none", world_size=1)
+    rows = [
+        *compare(seen, PLAN),
+        Row("low in bf16", "lm_head; model.layers.0.self_attn.q_proj; " * 3, "", Verdict.NOT_ASKED),
+        Row("a name of more than its column", "fp32", "", Verdict.ALLOWED, "fp32: the script computes the loss so"),
+    ]
+    made = Proof("not in force", PLAN, tuple(rows), (), seen)
+    lines = made.table(width=width).splitlines()
+    assert all(len(line) <= width for line in lines), "\n".join(lines)
+    assert sorted("".join("".join(lines).split())) == sorted("".join(made.table().split()))
 
 
 # -- real runs -----------------------------------------------------------------------------------
