@@ -66,14 +66,14 @@ from typing import Any, NamedTuple
 
 import libcst as cst
 
-from mpguard.lint.facts.domain.raising import Raising
-from mpguard.lint.facts.domain.untaken import UntakenBranches
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.model.rule import BaseRule, Rule, rules
 from mpguard.lint.model.selection import Selectors
 from mpguard.lint.project.project import Project
 from mpguard.lint.project.references import is_copied_example
 from mpguard.lint.project.requirements import required
+from mpguard.lint.reachability.raising import Raising
+from mpguard.lint.reachability.untaken import UntakenBranches
 from mpguard.lint.run.engine import Engine, Options
 from mpguard.lint.source.files import Target, kind_of
 from mpguard.lint.source.source import Source

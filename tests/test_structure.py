@@ -87,7 +87,9 @@ def _graph() -> dict[str, set[str]]:
             other
             for other, types_only in _imports(name)
             if (name, other) not in DOORS
-            and not (types_only and other == FACTS and name.startswith("mpguard.lint.facts."))
+            and not (
+                types_only and other == FACTS and name.startswith(("mpguard.lint.facts.", "mpguard.lint.reachability."))
+            )
         }
         for name in MODULES
     }

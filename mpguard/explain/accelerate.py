@@ -9,7 +9,7 @@ from mpguard.explain import launch
 from mpguard.explain.inputs import RunInputs
 from mpguard.explain.model import DEFAULT, Claim, Given, Resolved, ShadowedValue, UnknownValue, resolve
 from mpguard.explain.script import HANDLERS, Script
-from mpguard.lint.facts.values.api_names import TRL_CONFIGS
+from mpguard.lint.facts.program.api_names import TRL_CONFIGS
 from mpguard.policy import hardware
 from mpguard.policy.dtype import Dtype
 

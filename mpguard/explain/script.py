@@ -11,13 +11,13 @@ from mpguard.core import tracked_fs
 from mpguard.core.errors import ConfigError
 from mpguard.explain.model import Given, Origin, SettingLayer, UnknownValue
 from mpguard.lint.configs.launch_expectations import is_unconditional
+from mpguard.lint.facts.behaviour.regions import enabled_argument
 from mpguard.lint.facts.domain.backends import switches
-from mpguard.lint.facts.domain.regions import enabled_argument
 from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.program.api_names import TRL_CONFIGS
+from mpguard.lint.facts.program.dtypes import AnyDtype, only_dtype
+from mpguard.lint.facts.program.lattice import Atom, Constant, DtypeValue, Ref
 from mpguard.lint.facts.syntax.nodes import dotted
-from mpguard.lint.facts.values.api_names import TRL_CONFIGS
-from mpguard.lint.facts.values.dtypes import AnyDtype, only_dtype
-from mpguard.lint.facts.values.lattice import Atom, Constant, DtypeValue, Ref
 from mpguard.lint.project.project import Project
 from mpguard.lint.source.source import Source
 from mpguard.lint.source.text import Unparsable
@@ -26,7 +26,7 @@ from mpguard.policy.dtype import Dtype
 if TYPE_CHECKING:
     import libcst as cst
 
-    from mpguard.lint.facts.events.event import Event
+    from mpguard.lint.facts.behaviour.events.event import Event
     from mpguard.lint.facts.syntax.records import Call, Record
 
 Arguments = Mapping[str, Given]

@@ -32,40 +32,61 @@ if TYPE_CHECKING:
     from mpguard.lint.configs import accelerate_config as accelerate_config
     from mpguard.lint.configs import config_edits as config_edits
     from mpguard.lint.configs import launch_expectations as launch_expectations
-    from mpguard.lint.facts.dataflow import trace
-    from mpguard.lint.facts.dataflow.trace import StepKind as StepKind
-    from mpguard.lint.facts.dataflow.trace import Trace as Trace
-    from mpguard.lint.facts.dataflow.trace import TraceStep as TraceStep
-    from mpguard.lint.facts.domain import accelerate_precision as accelerate_precision
+    from mpguard.lint.facts.behaviour import accelerate_precision as accelerate_precision
+    from mpguard.lint.facts.behaviour import autocast_ops as autocast_ops
+    from mpguard.lint.facts.behaviour import lightning as lightning
+    from mpguard.lint.facts.behaviour import trace
+    from mpguard.lint.facts.behaviour.events import Event as Event
+    from mpguard.lint.facts.behaviour.events import EventKind as EventKind
+    from mpguard.lint.facts.behaviour.events import is_optimizer as is_optimizer
+    from mpguard.lint.facts.behaviour.events.compile import launched_compiled as launched_compiled
+    from mpguard.lint.facts.behaviour.events.event import aliases as aliases
+    from mpguard.lint.facts.behaviour.events.event import called as called
+    from mpguard.lint.facts.behaviour.options import Option as Option
+    from mpguard.lint.facts.behaviour.options import can_be_chosen as can_be_chosen
+    from mpguard.lint.facts.behaviour.options import destination as destination
+    from mpguard.lint.facts.behaviour.options import dtype_options as dtype_options
+    from mpguard.lint.facts.behaviour.options import is_default as is_default
+    from mpguard.lint.facts.behaviour.options import literal_choices as literal_choices
+    from mpguard.lint.facts.behaviour.options import option_defaults as option_defaults
+    from mpguard.lint.facts.behaviour.options import option_names as option_names
+    from mpguard.lint.facts.behaviour.precision import NUMBER as NUMBER
+    from mpguard.lint.facts.behaviour.precision import TensorDtype as TensorDtype
+    from mpguard.lint.facts.behaviour.regions import Region as Region
+    from mpguard.lint.facts.behaviour.regions import enabled_argument as enabled_argument
+    from mpguard.lint.facts.behaviour.scalars import ScalarUse as ScalarUse
+    from mpguard.lint.facts.behaviour.trace import StepKind as StepKind
+    from mpguard.lint.facts.behaviour.trace import Trace as Trace
+    from mpguard.lint.facts.behaviour.trace import TraceStep as TraceStep
     from mpguard.lint.facts.domain import autocast_cache as autocast_cache
-    from mpguard.lint.facts.domain import autocast_ops as autocast_ops
     from mpguard.lint.facts.domain import backends as backends
     from mpguard.lint.facts.domain import fp8
     from mpguard.lint.facts.domain import input_casts as input_casts
-    from mpguard.lint.facts.domain import lightning as lightning
     from mpguard.lint.facts.domain import own_optimizers as own_optimizers
     from mpguard.lint.facts.domain import unscaled_steps as unscaled_steps
-    from mpguard.lint.facts.domain import unused as unused
     from mpguard.lint.facts.domain import wrappers as wrappers
     from mpguard.lint.facts.domain.backends import Switch as Switch
     from mpguard.lint.facts.domain.compiled_functions import compiled_scopes as compiled_scopes
     from mpguard.lint.facts.domain.fp8 import Layer as Layer
     from mpguard.lint.facts.domain.fp8 import is_never_switched_on as is_never_switched_on
-    from mpguard.lint.facts.domain.regions import Region as Region
-    from mpguard.lint.facts.domain.regions import enabled_argument as enabled_argument
     from mpguard.lint.facts.domain.scaler_dtype import bfloat16_region as bfloat16_region
     from mpguard.lint.facts.domain.scaler_dtype import computes_without_float16 as computes_without_float16
     from mpguard.lint.facts.domain.scaler_dtype import scales_without_need as scales_without_need
     from mpguard.lint.facts.domain.training_use import Weights as Weights
     from mpguard.lint.facts.domain.wrappers import Wrap as Wrap
     from mpguard.lint.facts.domain.wrappers import WrapperSettings as WrapperSettings
-    from mpguard.lint.facts.events import Event as Event
-    from mpguard.lint.facts.events import EventKind as EventKind
-    from mpguard.lint.facts.events import is_optimizer as is_optimizer
-    from mpguard.lint.facts.events.compile import launched_compiled as launched_compiled
-    from mpguard.lint.facts.events.event import aliases as aliases
-    from mpguard.lint.facts.events.event import called as called
     from mpguard.lint.facts.file import Facts as Facts
+    from mpguard.lint.facts.program import api_names
+    from mpguard.lint.facts.program import keywords as keywords
+    from mpguard.lint.facts.program.dtypes import AnyDtype as AnyDtype
+    from mpguard.lint.facts.program.dtypes import OtherDtype as OtherDtype
+    from mpguard.lint.facts.program.dtypes import PossibleDtypes as PossibleDtypes
+    from mpguard.lint.facts.program.lattice import Constant as Constant
+    from mpguard.lint.facts.program.lattice import DtypeValue as DtypeValue
+    from mpguard.lint.facts.program.lattice import Function as Function
+    from mpguard.lint.facts.program.lattice import Method as Method
+    from mpguard.lint.facts.program.lattice import Object as Object
+    from mpguard.lint.facts.program.lattice import Ref as Ref
     from mpguard.lint.facts.syntax import imports as imports
     from mpguard.lint.facts.syntax.dtype_triggers import CASTS_LOW_PRECISION as CASTS_LOW_PRECISION
     from mpguard.lint.facts.syntax.dtype_triggers import MENTIONS_FP16 as MENTIONS_FP16
@@ -88,28 +109,6 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.syntax.records import Scope as Scope
     from mpguard.lint.facts.syntax.records import Use as Use
     from mpguard.lint.facts.syntax.records import With as With
-    from mpguard.lint.facts.values import api_names
-    from mpguard.lint.facts.values import keywords as keywords
-    from mpguard.lint.facts.values.dtypes import AnyDtype as AnyDtype
-    from mpguard.lint.facts.values.dtypes import OtherDtype as OtherDtype
-    from mpguard.lint.facts.values.dtypes import PossibleDtypes as PossibleDtypes
-    from mpguard.lint.facts.values.lattice import Constant as Constant
-    from mpguard.lint.facts.values.lattice import DtypeValue as DtypeValue
-    from mpguard.lint.facts.values.lattice import Function as Function
-    from mpguard.lint.facts.values.lattice import Method as Method
-    from mpguard.lint.facts.values.lattice import Object as Object
-    from mpguard.lint.facts.values.lattice import Ref as Ref
-    from mpguard.lint.facts.values.options import Option as Option
-    from mpguard.lint.facts.values.options import can_be_chosen as can_be_chosen
-    from mpguard.lint.facts.values.options import destination as destination
-    from mpguard.lint.facts.values.options import dtype_options as dtype_options
-    from mpguard.lint.facts.values.options import is_default as is_default
-    from mpguard.lint.facts.values.options import literal_choices as literal_choices
-    from mpguard.lint.facts.values.options import option_defaults as option_defaults
-    from mpguard.lint.facts.values.options import option_names as option_names
-    from mpguard.lint.facts.values.precision import NUMBER as NUMBER
-    from mpguard.lint.facts.values.precision import TensorDtype as TensorDtype
-    from mpguard.lint.facts.values.scalars import ScalarUse as ScalarUse
     from mpguard.lint.model import python_edits as python_edits
     from mpguard.lint.model.rule import Bad as Bad
     from mpguard.lint.model.rule import BaseRule as BaseRule
@@ -127,6 +126,7 @@ if TYPE_CHECKING:
     from mpguard.lint.project.launch_configs import LaunchConfig as LaunchConfig
     from mpguard.lint.project.launch_lines import Launch as Launch
     from mpguard.lint.project.launch_lines import Word as Word
+    from mpguard.lint.reachability import unused as unused
     from mpguard.policy import recipes as recipes
     from mpguard.policy.dtype import HALF_DTYPES as HALF_DTYPES
     from mpguard.policy.dtype import Dtype as Dtype
@@ -151,17 +151,17 @@ _NAMES = {
     "mpguard.core.lazy_pattern": ("lazy_pattern",),
     "mpguard.core.text_edits": ("Edit", "Span"),
     "mpguard.document": ("Document", "Entry"),
-    "mpguard.lint.facts.dataflow.trace": ("StepKind", "Trace", "TraceStep"),
+    "mpguard.lint.facts.behaviour.trace": ("StepKind", "Trace", "TraceStep"),
     "mpguard.lint.facts.domain.backends": ("Switch",),
     "mpguard.lint.facts.domain.compiled_functions": ("compiled_scopes",),
     "mpguard.lint.facts.domain.fp8": ("Layer", "is_never_switched_on"),
-    "mpguard.lint.facts.domain.regions": ("Region", "enabled_argument"),
+    "mpguard.lint.facts.behaviour.regions": ("Region", "enabled_argument"),
     "mpguard.lint.facts.domain.scaler_dtype": ("bfloat16_region", "computes_without_float16", "scales_without_need"),
     "mpguard.lint.facts.domain.training_use": ("Weights",),
     "mpguard.lint.facts.domain.wrappers": ("Wrap", "WrapperSettings"),
-    "mpguard.lint.facts.events": ("Event", "EventKind", "is_optimizer"),
-    "mpguard.lint.facts.events.compile": ("launched_compiled",),
-    "mpguard.lint.facts.events.event": ("aliases", "called"),
+    "mpguard.lint.facts.behaviour.events": ("Event", "EventKind", "is_optimizer"),
+    "mpguard.lint.facts.behaviour.events.compile": ("launched_compiled",),
+    "mpguard.lint.facts.behaviour.events.event": ("aliases", "called"),
     "mpguard.lint.facts.file": ("Facts",),
     "mpguard.lint.facts.syntax.dtype_triggers": (
         "CASTS_LOW_PRECISION",
@@ -181,9 +181,9 @@ _NAMES = {
         "negated",
     ),
     "mpguard.lint.facts.syntax.records": ("Binding", "Call", "Record", "Scope", "Use", "With"),
-    "mpguard.lint.facts.values.dtypes": ("AnyDtype", "OtherDtype", "PossibleDtypes"),
-    "mpguard.lint.facts.values.lattice": ("Constant", "DtypeValue", "Function", "Method", "Object", "Ref"),
-    "mpguard.lint.facts.values.options": (
+    "mpguard.lint.facts.program.dtypes": ("AnyDtype", "OtherDtype", "PossibleDtypes"),
+    "mpguard.lint.facts.program.lattice": ("Constant", "DtypeValue", "Function", "Method", "Object", "Ref"),
+    "mpguard.lint.facts.behaviour.options": (
         "Option",
         "can_be_chosen",
         "dtype_options",
@@ -193,8 +193,8 @@ _NAMES = {
         "option_defaults",
         "option_names",
     ),
-    "mpguard.lint.facts.values.precision": ("NUMBER", "TensorDtype"),
-    "mpguard.lint.facts.values.scalars": ("ScalarUse",),
+    "mpguard.lint.facts.behaviour.precision": ("NUMBER", "TensorDtype"),
+    "mpguard.lint.facts.behaviour.scalars": ("ScalarUse",),
     "mpguard.lint.model.rule": (
         "Bad",
         "BaseRule",
@@ -222,10 +222,10 @@ _NAMES = {
 _MODULES = {
     "accelerate_config": "mpguard.lint.configs.accelerate_config",
     "accelerate_keys": "mpguard.document.schemas.accelerate",
-    "accelerate_precision": "mpguard.lint.facts.domain.accelerate_precision",
+    "accelerate_precision": "mpguard.lint.facts.behaviour.accelerate_precision",
     "input_casts": "mpguard.lint.facts.domain.input_casts",
     "autocast_cache": "mpguard.lint.facts.domain.autocast_cache",
-    "autocast_ops": "mpguard.lint.facts.domain.autocast_ops",
+    "autocast_ops": "mpguard.lint.facts.behaviour.autocast_ops",
     "axolotl_keys": "mpguard.document.schemas.axolotl",
     "llamafactory_keys": "mpguard.document.schemas.llamafactory",
     "backends": "mpguard.lint.facts.domain.backends",
@@ -236,11 +236,11 @@ _MODULES = {
     "document": "mpguard.document",
     "fp8_facts": "mpguard.lint.facts.domain.fp8",
     "imports": "mpguard.lint.facts.syntax.imports",
-    "keywords": "mpguard.lint.facts.values.keywords",
+    "keywords": "mpguard.lint.facts.program.keywords",
     "launch_expectations": "mpguard.lint.configs.launch_expectations",
     "megatron_bridge_keys": "mpguard.document.schemas.megatron_bridge",
-    "library_names": "mpguard.lint.facts.values.api_names",
-    "lightning": "mpguard.lint.facts.domain.lightning",
+    "library_names": "mpguard.lint.facts.program.api_names",
+    "lightning": "mpguard.lint.facts.behaviour.lightning",
     "mp_yaml": "mpguard.document.mp_yaml",
     "own_optimizers": "mpguard.lint.facts.domain.own_optimizers",
     "python_edits": "mpguard.lint.model.python_edits",
@@ -248,10 +248,10 @@ _MODULES = {
     "settings": "mpguard.core.settings",
     "siblings": "mpguard.lint.project.siblings",
     "targets": "mpguard.targets",
-    "trace_facts": "mpguard.lint.facts.dataflow.trace",
+    "trace_facts": "mpguard.lint.facts.behaviour.trace",
     "tracked_fs": "mpguard.core.tracked_fs",
     "unscaled_steps": "mpguard.lint.facts.domain.unscaled_steps",
-    "unused": "mpguard.lint.facts.domain.unused",
+    "unused": "mpguard.lint.reachability.unused",
     "validation": "mpguard.document.validation",
     "wrappers": "mpguard.lint.facts.domain.wrappers",
 }

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpguard.core.lazy_pattern import lazy_pattern
+from mpguard.lint.facts.program.dtypes import PossibleDtypes, only_dtype
+from mpguard.lint.facts.program.lattice import Constant
 from mpguard.lint.facts.syntax.path_condition import PathCondition
-from mpguard.lint.facts.values.dtypes import PossibleDtypes, only_dtype
-from mpguard.lint.facts.values.lattice import Constant
 from mpguard.lint.model.rule import Note
 from mpguard.policy.dtype import HALF_DTYPES, Dtype
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.program.lattice import Alternatives
     from mpguard.lint.facts.syntax.records import Call, Record
-    from mpguard.lint.facts.values.lattice import Alternatives
     from mpguard.lint.project.launch_configs import LaunchConfig
 
     Configs = tuple[LaunchConfig, ...]

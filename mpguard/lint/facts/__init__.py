@@ -1,10 +1,11 @@
 """Static analysis of one Python file: the facts that rules read, through `file.Facts` only.
 
-    syntax/    the index of the file: scopes, bindings, calls and their path conditions, without name resolution
-    values/    abstract values of expressions, dtypes of tensors, the names of library APIs
-    dataflow/  the call graph, forward and backward data flow, traces of operations on scaled gradients
-    domain/    what training code does: regions, wrappers, frozen and trained weights, checkpoints, FP8, configs
-    events/    the operations that rules are about: casts, backward passes, optimizer steps, scaler calls
+    syntax/     the index of the file: scopes, bindings, calls and their path conditions, without name resolution
+    program/    abstract values of expressions, the call graph, the names of library APIs
+    behaviour/  what happens: events, data flow, regions, dtypes of tensors, traces of operations on scaled gradients
+    domain/     what training code does: wrappers, trained weights, checkpoints, FP8, configs
+
+A layer imports only itself and the layers before it.
 
 A rule gets a `Facts` and imports the types of its results from `mpguard.lint`:
 

@@ -18,32 +18,24 @@ from functools import cached_property
 import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint.facts.dataflow.callgraph import CallGraph
-from mpguard.lint.facts.dataflow.flow import Flow
-from mpguard.lint.facts.dataflow.trace import Traces
-from mpguard.lint.facts.domain import implied_versions
-from mpguard.lint.facts.domain.autocast_state import AutocastStates
+from mpguard.lint.facts.behaviour.autocast_state import AutocastStates
+from mpguard.lint.facts.behaviour.events import FINDERS, Event, EventKind, compiled, compiled_by
+from mpguard.lint.facts.behaviour.flow import Flow
+from mpguard.lint.facts.behaviour.frozen_params import FrozenModels
+from mpguard.lint.facts.behaviour.options import Option, forgotten_dtypes
+from mpguard.lint.facts.behaviour.precision import TensorDtypes
+from mpguard.lint.facts.behaviour.regions import Region, Regions
+from mpguard.lint.facts.behaviour.scalars import Scalars
+from mpguard.lint.facts.behaviour.trace import Traces
 from mpguard.lint.facts.domain.checkpoints import Checkpoints
-from mpguard.lint.facts.domain.frozen_params import FrozenModels
 from mpguard.lint.facts.domain.master_weights import may_keep_masters
-from mpguard.lint.facts.domain.mentions import iterated
-from mpguard.lint.facts.domain.project_api import NoProject, ProjectApi
-from mpguard.lint.facts.domain.regions import Region, Regions
 from mpguard.lint.facts.domain.training_use import TrainingUse
-from mpguard.lint.facts.domain.untaken import UntakenBranches
-from mpguard.lint.facts.domain.unused import UnusedDefinitions
 from mpguard.lint.facts.domain.wrappers import WrapperFacts
-from mpguard.lint.facts.events import FINDERS, Event, EventKind, compiled, compiled_by
-from mpguard.lint.facts.syntax import partial_parse
-from mpguard.lint.facts.syntax.constant_flags import SUPPORTS_BF16, apply_constant_flags
-from mpguard.lint.facts.syntax.index import Indexer
-from mpguard.lint.facts.syntax.nodes import dotted, text_of
-from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, PathCondition, compatible
-from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope, With
-from mpguard.lint.facts.values import api_names
-from mpguard.lint.facts.values.dtypes import AnyDtype, PossibleDtypes
-from mpguard.lint.facts.values.evaluate import DEPTH, Values
-from mpguard.lint.facts.values.lattice import (
+from mpguard.lint.facts.program import api_names, implied_versions
+from mpguard.lint.facts.program.callgraph import CallGraph
+from mpguard.lint.facts.program.dtypes import AnyDtype, PossibleDtypes
+from mpguard.lint.facts.program.evaluate import DEPTH, Values
+from mpguard.lint.facts.program.lattice import (
     Alternatives,
     Class,
     Constant,
@@ -53,11 +45,18 @@ from mpguard.lint.facts.values.lattice import (
     Ref,
     constants_of,
 )
-from mpguard.lint.facts.values.options import Option, forgotten_dtypes
-from mpguard.lint.facts.values.precision import TensorDtypes
-from mpguard.lint.facts.values.scalars import Scalars
+from mpguard.lint.facts.program.mentions import iterated
+from mpguard.lint.facts.project_api import NoProject, ProjectApi
+from mpguard.lint.facts.syntax import partial_parse
+from mpguard.lint.facts.syntax.constant_flags import SUPPORTS_BF16, apply_constant_flags
+from mpguard.lint.facts.syntax.index import Indexer
+from mpguard.lint.facts.syntax.nodes import dotted, text_of
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, Condition, PathCondition, compatible
+from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope, With
 from mpguard.lint.project import references, summaries
 from mpguard.lint.project.requirements import Required
+from mpguard.lint.reachability.untaken import UntakenBranches
+from mpguard.lint.reachability.unused import UnusedDefinitions
 from mpguard.lint.source.libcst_internals import Frames
 from mpguard.lint.source.source import Chunk, Source
 from mpguard.lint.source.strip_comments import stripped

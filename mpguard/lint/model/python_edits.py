@@ -18,10 +18,10 @@ from mpguard.lint.model.rule import Applicability, Fix
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.events import Event
+    from mpguard.lint.facts.behaviour.events import Event
+    from mpguard.lint.facts.behaviour.precision import TensorDtype
+    from mpguard.lint.facts.behaviour.scalars import ScalarUse
     from mpguard.lint.facts.file import Facts
-    from mpguard.lint.facts.values.precision import TensorDtype
-    from mpguard.lint.facts.values.scalars import ScalarUse
 
 
 def replaced(node: cst.CSTNode, at: Record, text: str) -> Edit:

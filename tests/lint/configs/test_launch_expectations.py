@@ -8,8 +8,8 @@ import pytest
 from lint_facts import facts_of
 
 from mpguard.lint import Dtype, Facts, launch_expectations
+from mpguard.lint.facts.program.dtypes import AnyDtype, OtherDtype
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition
-from mpguard.lint.facts.values.dtypes import AnyDtype, OtherDtype
 from mpguard.lint.project.launch_configs import LaunchConfig, launch_config
 from mpguard.lint.project.project import Project
 from mpguard.lint.source.source import Source

@@ -9,11 +9,11 @@ import pytest
 from lint_facts import facts_of
 
 from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.program.dtypes import AnyDtype
 from mpguard.lint.facts.syntax.path_condition import (
     Flag,
     PathCondition,
 )
-from mpguard.lint.facts.values.dtypes import AnyDtype
 from mpguard.lint.project.project import Project
 from mpguard.lint.source.source import Source
 from mpguard.policy.dtype import Dtype

@@ -12,8 +12,8 @@ from lint_facts import facts_of
 
 import mpguard.lint
 from mpguard.lint import rules
-from mpguard.lint.facts.domain.project_api import ProjectApi
 from mpguard.lint.facts.file import Facts
+from mpguard.lint.facts.project_api import ProjectApi
 
 FOLDER = Path(rules.__file__).parent
 FILES = sorted(path for path in FOLDER.rglob("*.py") if path.name != "__init__.py")

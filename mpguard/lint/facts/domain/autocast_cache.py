@@ -10,8 +10,8 @@ from mpguard.lint.facts.syntax.path_condition import PathCondition
 from mpguard.policy.dtype import HALF_DTYPES
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.domain.regions import Region
-    from mpguard.lint.facts.events import Event
+    from mpguard.lint.facts.behaviour.events import Event
+    from mpguard.lint.facts.behaviour.regions import Region
     from mpguard.lint.facts.file import Facts
 
 #: The dtype of the weights themselves, in which autocast casts none of them.

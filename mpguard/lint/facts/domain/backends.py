@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.lint.facts.program.lattice import Constant, Ref
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.records import Record
-from mpguard.lint.facts.values.lattice import Constant, Ref
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

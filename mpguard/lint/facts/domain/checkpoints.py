@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Literal
 import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint.facts.events.event import Event, is_optimizer, is_scaler, last_name
+from mpguard.lint.facts.behaviour.events.event import Event, is_optimizer, is_scaler, last_name
+from mpguard.lint.facts.program import project_words
+from mpguard.lint.facts.program.api_names import SAVES
+from mpguard.lint.facts.program.lattice import Constant, Object
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible, equality
 from mpguard.lint.facts.syntax.records import Call, Record, Scope, Use
-from mpguard.lint.facts.values import project_words
-from mpguard.lint.facts.values.api_names import SAVES
-from mpguard.lint.facts.values.lattice import Constant, Object
 from mpguard.lint.source.strip_comments import stripped
 
 if TYPE_CHECKING:

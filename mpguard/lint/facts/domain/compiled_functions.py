@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from mpguard.lint.facts.program.lattice import Function, Object
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.records import Call, Scope
-from mpguard.lint.facts.values.lattice import Function, Object
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts
@@ -57,7 +57,7 @@ def _entry(scope: Scope) -> Scope:
 
 
 def _aliases(facts: Facts) -> list[str]:
-    from mpguard.lint.facts.events.event import aliases
+    from mpguard.lint.facts.behaviour.events.event import aliases
 
     return aliases(facts, "compile")
 

@@ -16,10 +16,10 @@ import libcst as cst
 from mpguard.document import Document
 from mpguard.document.nodes import MAX_DEPTH, Node, Pair
 from mpguard.document.schemas.deepspeed import KEYS, SECTIONS
+from mpguard.lint.facts.program.api_names import TRL_CONFIGS
+from mpguard.lint.facts.program.lattice import Constant
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS
-from mpguard.lint.facts.values.api_names import TRL_CONFIGS
-from mpguard.lint.facts.values.lattice import Constant
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from mpguard.lint.facts.domain.mentions import mentions
+from mpguard.lint.facts.program.dtypes import AnyDtype, PossibleDtypes, only_dtype
+from mpguard.lint.facts.program.lattice import Class, Constant, Object, Ref
+from mpguard.lint.facts.program.mentions import mentions
 from mpguard.lint.facts.syntax.nodes import constant
 from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible
 from mpguard.lint.facts.syntax.records import Call, Record, Scope, With
-from mpguard.lint.facts.values.dtypes import AnyDtype, PossibleDtypes, only_dtype
-from mpguard.lint.facts.values.lattice import Class, Constant, Object, Ref
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.domain.regions import Region
+    from mpguard.lint.facts.behaviour.regions import Region
     from mpguard.lint.facts.file import Facts
 
 TE = "transformer_engine.pytorch."

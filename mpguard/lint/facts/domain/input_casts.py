@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint.facts.domain import accelerate_precision
-from mpguard.lint.facts.events import Event, EventKind
+from mpguard.lint.facts.behaviour import accelerate_precision
+from mpguard.lint.facts.behaviour.events import Event, EventKind
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible
 from mpguard.lint.facts.syntax.records import Record
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.domain.autocast_state import AutocastState
+    from mpguard.lint.facts.behaviour.autocast_state import AutocastState
     from mpguard.lint.facts.domain.training_use import Training
     from mpguard.lint.facts.file import Facts
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint.facts.events import Event, EventKind, is_optimizer
+from mpguard.lint.facts.behaviour.events import Event, EventKind, is_optimizer
+from mpguard.lint.facts.program import project_words
+from mpguard.lint.facts.program.lattice import Object
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.records import Call, Use
-from mpguard.lint.facts.values import project_words
-from mpguard.lint.facts.values.lattice import Object
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

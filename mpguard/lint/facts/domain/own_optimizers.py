@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint.facts.events.event import is_scaler
+from mpguard.lint.facts.behaviour.events.event import is_scaler
+from mpguard.lint.facts.program.lattice import Atom, Class, Object
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, implies
-from mpguard.lint.facts.values.lattice import Atom, Class, Object
 from mpguard.lint.source.strip_comments import stripped
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.events import Event
+    from mpguard.lint.facts.behaviour.events import Event
     from mpguard.lint.facts.file import Facts
     from mpguard.lint.facts.syntax.records import Call, Scope
 

@@ -7,14 +7,14 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from mpguard.core.lazy_pattern import lazy_pattern
+from mpguard.lint.facts.program.lattice import Object
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible
-from mpguard.lint.facts.values.lattice import Object
 from mpguard.lint.source.strip_comments import stripped
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.domain.regions import Region
-    from mpguard.lint.facts.events.event import Event
+    from mpguard.lint.facts.behaviour.events.event import Event
+    from mpguard.lint.facts.behaviour.regions import Region
     from mpguard.lint.facts.file import Facts
 
 _BF16 = lazy_pattern(r"(?i)bf16|bfloat16")

@@ -16,19 +16,20 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint.facts.dataflow.forward_flow import FRAMEWORK_STEPS, UPCASTS, Reach, Sink
-from mpguard.lint.facts.domain import lightning, wrapped_loads
-from mpguard.lint.facts.domain.accelerate_precision import follows_policy
-from mpguard.lint.facts.domain.autocast_ops import LOWERED
-from mpguard.lint.facts.domain.mentions import mentions
-from mpguard.lint.facts.events import Event, EventKind
-from mpguard.lint.facts.events.event import creates_optimizer, is_optimizer
+from mpguard.lint.facts.behaviour import lightning
+from mpguard.lint.facts.behaviour.accelerate_precision import follows_policy
+from mpguard.lint.facts.behaviour.autocast_ops import LOWERED
+from mpguard.lint.facts.behaviour.events import Event, EventKind
+from mpguard.lint.facts.behaviour.events.event import creates_optimizer, is_optimizer
+from mpguard.lint.facts.behaviour.forward_flow import FRAMEWORK_STEPS, UPCASTS, Reach, Sink
+from mpguard.lint.facts.domain import wrapped_loads
+from mpguard.lint.facts.program import api_names, keywords, project_words
+from mpguard.lint.facts.program.dtypes import AnyDtype, PossibleDtypes, as_dtype
+from mpguard.lint.facts.program.lattice import Class, Function, Object, Ref
+from mpguard.lint.facts.program.mentions import mentions
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
-from mpguard.lint.facts.values import api_names, keywords, project_words
-from mpguard.lint.facts.values.dtypes import AnyDtype, PossibleDtypes, as_dtype
-from mpguard.lint.facts.values.lattice import Class, Function, Object, Ref
 from mpguard.lint.source.files import NOTEBOOK
 from mpguard.policy.dtype import Dtype
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint.facts.events import Event
+from mpguard.lint.facts.behaviour.events import Event
+from mpguard.lint.facts.program import api_names
+from mpguard.lint.facts.program.lattice import Class, Constant, Object, Ref
 from mpguard.lint.facts.syntax.nodes import constant, dotted, is_super, text_of
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible
 from mpguard.lint.facts.syntax.records import Call, Scope, Use
-from mpguard.lint.facts.values import api_names
-from mpguard.lint.facts.values.lattice import Class, Constant, Object, Ref
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts

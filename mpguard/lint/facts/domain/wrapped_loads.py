@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpguard.lint.facts.events.event import Event
+from mpguard.lint.facts.behaviour.events.event import Event
 from mpguard.lint.facts.syntax.nodes import text_of
 from mpguard.lint.facts.syntax.records import Binding, Record, Scope
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
+from mpguard.lint.facts.program import api_names
+from mpguard.lint.facts.program.lattice import Constant, Object
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Return
-from mpguard.lint.facts.values import api_names
-from mpguard.lint.facts.values.lattice import Constant, Object
 
 if TYPE_CHECKING:
     from mpguard.document import Document

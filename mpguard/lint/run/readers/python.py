@@ -7,12 +7,12 @@ from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint.facts.domain.raising import Raising
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.model import suppressions
 from mpguard.lint.model.finding import Lines
 from mpguard.lint.model.result import SYNTAX, Defect, FileCheck
 from mpguard.lint.model.rule import ConfigRule, Diagnostic, Rule
+from mpguard.lint.reachability.raising import Raising
 from mpguard.lint.run import prefilter, runner
 from mpguard.lint.run.readers.context import Context, RuleOutput, not_checked, replaced_text
 from mpguard.lint.source.source import Source

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpguard.lint.facts.values import api_names
+from mpguard.lint.facts.program import api_names
 from mpguard.lint.model.result import FileReport
 from mpguard.lint.model.rule import rules
 from mpguard.lint.model.selection import Selectors

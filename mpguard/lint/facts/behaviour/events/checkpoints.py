@@ -1,0 +1,49 @@
+"""Events of checkpoints: `x.state_dict()`, `x.load_state_dict(...)`, and torch's functions for both.
+
+Such a function is `get_state_dict(model, optimizers)` of `torch.distributed.checkpoint.state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.lint.facts.behaviour.events.event import Event, called, finds
+from mpguard.lint.facts.syntax.records import Call
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+#: torch's functions for an optimizer's state -> the position of their argument `optimizers`.
+_GETS = {"get_state_dict": 1, "get_optimizer_state_dict": 1}
+_SETS = {"set_state_dict": 1, "set_optimizer_state_dict": 1}
+
+
+@finds("state")
+def _states(facts: Facts) -> Iterator[Event]:
+    """Yield the calls that return the state of an object."""
+    for call in called(facts, "state_dict"):
+        if call.receiver is not None:
+            yield Event("state", call, facts, call.receiver)
+    for name, place in _GETS.items():
+        for call in called(facts, name):
+            optimizer = call.argument(place, "optimizers")
+            if optimizer is not None and _distributed(facts, call):
+                yield Event("state", call, facts, optimizer)
+
+
+@finds("restore")
+def _restores(facts: Facts) -> Iterator[Event]:
+    """Yield the calls that restore the state of an object."""
+    for call in called(facts, "load_state_dict"):
+        if call.receiver is not None:
+            yield Event("restore", call, facts, call.receiver)
+    for name, place in _SETS.items():
+        for call in called(facts, name):
+            optimizer = call.argument(place, "optimizers")
+            if optimizer is not None and _distributed(facts, call):
+                yield Event("restore", call, facts, optimizer)
+
+
+def _distributed(facts: Facts, call: Call) -> bool:
+    return facts.called_path(call).startswith("torch.distributed.checkpoint.")

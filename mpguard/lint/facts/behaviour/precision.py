@@ -1,0 +1,479 @@
+"""The dtype of tensors: set by a cast or a constructor, or cast by autocast.
+
+`facts.precision.of(expression, record)` returns the dtypes that a tensor may have, each with its path condition and the
+operation that produced it. A cast, a constructor's dtype and a matrix product in a known autocast region set the
+low-precision dtype; `.float()`, a softmax under CUDA autocast and arithmetic with FP32 end it. A tensor whose dtype
+cannot be derived has dtype None, and no rule reports it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Literal
+
+import libcst as cst
+
+from mpguard.core.lazy_pattern import lazy_pattern
+from mpguard.lint.facts.behaviour import autocast_ops as ops
+from mpguard.lint.facts.program import api_names
+from mpguard.lint.facts.program.dtypes import AnyDtype, OtherDtype, as_dtype
+from mpguard.lint.facts.program.lattice import Class, Function, Object, Ref
+from mpguard.lint.facts.syntax.nodes import constant, dotted
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, negated
+from mpguard.lint.facts.syntax.records import Binding, Call, Record
+from mpguard.lint.source.libcst_internals import Frames
+from mpguard.policy.dtype import HALF_DTYPES, Dtype
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+#: A Python number, or a tensor without dimensions: arithmetic with it keeps the dtype of the other operand.
+NUMBER: Literal["number"] = "number"
+LOW: frozenset[object] = frozenset(HALF_DTYPES)
+_FLOATS = (Dtype.BF16, Dtype.FP16, Dtype.FP32, Dtype.FP64)
+#: Methods of a tensor that cast it, and the dtypes to which they cast: each is named as the attribute of `torch`.
+_CASTS = {
+    name: api_names.DTYPES[f"torch.{name}"] for name in ("half", "bfloat16", "float", "double", "long", "int", "bool")
+}
+#: Expressions followed for one request, those of all requests of a file, the depth of nesting, and the alternatives of
+#: one expression.
+_MAX_PER_REQUEST = 600
+_MAX_PER_FILE = 100_000
+_MAX_DEPTH = 60
+_MAX_ALTERNATIVES = 12
+_DEVICE = lazy_pattern(r"(?i)device|cuda|gpu|rank|cpu")
+_TENSOR = lazy_pattern(r"(?i)tensor|param|weight|module")
+_CONSTANTS = frozenset({"math.pi", "math.e", "numpy.pi", "math.tau"})
+_BUILTIN_NUMBERS = frozenset({"len", "int", "float", "round", "range", "bool", "ord", "hash", "id"})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TensorDtype:
+    """One dtype that a tensor may have.
+
+    dtype: None if it is unknown. origin: the call or product that produced it. by_autocast: set by autocast, not by an
+    explicit cast.
+    """
+
+    guard: PathCondition
+    dtype: AnyDtype | Literal["number"] | None
+    origin: Record | None = None
+    by_autocast: bool = False
+
+    @property
+    def label(self) -> str:
+        """The name of the dtype in messages: `FP16`."""
+        return self.dtype.label if isinstance(self.dtype, Dtype) else str(self.dtype)
+
+
+_UNKNOWN = (TensorDtype(ALWAYS, None),)
+
+
+class TensorDtypes:
+    """The dtypes of the tensors of one file."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._known: dict[cst.CSTNode, tuple[TensorDtype, ...]] = {}
+        self._active: set[object] = set()
+        self._incomplete = self._file_used = self._request_left = 0
+        self._records: dict[cst.CSTNode, Record] | None = None
+
+    def of(self, node: cst.CSTNode | None, at: Record) -> tuple[TensorDtype, ...]:
+        """Return the dtypes that a tensor expression may have at a record."""
+        self._request_left = _MAX_PER_REQUEST
+        with Frames():
+            return self._under(self._of(node, at), at.guard)
+
+    def low(self, node: cst.CSTNode | None, at: Record, *dtypes: AnyDtype | str) -> TensorDtype | None:
+        """Return the first of an expression's dtypes that is one of `dtypes` (default: FP16, BF16), or None."""
+        wanted = frozenset(map(as_dtype, dtypes)) or LOW
+        return next((each for each in self.of(node, at) if each.dtype in wanted), None)
+
+    def by_hand(self, node: cst.CSTNode | None, at: Record) -> TensorDtype | None:
+        """Return the low-precision dtype of an expression that was cast or created explicitly.
+
+        None where an autocast is active.
+        """
+        found = self.low(node, at)
+        if (
+            found is None
+            or found.by_autocast
+            or any(state.dtype != "off" for state in self.facts.autocast_states.at(at))
+        ):
+            return None
+        return found
+
+    # -- expressions --------------------------------------------------------------------------------
+
+    def _of(self, node: cst.CSTNode | None, at: Record) -> tuple[TensorDtype, ...]:
+        if node is None:
+            return _UNKNOWN
+        if node in self._known:
+            return self._known[node]
+        if node in self._active:
+            self._incomplete += 1
+            return ()
+        if self._request_left <= 0 or self._file_used > _MAX_PER_FILE or len(self._active) > _MAX_DEPTH:
+            self._incomplete += 1
+            return _UNKNOWN
+        self._request_left -= 1
+        self._file_used += 1
+        self._active.add(node)
+        cut = self._incomplete
+        try:
+            found = self._expression(node, at)
+        finally:
+            self._active.discard(node)
+        if len(found) > _MAX_ALTERNATIVES:
+            found = (*found[:_MAX_ALTERNATIVES], *_UNKNOWN)
+        if cut == self._incomplete:  # within a cycle the result may be incomplete
+            self._known[node] = found
+        return found
+
+    def _expression(self, node: cst.CSTNode, at: Record) -> tuple[TensorDtype, ...]:
+        literal = constant(node)
+        if literal is not None:
+            return (TensorDtype(ALWAYS, NUMBER if isinstance(literal[0], (int, float)) else None),)
+        if isinstance(node, (cst.Name, cst.Attribute)):
+            return self._named(node, at)
+        if isinstance(node, cst.Call):
+            call = self.facts.index.call_of.get(node)
+            return self._call(call) if call is not None else _UNKNOWN
+        if isinstance(node, cst.BinaryOperation):
+            if isinstance(node.operator, cst.MatrixMultiply):
+                return self._by_autocast((node.left, node.right), self._record(node, at))
+            both = self._promoted((node.left, node.right), at)
+            if isinstance(node.operator, cst.Power) and any(each.dtype != NUMBER for each in both):
+                return self._float32_under_autocast(node.left, self._record(node, at))
+            return both
+        if isinstance(node, cst.UnaryOperation) and not isinstance(node.operator, cst.Not):
+            return self._of(node.expression, at)
+        if isinstance(node, cst.Subscript):
+            return self._of(node.value, at)
+        if isinstance(node, cst.NamedExpr):
+            return self._of(node.value, at)
+        if isinstance(node, cst.Comparison):
+            return (TensorDtype(ALWAYS, OtherDtype.BOOL),)
+        if isinstance(node, cst.IfExp):
+            condition = self.facts.condition(node.test, at.scope)
+            return (
+                *self._under(self._of(node.body, at), ALWAYS.given(condition)),
+                *self._under(self._of(node.orelse, at), ALWAYS.given(negated(condition))),
+            )
+        return _UNKNOWN
+
+    def _under(self, found: tuple[TensorDtype, ...], guard: PathCondition) -> tuple[TensorDtype, ...]:
+        if not guard:
+            return found
+        joined = (dataclasses.replace(each, guard=each.guard.joined(guard)) for each in found)
+        return tuple(each for each in joined if each.guard.possible)
+
+    # -- names --------------------------------------------------------------------------------------
+
+    def _named(self, node: cst.Name | cst.Attribute, at: Record) -> tuple[TensorDtype, ...]:
+        path = dotted(node)
+        bindings = self.facts.values.reaching(path, at.scope, at.order, at.guard) if path else []
+        if not bindings:
+            if isinstance(node, cst.Attribute):
+                name = node.attr.value
+                if name in ("T", "mT", "H", "data", "grad"):
+                    return self._of(node.value, at)
+                limits = isinstance(node.value, cst.Call) and dotted(node.value.func).endswith(("finfo", "iinfo"))
+                if name in ("shape", "ndim") or limits:
+                    return (TensorDtype(ALWAYS, NUMBER),)
+                if path.startswith("self.") and path.count(".") == 1:
+                    return self._buffer(name, at)
+            paths = {each.atom.path for each in self.facts.evaluate(node, at) if isinstance(each.atom, Ref)}
+            return (TensorDtype(ALWAYS, NUMBER),) if paths and paths <= _CONSTANTS else _UNKNOWN
+        found: list[TensorDtype] = []
+        later: list[PathCondition] = []
+        for binding in bindings[:_MAX_ALTERNATIVES]:
+            if any(guard <= binding.guard for guard in later) and not path.startswith("self."):
+                continue  # replaced by a later binding under the same condition
+            if binding.kind == "augmented":
+                found += [
+                    each
+                    for each in self._bound(binding)
+                    if each.dtype not in (NUMBER, OtherDtype.INT64, OtherDtype.BOOL)
+                ]
+                continue
+            later.append(binding.guard)
+            found += self._under(self._bound(binding), binding.guard)
+        augmented = any(binding.kind == "augmented" for binding in bindings)
+        if augmented:  # in place: a tensor keeps its dtype, a number takes that of the added operand
+            kept = [each for each in found if each.dtype == NUMBER]
+            first = [b for b in bindings if b.kind != "augmented"]
+            if not kept and first:
+                return tuple(each for b in first[:_MAX_ALTERNATIVES] for each in self._under(self._bound(b), b.guard))
+            found = [each for each in found if each.dtype != NUMBER] or found
+        return tuple(found)
+
+    def _buffer(self, name: str, at: Record) -> tuple[TensorDtype, ...]:
+        """Return the dtypes of an attribute set by `register_buffer("name", tensor)`.
+
+        An FP32 one may be cast with the module, so only low precision is known.
+        """
+        found: list[TensorDtype] = []
+        for call in self.facts.calls.get("register_buffer", ()):
+            given = call.argument(1, "tensor")
+            if constant(call.argument(0, "name")) == (name,) and call.scope.owner is at.scope.owner:
+                found += [
+                    each if each.dtype in LOW else TensorDtype(each.guard, None) for each in self._of(given, call)
+                ]
+        return tuple(found) or _UNKNOWN
+
+    def _bound(self, binding: Binding) -> tuple[TensorDtype, ...]:
+        facts, value = self.facts, binding.value
+        if binding.kind in ("assign", "augmented"):
+            found = self._of(value, binding)
+            if binding.key.startswith("self."):  # an attribute of a module: `model.half()` may change it
+                return tuple(each if each.dtype in (*LOW, NUMBER) else TensorDtype(each.guard, None) for each in found)
+            return found
+        if binding.kind == "element" and value is not None:
+            if isinstance(value, (cst.Tuple, cst.List)) and len(binding.index) == 1:
+                place = binding.index[0]
+                return self._of(value.elements[place].value, binding) if place < len(value.elements) else _UNKNOWN
+            call = facts.index.call_of.get(value)
+            if call is not None and call.name in ("chunk", "split", "unbind", "size", "tensor_split"):
+                return self._of(value, binding)
+            if call is not None and call.name in ("topk", "sort", "max", "min") and binding.index == (0,):
+                return self._of(call.receiver if self.is_method(call) else call.argument(0), binding)
+            if isinstance(value, cst.Attribute) and value.attr.value == "shape":
+                return (TensorDtype(ALWAYS, NUMBER),)
+            return _UNKNOWN
+        if binding.kind == "for" and value is not None:
+            call = facts.index.call_of.get(value)
+            if call is not None and call.path == "range":
+                return (TensorDtype(ALWAYS, NUMBER),)
+            return _UNKNOWN
+        if binding.kind == "param":
+            return self._param(binding)
+        return _UNKNOWN
+
+    def _param(self, binding: Binding) -> tuple[TensorDtype, ...]:
+        scope, facts = binding.scope, self.facts
+        if scope.is_bound and scope.params and scope.params[0].name == binding.key:
+            return _UNKNOWN
+        if scope.name == "__init__":  # sizes and factors, unless the annotation or the name indicates a tensor
+            given = next((param for param in scope.params if param.name == binding.key), None)
+            annotation = facts.short(given.annotation) if given is not None and given.annotation is not None else ""
+            return _UNKNOWN if _TENSOR.search(annotation + binding.key) else (TensorDtype(ALWAYS, NUMBER),)
+        callers = facts.callers(scope)
+        found: list[TensorDtype] = []
+        for call in callers[:_MAX_ALTERNATIVES]:
+            value = facts.values.given(call, scope, binding.key)
+            if value is None or facts.of(call) is not facts:
+                found.append(TensorDtype(call.guard, None))
+            elif value is binding.value:
+                found += self._under(self._of(value, binding), call.guard)
+            else:
+                found += self._under(self._of(value, call), call.guard)
+        if not callers or len(callers) > _MAX_ALTERNATIVES or facts.escapes(scope):
+            found.append(TensorDtype(ALWAYS, None))
+        return tuple(found)
+
+    # -- operations ---------------------------------------------------------------------------------
+
+    def is_method(self, call: Call) -> bool:
+        """True if a call is a method of an object that is presumably a tensor.
+
+        The object is neither a library module nor a known function.
+        """
+        return call.receiver is not None and not any(
+            isinstance(each.atom, (Ref, Function)) for each in self.facts.evaluate(call.func, call)
+        )
+
+    def _call(self, call: Call) -> tuple[TensorDtype, ...]:
+        facts = self.facts
+        atoms = [each.atom for each in facts.evaluate(call.func, call)]
+        paths = {atom.path for atom in atoms if isinstance(atom, Ref)}
+        if paths:
+            known = len(paths) == 1 and all(isinstance(atom, Ref) for atom in atoms)
+            return self._function(paths.pop(), call) if known else _UNKNOWN
+        if len(atoms) == 1 and isinstance(atoms[0], Object):
+            return self._module(atoms[0], call)
+        if call.receiver is not None and not any(isinstance(atom, (Function, Object, Class)) for atom in atoms):
+            return self._of_method(call)
+        found: list[TensorDtype] = []
+        for function in facts.functions(call):
+            if function.facts is not facts or function.scope.name == "__init__" or not function.scope.returns:
+                return _UNKNOWN
+            for each in function.scope.returns:
+                found += self._under(self._of(each.value, each), each.guard)
+        return tuple(found) or _UNKNOWN
+
+    def _function(self, path: str, call: Call) -> tuple[TensorDtype, ...]:
+        last = path.rsplit(".", 1)[-1]
+        if path in _BUILTIN_NUMBERS or path.startswith("math."):
+            return (TensorDtype(ALWAYS, NUMBER),)
+        if path in ("abs", "sum", "max", "min"):
+            return self._promoted(tuple(call.positional), call)
+        if path.startswith("einops.") and last in ("rearrange", "repeat"):
+            return self._of(call.argument(0, "tensor"), call)
+        if path.split(".", 1)[0] != "torch":
+            return _UNKNOWN
+        given = call.argument(None, "dtype")
+        if given is not None and constant(given) != (None,):
+            return self._argument_dtypes(given, call)
+        if last in ops.MAKES_FLOAT32:
+            default = "set_default_dtype" in self.facts.calls or "set_default_tensor_type" in self.facts.calls
+            return (TensorDtype(ALWAYS, None if default or call.starred else Dtype.FP32),)
+        if last in ("tensor", "as_tensor", "scalar_tensor"):
+            value = call.argument(0, "data")
+            return self._of(value, call) if constant(value) is not None else _UNKNOWN
+        first = call.argument(0, "input", "a", "x", "tensor", "tensors")
+        if last in ("cat", "stack", "concat", "hstack", "vstack"):
+            several = isinstance(first, (cst.List, cst.Tuple))
+            return self._promoted(tuple(e.value for e in first.elements), call) if several else _UNKNOWN  # type: ignore[union-attr]
+        if last == "einsum":
+            return self._by_autocast(tuple(call.positional[1:]), call)
+        return self._operation(last, first, tuple(call.positional[1:]), call)
+
+    def _of_method(self, call: Call) -> tuple[TensorDtype, ...]:
+        name, receiver = call.name, call.receiver
+        if name in _CASTS and not call.node.args:
+            return (TensorDtype(ALWAYS, _CASTS[name], call),)
+        if name == "type_as":
+            return self._of(call.argument(0, "other"), call)
+        if name in ("to", "type"):
+            return self._to(call)
+        if name in ops.NUMBERS:
+            return (TensorDtype(ALWAYS, NUMBER),)
+        given = call.argument(None, "dtype")
+        if given is not None and constant(given) != (None,):
+            return self._argument_dtypes(given, call)
+        return self._operation(name, receiver, tuple(call.positional), call)
+
+    def _to(self, call: Call) -> tuple[TensorDtype, ...]:
+        given = call.keywords.get("dtype")
+        for argument in [given] if given is not None else call.positional[:2]:
+            found = self._argument_dtypes(argument, call)
+            if any(each.dtype is not None for each in found):
+                return found
+            literal = constant(argument)
+            known = literal is not None or _DEVICE.search(self.facts.short(argument))
+            if not known or (
+                call.name == "type" and literal not in (("torch.HalfTensor",), ("torch.cuda.HalfTensor",))
+            ):
+                return _UNKNOWN
+            if call.name == "type":
+                return (TensorDtype(ALWAYS, Dtype.FP16, call),)
+        return self._of(call.receiver, call) if not call.starred else _UNKNOWN
+
+    def _argument_dtypes(self, node: cst.BaseExpression, call: Call) -> tuple[TensorDtype, ...]:
+        """Return the dtypes that an argument stands for: a dtype, or that of another tensor (`x.dtype`)."""
+        if isinstance(node, cst.Attribute) and node.attr.value == "dtype":
+            found = self._of(node.value, call)
+            if any(each.dtype not in (None, NUMBER) for each in found):
+                return found
+        return tuple(TensorDtype(guard, dtype, call) for guard, dtype in self.facts.dtypes(node, call))
+
+    def _operation(
+        self, name: str, first: cst.BaseExpression | None, others: tuple[cst.BaseExpression, ...], call: Call
+    ) -> tuple[TensorDtype, ...]:
+        if name in ops.LOWERED:
+            return self._by_autocast((*((first,) if first is not None else ()), *others[:1]), call)
+        if name in ops.FLOAT32_ON_CUDA:
+            return self._float32_under_autocast(first, call)
+        if name == "where":
+            both = (call.receiver, *others[1:2]) if self.is_method(call) else others[:2]
+            return self._promoted(tuple(each for each in both if each is not None), call)
+        if name in ops.PROMOTES:
+            return self._promoted((*((first,) if first is not None else ()), *others[:1]), call)
+        return self._of(first, call) if name in ops.KEEPS else _UNKNOWN
+
+    def _module(self, atom: Object, call: Call) -> tuple[TensorDtype, ...]:
+        """Return the dtypes of a layer's output."""
+        last = atom.path.rsplit(".", 1)[-1]
+        first = call.argument(0, "input")
+        if atom.cls is None and atom.path.startswith("torch.nn."):
+            if last in ops.LOWERED_LAYERS:
+                return self._by_autocast((first,) if first is not None else (), call)
+            if last in ops.FLOAT32_LAYERS:
+                return self._float32_under_autocast(first, call)
+            return self._of(first, call) if last in ops.KEEPING_LAYERS else _UNKNOWN
+        if atom.cls is None or atom.prepared or atom.facts is not self.facts:
+            return _UNKNOWN
+        forward = atom.cls.method("forward")
+        found: list[TensorDtype] = []
+        for each in forward.returns if forward is not None else ():
+            found += self._under(self._of(each.value, each), each.guard)
+        return tuple(found) or _UNKNOWN
+
+    def _promoted(self, parts: tuple[cst.BaseExpression, ...], at: Record) -> tuple[TensorDtype, ...]:
+        found: tuple[TensorDtype, ...] = (TensorDtype(ALWAYS, NUMBER),)
+        for part in parts:
+            both = [_join(a, b) for a in found for b in self._of(part, at)]
+            found = tuple(each for each in both if each.guard.possible)[: _MAX_ALTERNATIVES + 1]
+        return found
+
+    def _by_autocast(self, parts: tuple[cst.BaseExpression, ...], at: Record) -> tuple[TensorDtype, ...]:
+        """Return the dtypes of a matrix product: that of the autocast region, otherwise that of the operands."""
+        found: list[TensorDtype] = []
+        for state in self.facts.autocast_states.at(at):
+            if state.dtype is None or state.dtype == "off":
+                given = [each for part in parts for each in self._of(part, at) if each.dtype in _FLOATS]
+                found += self._under(tuple(given), state.guard) or (TensorDtype(state.guard, None),)
+            else:
+                found.append(TensorDtype(state.guard, state.dtype, at, by_autocast=True))
+        return tuple(found)
+
+    def _float32_under_autocast(self, first: cst.BaseExpression | None, at: Record) -> tuple[TensorDtype, ...]:
+        """Return the dtypes of an operation that CUDA autocast runs in FP32."""
+        found: list[TensorDtype] = []
+        for state in self.facts.autocast_states.at(at):
+            if state.dtype == "off":
+                found += self._under(self._of(first, at), state.guard)
+            else:
+                found.append(TensorDtype(state.guard, Dtype.FP32 if state.device == "cuda" else None, at))
+        return tuple(found)
+
+    # -- records ------------------------------------------------------------------------------------
+
+    def _record(self, node: cst.BinaryOperation, at: Record) -> Record:
+        return self.record(node) or at
+
+    def record(self, node: cst.CSTNode) -> Record | None:
+        """Return a record for an expression that has none of its own.
+
+        It is a copy of that of the first name or call in it.
+        """
+        if self._records is None:
+            self._records = {call.node: call for scope in self.facts.index.scopes for call in scope.calls}
+            for scope in self.facts.index.scopes:
+                for uses in scope.uses.values():
+                    self._records.update((use.node, use) for use in uses)
+        stack = [node]
+        while stack:
+            current = stack.pop()
+            found = self._records.get(current)
+            if found is not None:
+                return Record(node, found.scope, found.order, found.guard, found.withs, found.loops, found.chunk)
+            if isinstance(current, cst.BinaryOperation):
+                stack += (current.right, current.left)
+            elif isinstance(current, cst.UnaryOperation):
+                stack.append(current.expression)
+            elif isinstance(current, (cst.Subscript, cst.Attribute)):
+                stack.append(current.value)
+        return None
+
+
+def _join(one: TensorDtype, other: TensorDtype) -> TensorDtype:
+    """Return the dtype of arithmetic with two tensors, by torch's type promotion."""
+    guard = one.guard.joined(other.guard)
+    if one.dtype is None or other.dtype is None:
+        return TensorDtype(guard, None)
+    if one.dtype in (NUMBER, other.dtype):
+        return dataclasses.replace(other, guard=guard)
+    if other.dtype == NUMBER:
+        return dataclasses.replace(one, guard=guard)
+    floats = [each for each in (one, other) if each.dtype in _FLOATS]
+    if len(floats) == 1:
+        return dataclasses.replace(floats[0], guard=guard)
+    if len(floats) == 2:
+        if {one.dtype, other.dtype} == LOW:
+            return TensorDtype(guard, Dtype.FP32)
+        wider = max(floats, key=lambda each: _FLOATS.index(each.dtype))
+        return dataclasses.replace(wider, guard=guard)
+    return TensorDtype(guard, None)

@@ -1,0 +1,12 @@
+"""What the program says: the values of expressions, the call graph, and what library names stand for.
+
+dtypes.py            the dtypes of torch, and those that an expression may have
+lattice.py           the abstract values, and alternatives under path conditions
+evaluate.py          the evaluation of names, attributes and calls
+callgraph.py         classes and their base classes, callers, callees, conditions that all callers share
+keywords.py          the keyword arguments of a call, with those of its `**mapping`
+mentions.py          names of a framework in one function
+implied_versions.py  the versions of libraries that code can run with, by what it calls
+api_names.py         the general APIs of torch and its training libraries: dtypes, kinds of objects
+project_words.py     names and patterns of single projects, each with its evidence
+"""

@@ -1,0 +1,882 @@
+"""Abstract evaluation: names, attributes and calls are resolved to the abstract values that an expression may have."""
+
+from __future__ import annotations
+
+import bisect
+import builtins
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint.facts.behaviour.options import option_values
+from mpguard.lint.facts.program import api_names
+from mpguard.lint.facts.program.keywords import item_given
+from mpguard.lint.facts.program.lattice import (
+    NOTHING_KNOWN,
+    UNKNOWN,
+    Alternative,
+    Alternatives,
+    Atom,
+    Class,
+    Constant,
+    DictValue,
+    DtypeValue,
+    Function,
+    Method,
+    Module,
+    Object,
+    Ref,
+    TupleValue,
+    constants_of,
+    element_at,
+    ref,
+    restrict,
+    tuple_of,
+)
+from mpguard.lint.facts.syntax.conditions import subject
+from mpguard.lint.facts.syntax.constant_flags import SUPPORTS_BF16
+from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
+from mpguard.lint.facts.syntax.path_condition import (
+    ALWAYS,
+    Condition,
+    Flag,
+    PathCondition,
+    compatible,
+    equality,
+    negated,
+)
+from mpguard.lint.facts.syntax.records import Binding, Call, Param, Scope
+from mpguard.policy.dtype import Dtype
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+
+#: How deep calls, parameters and names are followed.
+DEPTH = 24
+_MAX_ALTERNATIVES = 16
+#: Expressions evaluated for one request. In real code it is 4 for nearly all, and at most 900 with few exceptions.
+_MAX_STEPS = 1_000
+#: Marks in `cuts` a result that is incomplete because a limit was reached; equal to nothing that is being evaluated.
+_LIMIT_REACHED = object()
+
+
+class _Search:
+    """The state of one evaluation across the modules of a linted file.
+
+    It holds the expressions being evaluated, outermost first. cuts: the expressions (or `_LIMIT_REACHED`) because of
+    which a result since the last reset is incomplete: a cycle, or a limit. Such a result may be more precise when it is
+    requested by itself, so it is cached only as long as these expressions are being evaluated, and not for a request at
+    a lower depth (`partial`).
+    """
+
+    def __init__(self) -> None:
+        self.active: dict[object, None] = {}
+        self.steps = 0
+        self.cuts: set[object] = set()
+        self.partial: dict[cst.CSTNode, tuple[Alternatives, set[object], int]] = {}
+
+
+#: Comparisons that two constants decide.
+_COMPARES: dict[type[cst.BaseCompOp], Callable[[object, object], bool]] = {
+    cst.Equal: operator.eq, cst.Is: operator.eq, cst.NotEqual: operator.ne, cst.IsNot: operator.ne,
+}  # fmt: skip
+
+
+class Values:
+    """Evaluates the expressions of one file.
+
+    Results are cached unless they are incomplete because of the calling context.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._known: dict[cst.CSTNode, Alternatives] = {}
+        self._search = _Search()
+        self._attributes_at = -1
+        self._attributes_set: dict[str, list[Binding]] = {}
+        self._bindings: dict[tuple[Scope, str], tuple[int, list[Binding]]] = {}
+
+    def share_search(self, other: Values) -> None:
+        """Share the state of an evaluation in another module, so that cycles through both modules are detected."""
+        self._search = other._search
+
+    def known(self, node: cst.CSTNode | None) -> Alternatives | None:
+        """Return the alternatives of an expression that was evaluated before, or None."""
+        return self._known.get(node) if node is not None else None
+
+    def evaluate(self, node: cst.CSTNode | None, scope: Scope, order: int = 1 << 60) -> Alternatives:
+        """Return the alternatives of an expression at a place (`order`)."""
+        if node is None:
+            return NOTHING_KNOWN
+        if node in self._known:
+            return self._known[node]
+        search = self._search
+        if self._must_stop(node):
+            return NOTHING_KNOWN
+        if node in search.partial:
+            found, cuts, place = search.partial[node]
+            if search.active.keys() >= cuts - {_LIMIT_REACHED} and (
+                _LIMIT_REACHED not in cuts or len(search.active) >= place
+            ):
+                search.cuts |= cuts
+                return found
+        search.steps += 1
+        outside, search.cuts = search.cuts, set()
+        search.active[node] = None
+        try:
+            found = self._evaluate(node, scope, order)
+        finally:
+            del search.active[node]
+        found = (
+            found[:_MAX_ALTERNATIVES]
+            if len(found) <= _MAX_ALTERNATIVES
+            else (*found[:_MAX_ALTERNATIVES], Alternative(ALWAYS, UNKNOWN))
+        )
+        cuts = search.cuts - {node}
+        if not cuts or not search.active:
+            self._known[node] = found
+        else:
+            search.partial[node] = found, cuts, len(search.active)
+            outside |= cuts
+        search.cuts = outside
+        return found
+
+    def _must_stop(self, what: object) -> bool:
+        """True if evaluation must stop: `what` is already being evaluated, or a limit is reached."""
+        search = self._search
+        if not search.active:
+            search.steps = 0
+            search.partial = {}
+        elif what in search.active:
+            search.cuts.add(what)
+            return True
+        elif len(search.active) > DEPTH or search.steps > _MAX_STEPS:
+            search.cuts.add(_LIMIT_REACHED)
+            return True
+        return False
+
+    @staticmethod
+    def _finish(search: _Search, what: object) -> None:
+        """End the evaluation of `what`: results that were incomplete because of it are complete for its caller.
+
+        search: the one in which it began. An import that is read meanwhile may have shared another with this file.
+        """
+        del search.active[what]
+        search.cuts.discard(what)
+
+    def _evaluate(self, node: cst.CSTNode, scope: Scope, order: int) -> Alternatives:
+        literal = constant(node)
+        if literal is not None:
+            return (Alternative(ALWAYS, Constant(literal[0])),)
+        if type(node) is cst.Name or type(node) is cst.Attribute:
+            path = dotted(node)
+            if path:
+                return self.lookup(path, scope, order)
+            assert isinstance(node, cst.Attribute)
+            return self._attribute(self.evaluate(node.value, scope, order), node.attr.value)
+        if type(node) is cst.IfExp:
+            known = self.truth(node.test, scope, order)
+            if known is not None:
+                return self.evaluate(node.body if known else node.orelse, scope, order)
+            condition = self.facts.condition(node.test, scope)
+            return (
+                *restrict(self.evaluate(node.body, scope, order), ALWAYS.given(condition)),
+                *restrict(self.evaluate(node.orelse, scope, order), ALWAYS.given(negated(condition))),
+            )
+        if type(node) is cst.BooleanOperation:
+            condition = self.facts.condition(node.left, scope)
+            if type(node.operator) is cst.And:
+                return restrict(self.evaluate(node.right, scope, order), ALWAYS.given(condition))
+            return (
+                *self.evaluate(node.left, scope, order),
+                *restrict(self.evaluate(node.right, scope, order), ALWAYS.given(negated(condition))),
+            )
+        if type(node) is cst.Call:
+            call = self.facts.index.call_of.get(node)
+            return self.result(call) if call is not None else NOTHING_KNOWN
+        if type(node) is cst.Tuple or type(node) is cst.List:
+            parts = tuple(functools.partial(self.evaluate, element.value, scope, order) for element in node.elements)
+            return (Alternative(ALWAYS, TupleValue(parts)),)
+        if type(node) is cst.Lambda:
+            return self._anonymous(node, scope, order)
+        if type(node) is cst.Await:
+            return self.evaluate(node.expression, scope, order)
+        if type(node) is cst.NamedExpr:
+            return self.evaluate(node.value, scope, order)
+        if type(node) is cst.Subscript and len(node.slice) == 1 and type(node.slice[0].slice) is cst.Index:
+            return self._item(node.value, node.slice[0].slice.value, scope, order) or NOTHING_KNOWN
+        if type(node) is cst.Dict and len(node.elements) <= _MAX_ALTERNATIVES:
+            return self._table(node, scope, order)
+        return NOTHING_KNOWN
+
+    def _table(self, node: cst.Dict, scope: Scope, order: int) -> Alternatives:
+        parts = []
+        for element in node.elements:
+            key = constant(element.key) if isinstance(element, cst.DictElement) else None
+            if key is None:
+                return NOTHING_KNOWN
+            parts.append((key[0], functools.partial(self.evaluate, element.value, scope, order)))
+        return (Alternative(ALWAYS, DictValue(tuple(parts))),)
+
+    def _item(self, owner: cst.CSTNode, key: cst.BaseExpression, scope: Scope, order: int) -> Alternatives:
+        """Return the alternatives of `owner[key]`: of a dict, each value under the condition that the key is its own.
+
+        Nothing, if the dict does not have the key.
+
+        The condition remains where the key is a constant with a name, because tests of that name agree with it:
+        `GradScaler(enabled=(dtype == "float16"))` next to `autocast(dtype={"float16": torch.float16, ...}[dtype])`.
+        """
+        owners, literal = self.evaluate(owner, scope, order), constant(key)
+        if literal is not None and isinstance(literal[0], int):
+            return element_at(owners, (literal[0],))
+        tables = [each for each in owners if isinstance(each.atom, DictValue)]
+        if not tables:
+            return NOTHING_KNOWN
+        found: list[Alternative] = []
+        for table in tables:
+            assert isinstance(table.atom, DictValue)
+            for value, part in table.atom.parts:
+                condition = _condition_of(subject(key), Constant(value)) if literal is None else None
+                chosen = table.guard if condition is None else table.guard.given(condition)
+                for each in self.evaluate(key, scope, order):
+                    if not isinstance(each.atom, Constant) or each.atom.value == value:
+                        found += restrict(part(), each.guard.joined(chosen))
+        return tuple(found)
+
+    def _anonymous(self, node: cst.Lambda, scope: Scope, order: int) -> Alternatives:
+        """Return what a `lambda` without parameters gives that only creates an autocast; other ones are unknown."""
+        params = node.params
+        if (
+            params.params
+            or params.kwonly_params
+            or params.star_kwarg
+            or not isinstance(params.star_arg, cst.MaybeSentinel)
+        ):
+            return NOTHING_KNOWN
+        made = self.evaluate(node.body, scope, order)
+        if not all(isinstance(each.atom, Object) and each.atom.kind == "autocast" for each in made):
+            return NOTHING_KNOWN
+        return tuple(
+            Alternative(each.guard, dataclasses.replace(each.atom, kind="partial"))
+            for each in made
+            if isinstance(each.atom, Object)
+        )
+
+    def truth(self, test: cst.CSTNode, scope: Scope, order: int) -> bool | None:
+        """Return the truth of a tested name, or of a comparison with constants, if all values agree, else None."""
+        if self.facts.always_supports_bf16() and _asks_for_bf16(test):
+            return True
+        if isinstance(test, cst.Comparison):
+            truths = self._compared(test, scope, order)
+        else:
+            values = constants_of(self.evaluate(test, scope, order)) if dotted(test) else []
+            truths = {bool(value) for value in values}
+        return truths.pop() if len(truths) == 1 else None
+
+    def _compared(self, test: cst.Comparison, scope: Scope, order: int) -> set[bool]:
+        """Return the truth values of a comparison of a name with constants; nothing if a value is unknown."""
+        if len(test.comparisons) != 1 or not dotted(test.left):
+            return set()
+        if "exec" in self.facts.calls:  # a config, or the command line, may set the name
+            return set()
+        how, other = test.comparisons[0].operator, test.comparisons[0].comparator
+        compare = _COMPARES.get(type(how))
+        values = constants_of(self.evaluate(test.left, scope, order))
+        if compare is not None:
+            others = constants_of(self.evaluate(other, scope, order))
+            return {compare(value, each) for each in others for value in values}
+        if isinstance(how, (cst.In, cst.NotIn)) and isinstance(other, (cst.Tuple, cst.List, cst.Set)):
+            wanted = [constants_of(self.evaluate(each.value, scope, order)) for each in other.elements]
+            if all(len(each) == 1 for each in wanted):
+                listed = [each[0] for each in wanted]
+                return {(value in listed) is isinstance(how, cst.In) for value in values}
+        return set()
+
+    # -- names --------------------------------------------------------------------------------------
+
+    def lookup(self, path: str, scope: Scope, order: int) -> Alternatives:
+        """Return the alternatives of a dotted name at a place."""
+        found = self._lookup_bound(path, scope, order)
+        if found is not None:
+            return found
+        self.facts.need("*")
+        if self.facts.module.bindings.get("*"):
+            return self._starred(path)
+        return (Alternative(ALWAYS, Ref(path)),) if path.split(".", 1)[0] in _BUILTINS else NOTHING_KNOWN
+
+    def _lookup_bound(self, path: str, scope: Scope, order: int) -> Alternatives | None:
+        """Return the alternatives of a name that the file itself binds; None if it does not bind it."""
+        parts = path.split(".")
+        for length in range(len(parts), 0, -1):
+            key = ".".join(parts[:length])
+            bindings = self.reaching(key, scope, order, most=_MAX_ALTERNATIVES + 1)
+            if not bindings:
+                if key == "self" and scope.owner is not None:
+                    found: Alternatives = (self._instance(scope.owner),)
+                else:
+                    continue
+            else:
+                found = ()
+                enough = _MAX_ALTERNATIVES if length == len(parts) else 1 << 60  # the rest is replaced by UNKNOWN
+                for binding in bindings[:_MAX_ALTERNATIVES]:
+                    found += self.bound(binding)
+                    if len(found) > enough:
+                        break
+                if len(bindings) > _MAX_ALTERNATIVES:
+                    found += NOTHING_KNOWN
+                is_constant = all(each.kind == "assign" and each.scope.kind == "class" for each in bindings)
+                if is_constant and key.startswith("self."):
+                    found = self._of_derived(key[5:], scope, found)
+                if key.startswith("self.") and key.count(".") == 1:
+                    found = self.set_from_outside(key[5:], found)
+                if length == 1 and bindings[0].scope.kind == "module":
+                    found += self._executed(bindings[0])
+            is_param = length == 1 < len(parts) and all(binding.kind == "param" for binding in bindings)
+            for name in parts[length:]:
+                found = self._attribute(found, name)
+            if is_param and all(each.atom is UNKNOWN for each in found):
+                return self._set_elsewhere(path) or found
+            return found
+        return None
+
+    def set_from_outside(self, name: str, found: Alternatives) -> Alternatives:
+        """Return the alternatives of an attribute that is a dtype, with those that code outside of its class gives it.
+
+        The class's own are replaced if some code sets it always: `config.dtype = torch.bfloat16`.
+        """
+        if not any(isinstance(each.atom, DtypeValue) for each in found):
+            return found
+        self.facts.need_uses(name)
+        own = [
+            binding
+            for scope in self.facts.index.scopes
+            for key, bindings in scope.bindings.items()
+            if key.endswith(f".{name}") and not key.startswith("self.")
+            for binding in bindings
+            if binding.kind == "assign"
+        ]
+        values = tuple(each for binding in own[:_MAX_ALTERNATIVES] for each in self.bound(binding))
+        if self.facts.project.attribute_set_from_outside(self.facts.path, name):
+            return (*values, *NOTHING_KNOWN)
+        is_kept = all(binding.guard - binding.scope.guard for binding in own)
+        return (*(found if is_kept else ()), *values)
+
+    def _of_derived(self, name: str, scope: Scope, found: Alternatives) -> Alternatives:
+        """Return the alternatives of a class attribute, with those that derived classes give it."""
+        if scope.owner is None:
+            return found
+        others, is_used = self.facts.graph.overriding(scope.owner, name)
+        values = (each for cls, binding in others for each in cls.facts.values.bound(binding))
+        return (*(found if is_used or not others else ()), *values)
+
+    def _executed(self, binding: Binding) -> Alternatives:
+        """Return what a config of the project may set a setting of a script to, which runs one with `exec`."""
+        literal = constant(binding.value) if binding.kind == "assign" else None
+        runs = [call for call in self.facts.calls.get("exec", ()) if call.scope is binding.scope]
+        if literal is None or not any(call.path == "exec" and call.order > binding.order for call in runs):
+            return ()
+        given = self.facts.project.executed_settings(self.facts.path, frozenset(binding.scope.bindings))
+        values = dict.fromkeys(given.get(binding.key, ()))
+        return tuple(Alternative(ALWAYS, Constant(value)) for value in values if value != literal[0])
+
+    def _set_elsewhere(self, path: str) -> Alternatives:
+        """Return the scaler or autocast that other functions of the file set an attribute of a parameter to.
+
+        A namespace that they all get keeps it: `args.scaler = GradScaler()`. Nothing if they set it to anything else.
+        """
+        if self._attributes_at != self.facts.parsed_bytes:
+            self._attributes_at, self._attributes_set = self.facts.parsed_bytes, {}
+            for scope in self.facts.index.scopes:
+                for key, bindings in scope.bindings.items():
+                    if "." in key and not key.startswith("self."):
+                        kept = [each for each in bindings if each.kind in ("assign", "element")]
+                        self._attributes_set.setdefault(key, []).extend(kept)
+        found: Alternatives = ()
+        for binding in self._attributes_set.get(path, ())[:_MAX_ALTERNATIVES]:
+            found += self.bound(binding)
+        made = [each.atom for each in found if not (isinstance(each.atom, Constant) and each.atom.value is None)]
+        return found if made and all(map(_is_of_amp, made)) else ()
+
+    def _starred(self, path: str) -> Alternatives:
+        """Return the alternatives of a name that a module imported with `*` binds.
+
+        It binds the name directly, or by a `*` import of its own.
+        """
+        seen = {self.facts}
+        pending = _starred(self.facts)
+        while pending:
+            other = pending.pop()
+            if other in seen:
+                continue
+            seen.add(other)
+            found = other.values._lookup_bound(path, other.module, 1 << 60)
+            if found is None:
+                pending += _starred(other)
+            elif all(alternative.atom is not UNKNOWN for alternative in found):
+                return found
+        if path.split(".", 1)[0] in _BUILTINS:
+            return (Alternative(ALWAYS, Ref(path)),) if len(seen) > 1 else NOTHING_KNOWN
+        return self._starred_library(path)
+
+    def _starred_library(self, path: str) -> Alternatives:
+        """Return the alternatives of a name of a known API that a library imported with `*` may bind."""
+        first, *rest = path.split(".")
+        for binding in reversed(self.facts.module.bindings["*"]):
+            if binding.target.split(".", 1)[0] not in api_names.LIBRARIES:
+                continue
+            found = self._from(binding.target, first)
+            for name in rest:
+                found = self._attribute(found, name)
+            atoms = [each.atom for each in found]
+            known = (not isinstance(atom, Ref) or api_names.kind_of(atom.path) for atom in atoms)
+            if atoms and UNKNOWN not in atoms and all(known):
+                return found
+        return NOTHING_KNOWN
+
+    def reaching(
+        self, key: str, scope: Scope, order: int, guard: PathCondition = ALWAYS, most: int = 1 << 60
+    ) -> list[Binding]:
+        """Return the reaching definitions of a name or `self.` attribute at a place, the latest first.
+
+        At most `most` are returned if that many are enough for the caller.
+        """
+        if key.startswith("self."):
+            local = [b for b in scope.bindings.get(key, ()) if b.order < order and b.kind not in ("item", "del")]
+            dominating = [b for b in local if not (b.guard - scope.guard)]
+            if dominating and scope.name != "__init__":
+                return _reaching_definitions(local, order, guard, most)
+            owner = scope.owner
+            return self.facts.graph.attributes(owner).get(key[5:], []) if owner is not None else []
+        root = key.partition(".")[0]
+        for place in scope.chain():
+            if place.kind == "module":
+                self.facts.need(root)
+            if root in place.globals:
+                continue
+            found = self._value_bindings(place, key)
+            if found:
+                if place is scope:
+                    return _reaching_definitions(found, order, guard, most)
+                return _reaching_definitions(found, 1 << 60, guard, most)
+        return []
+
+    def _value_bindings(self, scope: Scope, key: str) -> list[Binding]:
+        """Return the bindings of a name in a scope that give it a value, in order; cached until the scope has more."""
+        bindings = scope.bindings.get(key)
+        if bindings is None:
+            return []
+        known = self._bindings.get((scope, key))
+        if known is None or known[0] != len(bindings):
+            known = self._bindings[scope, key] = (
+                len(bindings),
+                [b for b in bindings if b.kind not in ("item", "del")],
+            )
+        return known[1]
+
+    def bound(self, binding: Binding) -> Alternatives:
+        """Return the alternatives that a binding gives to its name."""
+        if self._must_stop(binding):
+            return NOTHING_KNOWN
+        search = self._search
+        search.active[binding] = None
+        try:
+            found = self._bound(binding)
+        finally:
+            self._finish(search, binding)
+        return restrict(found, binding.guard)
+
+    def _bound(self, binding: Binding) -> Alternatives:
+        kind = binding.kind
+        if kind in ("assign", "with"):
+            return self.evaluate(binding.value, binding.scope, binding.order)
+        if kind == "element":
+            return element_at(self.evaluate(binding.value, binding.scope, binding.order), binding.index)
+        if kind == "import":
+            return self._module(binding.target)
+        if kind == "from":
+            return self._from(binding.target, binding.name)
+        if kind == "param":
+            return self._param(binding)
+        if kind == "def" and binding.defines is not None:
+            return (Alternative(ALWAYS, Function(binding.defines, self.facts)),)
+        if kind in ("class", "stub") and binding.defines is not None:
+            return (Alternative(ALWAYS, Class(binding.defines, self.facts)),)
+        if kind == "for" and isinstance(binding.value, (cst.Tuple, cst.List)) and not binding.index:
+            return tuple(
+                alternative
+                for element in binding.value.elements
+                for alternative in self.evaluate(element.value, binding.scope, binding.order)
+            )
+        return self._layers(binding) if kind == "for" else NOTHING_KNOWN
+
+    def _layers(self, binding: Binding) -> Alternatives:
+        """Return the layers over which a loop runs: those of a `ModuleList` that one expression creates."""
+        value = binding.value
+        call = self.facts.index.call_of.get(value) if isinstance(value, cst.Call) else None
+        if call is not None and call.path == "enumerate" and binding.index == (1,) and call.positional:
+            value = call.positional[0]
+        elif binding.index or call is not None:
+            return NOTHING_KNOWN
+        made = [each.atom for each in self.evaluate(value, binding.scope, binding.order)]
+        atom = made[0] if len(made) == 1 else None
+        if not isinstance(atom, Object) or atom.call is None or atom.path != "torch.nn.ModuleList":
+            return NOTHING_KNOWN
+        given = atom.call.argument(0, "modules")
+        if not isinstance(given, (cst.ListComp, cst.GeneratorExp)):
+            return NOTHING_KNOWN
+        return self.facts.of(atom.call).values.evaluate(given.elt, atom.call.scope, atom.call.order)
+
+    def _module(self, module: str) -> Alternatives:
+        other = self.facts.imported(module)
+        return (Alternative(ALWAYS, Module(other) if other is not None else Ref(module)),)
+
+    def _from(self, module: str, name: str) -> Alternatives:
+        other = self.facts.imported(module)
+        if other is not None:
+            other.need(name)
+            if name in other.module.bindings:
+                return other.values.lookup(name, other.module, 1 << 60)
+            if not other.source.path.endswith("__init__.py"):
+                return NOTHING_KNOWN
+        inner = self.facts.imported(f"{module}.{name}" if not module.endswith(".") else module + name)
+        if inner is not None:
+            return (Alternative(ALWAYS, Module(inner)),)
+        return (Alternative(ALWAYS, ref(f"{module}.{name}")),) if other is None else NOTHING_KNOWN
+
+    def _param(self, binding: Binding) -> Alternatives:
+        scope = binding.scope
+        if scope.is_bound and scope.params and scope.params[0].name == binding.key and scope.parent is not None:
+            return (self._instance(scope.parent),)
+        found: list[Alternative] = []
+        callers = self.facts.callers(scope)
+        for call in callers:
+            given = self.given(call, scope, binding.key)
+            if given is None:
+                found.append(Alternative(call.guard, UNKNOWN))
+            elif given is binding.value:
+                found += restrict(self.evaluate(given, scope.parent or scope), call.guard)
+            else:
+                facts = self.facts.of(call)
+                found += restrict(facts.values.evaluate(given, call.scope, call.order), call.guard)
+        if not callers or self.facts.escapes(scope):
+            return (*found, *NOTHING_KNOWN)
+        return tuple(found)
+
+    def given(self, call: Call, scope: Scope, name: str) -> cst.BaseExpression | None:
+        """Return the argument that a call passes for a parameter, or its default; None if it is not visible."""
+        if name in call.keywords:
+            return call.keywords[name]
+        params = [p for p in scope.params if p.kind == "plain"]
+        if scope.is_bound:
+            params = params[1:]
+        place = next((i for i, p in enumerate(params) if p.name == name), None)
+        if place is not None and place < len(call.positional):
+            return call.positional[place]
+        if call.starred:
+            return item_given(call, name, self.facts.of(call))
+        param: Param | None = next((p for p in scope.params if p.name == name), None)
+        return param.default if param is not None else None
+
+    def _instance(self, scope: Scope) -> Alternative:
+        return Alternative(ALWAYS, Object(self.facts.class_kind(scope), None, scope.name, scope, self.facts))
+
+    # -- attributes and calls -------------------------------------------------------------------------
+
+    def _attribute(self, owners: Alternatives, name: str) -> Alternatives:
+        found: list[Alternative] = []
+        for alternative in owners:
+            for each in self._attribute_of(alternative.atom, name):
+                guard = alternative.guard.joined(each.guard)
+                if guard.possible:
+                    found.append(Alternative(guard, each.atom))
+        return tuple(found) or NOTHING_KNOWN
+
+    def _attribute_of(self, atom: Atom, name: str) -> Alternatives:
+        if isinstance(atom, Ref):
+            return (Alternative(ALWAYS, ref(f"{atom.path}.{name}")),)
+        if isinstance(atom, Constant) and isinstance(atom.value, str) and name == "type":
+            return (Alternative(ALWAYS, Constant(atom.value.split(":", 1)[0])),)  # the type of a `torch.device`
+        if isinstance(atom, Module):
+            atom.facts.need(name)
+            if name in atom.facts.module.bindings:
+                return atom.facts.values.lookup(name, atom.facts.module, 1 << 60)
+            return NOTHING_KNOWN
+        if isinstance(atom, (Class, Object)):
+            scope = atom.scope if isinstance(atom, Class) else atom.cls
+            if scope is not None and atom.facts is not None:
+                bindings = atom.facts.graph.attributes(scope).get(name)
+                given = self._field(atom, name) if isinstance(atom, Object) else None
+                if given is not None:
+                    return given
+                if bindings:
+                    found = tuple(each for binding in bindings for each in atom.facts.values.bound(binding))
+                    return atom.facts.values.set_from_outside(name, found)
+                inherited = atom.facts.graph.inherited(scope, name)
+                if inherited is not None:
+                    return (Alternative(ALWAYS, inherited),)
+            if isinstance(atom, Object):
+                return (Alternative(ALWAYS, Method(atom, name)),)
+            if name in api_names.LOADERS:
+                kind = atom.facts.class_kind(atom.scope)
+                return (Alternative(ALWAYS, Method(Object(kind, None, atom.scope.name, atom.scope, atom.facts), name)),)
+        return NOTHING_KNOWN
+
+    def _field(self, atom: Object, name: str) -> Alternatives | None:
+        """Return what an object got for a field when it was created; None if it has the field's default.
+
+        That is an object of a dataclass, or of another class that takes its fields as arguments.
+        """
+        call, cls = atom.call, atom.cls
+        if call is None or cls is None or not call.node.args or cls.method("__init__") is not None:
+            return None
+        if name not in cls.bindings:
+            return None
+        values = self.facts.of(call).values
+        if name in call.keywords:
+            return values.evaluate(call.keywords[name], call.scope, call.order)
+        if not cls.decorators:
+            return None
+        by_place = dict(zip(_fields(cls), call.positional, strict=False))
+        if name in by_place:
+            return values.evaluate(by_place[name], call.scope, call.order)
+        if not call.starred:
+            return None
+        mappings = [arg.value for arg in call.node.args if arg.star == "**"]
+        if len(mappings) != 1:
+            return NOTHING_KNOWN
+        return values._item(mappings[0], cst.SimpleString(repr(name)), call.scope, call.order) or None
+
+    def result(self, call: Call) -> Alternatives:
+        """Return the alternatives of a call's result."""
+        if self._must_stop(call):
+            return NOTHING_KNOWN
+        search = self._search
+        search.active[call] = None
+        try:
+            if call.name == "get" and call.receiver is not None and call.positional:
+                items = self._item(call.receiver, call.positional[0], call.scope, call.order)
+                if all(each.atom is not UNKNOWN for each in items):
+                    default = call.argument(1)
+                    return (*items, *(self.evaluate(default, call.scope, call.order) if default is not None else ()))
+            found: list[Alternative] = []
+            for alternative in self.evaluate(call.func, call.scope, call.order):
+                found += restrict(self._called(alternative.atom, call), alternative.guard)
+                if len(found) > _MAX_ALTERNATIVES:
+                    break
+            return tuple(found) or NOTHING_KNOWN
+        finally:
+            self._finish(search, call)
+
+    def _called(self, atom: Atom, call: Call) -> Alternatives:
+        if isinstance(atom, Ref):
+            return self._library_call(atom.path, call)
+        if isinstance(atom, Function):
+            return self._returned_for(call, atom)
+        if isinstance(atom, Class):
+            kind = atom.facts.class_kind(atom.scope)
+            return (Alternative(ALWAYS, Object(kind, call, atom.scope.name, atom.scope, atom.facts)),)
+        if isinstance(atom, Method):
+            return self._method_call(atom, call)
+        if isinstance(atom, Object) and atom.kind == "partial" and not call.node.args:
+            return (Alternative(ALWAYS, dataclasses.replace(atom, kind=api_names.kind_of(atom.path))),)
+        if isinstance(atom, Object) and atom.cls is not None and atom.facts is not None:
+            called = atom.cls.method("__call__")
+            return self._returned_for(call, Function(called, atom.facts)) if called is not None else NOTHING_KNOWN
+        return NOTHING_KNOWN
+
+    def _library_call(self, path: str, call: Call) -> Alternatives:
+        last = path.rsplit(".", 1)[-1]
+        if path == "getattr":
+            return self._getattr(call)
+        if path in ("torch.compile", "copy.copy") or last in api_names.WRAPPERS:
+            inner = call.argument(0, "model", "module")
+            found = self.evaluate(inner, call.scope, call.order)
+            if last in api_names.PARALLEL:  # the wrapper's `forward` calls that of the model inside
+                inside = [each.atom for each in found if isinstance(each.atom, Object) and each.atom.cls is not None]
+                cls = inside[0] if len(inside) == len(found) == 1 else Object("")
+                return (Alternative(ALWAYS, Object("model", call, path, cls.cls, cls.facts)),)
+            return found
+        if path == "copy.deepcopy":
+            return tuple(
+                Alternative(each.guard, dataclasses.replace(each.atom, call=call))
+                if isinstance(each.atom, Object)
+                else each
+                for each in self.evaluate(call.argument(0), call.scope, call.order)
+            )
+        if path == "torch.device":
+            return self.evaluate(call.argument(0), call.scope, call.order)
+        if path == "torch.set_grad_enabled":
+            given = constant(call.argument(0, "mode"))
+            return (Alternative(ALWAYS, Object("no_grad", call, path)),) if given == (False,) else NOTHING_KNOWN
+        if path == "functools.partial" and call.positional:
+            made = [each.atom for each in self.evaluate(call.positional[0], call.scope, call.order)]
+            paths = [atom.path for atom in made if isinstance(atom, Ref) and _is_known_partial(atom.path, call)]
+            return (Alternative(ALWAYS, Object("partial", call, paths[0])),) if len(paths) == 1 else NOTHING_KNOWN
+        kind = api_names.kind_of(path)
+        if kind in ("engine", "apex"):
+            return (Alternative(ALWAYS, self._initialized(call, path, kind)),)
+        return (Alternative(ALWAYS, Object(kind, call, path)),) if kind else NOTHING_KNOWN
+
+    def _getattr(self, call: Call) -> Alternatives:
+        """Evaluate `getattr`.
+
+        Of `torch.optim` with an unknown name it is some optimizer; of `torch` with a string or an option, the dtypes
+        that have these names; with a literal name, that attribute.
+        """
+        owners, name = self.evaluate(call.argument(0), call.scope, call.order), constant(call.argument(1))
+        if name is not None and isinstance(name[0], str):
+            default = call.argument(2)
+            other = self.evaluate(default, call.scope, call.order) if default is not None else ()
+            return (*self._attribute(owners, name[0]), *other)
+        paths = {each.atom.path for each in owners if isinstance(each.atom, Ref)}
+        if paths == {"torch"} and (given := call.argument(1)) is not None:
+            return self._dtype_by_name(given, call)
+        return (Alternative(ALWAYS, Ref("torch.optim.Optimizer")),) if paths == {"torch.optim"} else NOTHING_KNOWN
+
+    def _dtype_by_name(self, name: cst.BaseExpression, call: Call) -> Alternatives:
+        """Return the dtypes of torch whose names an expression may be: a constant, or the values of an option."""
+        named = self.evaluate(name, call.scope, call.order)
+        if not any(isinstance(each.atom, Constant) for each in named):
+            for value in option_values(dotted(name).rsplit(".", 1)[-1], self.facts):
+                condition = _condition_of(subject(name), Constant(value))
+                named += (Alternative(ALWAYS.given(condition) if condition else ALWAYS, Constant(value)),)
+        found = [
+            Alternative(each.guard, ref(f"torch.{each.atom.value}")) if isinstance(each.atom, Constant) else each
+            for each in named
+        ]
+        return tuple(each for each in found if not isinstance(each.atom, Ref)) or NOTHING_KNOWN
+
+    def _initialized(self, call: Call, path: str, kind: str) -> TupleValue:
+        kinds = ("model", "apex_optimizer") if kind == "apex" else ("engine", "engine_optimizer", "", "scheduler")
+        return tuple_of(*(Object(kind, call, path) if kind else UNKNOWN for kind in kinds))
+
+    def _returned_for(self, call: Call, atom: Function) -> Alternatives:
+        """Return what a function may return for the arguments of a call, as far as they are literals."""
+        found = self._returned(atom)
+        flags = {flag for each in found for flag in each.guard.flags()}
+        for param in atom.scope.params if len(found) > 1 else ():
+            if param.name not in flags or len(atom.scope.bindings.get(param.name, ())) > 1:
+                continue
+            given = self.evaluate(self.given(call, atom.scope, param.name), call.scope, call.order)
+            conditions = [_condition_of(param.name, each.atom) for each in given]
+            if any(condition is None for condition in conditions):
+                continue
+            known = [ALWAYS.given(condition) for condition in conditions if condition is not None]
+            found = tuple(each for each in found if any(compatible(each.guard, one) for one in known))
+        return found or NOTHING_KNOWN
+
+    def _returned(self, atom: Function) -> Alternatives:
+        scope, values = atom.scope, atom.facts.values
+        found: list[Alternative] = []
+        for each in scope.returns:
+            if each.yields:
+                return (Alternative(ALWAYS, Object("context", None, scope.name, scope, atom.facts)),)
+            for alternative in values.evaluate(each.value, scope, each.order) if each.value is not None else ():
+                if not _is_ruled_out(each.value, alternative.atom, each.guard):
+                    found += restrict((alternative,), each.guard)
+        return tuple(found) or NOTHING_KNOWN
+
+    def _method_call(self, atom: Method, call: Call) -> Alternatives:
+        owner, name = atom.owner, atom.name
+        if owner.kind == "accelerator" and name in ("prepare", "prepare_model", "prepare_optimizer"):
+            if len(call.positional) == 1 and not call.starred:
+                return self._prepared(call.positional[0], call)
+            parts = tuple(functools.partial(self._prepared, each, call) for each in call.positional)
+            return (Alternative(ALWAYS, TupleValue(parts)),) if not call.starred else NOTHING_KNOWN
+        if owner.kind == "accelerator" and name == "autocast":
+            return (Alternative(ALWAYS, Object("accelerator_autocast", call)),)
+        if owner.kind == "accelerator" and name == "unwrap_model":
+            return self.evaluate(call.argument(0), call.scope, call.order)
+        if owner.kind in ("trainer", "fabric") and name in ("setup", "setup_module", "setup_optimizers"):
+            several = len(call.positional) + len(call.keywords) > 1 or call.starred
+            return (Alternative(ALWAYS, tuple_of(owner, owner) if several else owner),)
+        if owner.kind in ("model", "tensor", "engine", "criterion", "pipeline") and name in api_names.SAME:
+            return (Alternative(ALWAYS, owner),)
+        if owner.kind == "model" and name in ("parameters", "named_parameters"):
+            return (Alternative(ALWAYS, Object("parameters", call, "", owner.cls, owner.facts)),)
+        if name in api_names.LOADERS:
+            return (Alternative(ALWAYS, dataclasses.replace(owner, call=call)),)
+        return NOTHING_KNOWN
+
+    def _prepared(self, node: cst.CSTNode, call: Call) -> Alternatives:
+        return tuple(
+            Alternative(each.guard, dataclasses.replace(each.atom, prepared=True))
+            if isinstance(each.atom, Object)
+            else each
+            for each in self.evaluate(node, call.scope, call.order)
+        )
+
+
+def _is_known_partial(path: str, call: Call) -> bool:
+    """True for a partial of what clips, and of an autocast with its device: `partial(torch.autocast, "cuda", ...)`.
+
+    Of positional arguments it may have the device only, with the dtype as a keyword.
+    """
+    if len(call.positional) == 1:
+        return path in api_names.CLIPS or (path in api_names.AUTOCASTS and "device_type" in call.keywords)
+    takes_device = path in api_names.AUTOCASTS and not path.startswith(("torch.cuda.", "torch.cpu."))
+    return takes_device and len(call.positional) == 2 and "dtype" in call.keywords
+
+
+def _is_of_amp(atom: Atom) -> bool:
+    """True for a GradScaler, and for what creates an autocast."""
+    if isinstance(atom, Object):
+        return atom.kind in ("scaler", "partial")
+    return isinstance(atom, Ref) and atom.path in api_names.AUTOCASTS
+
+
+def _starred(facts: Facts) -> list[Facts]:
+    """Return the modules of the linted tree that a file imports with `*`, the last import first."""
+    facts.need("*")
+    found = (facts.imported(binding.target) for binding in facts.module.bindings.get("*", ()))
+    return [other for other in found if other is not None][::-1]
+
+
+def _reaching_definitions(bindings: list[Binding], order: int, guard: PathCondition, most: int) -> list[Binding]:
+    """Return the bindings that reach a place, the latest first: back to one that is always executed."""
+    found: list[Binding] = []
+    before = bisect.bisect_left(bindings, order, key=lambda binding: binding.order) or len(bindings)
+    for place in range(before - 1, -1, -1):
+        binding = bindings[place]
+        if compatible(binding.guard, guard):
+            found.append(binding)
+            if len(found) >= most or (
+                not (binding.guard - guard - binding.scope.guard) and binding.kind != "augmented"
+            ):
+                break
+    return found
+
+
+_BUILTINS = frozenset(dir(builtins))
+
+
+def _asks_for_bf16(test: cst.CSTNode) -> bool:
+    """True for `torch.cuda.is_bf16_supported()`, also after `torch.cuda.is_available() and`."""
+    if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
+        return text_of(test.left) == "torch.cuda.is_available()" and _asks_for_bf16(test.right)
+    return isinstance(test, cst.Call) and text_of(test) == SUPPORTS_BF16
+
+
+def _fields(cls: Scope) -> list[str]:
+    """Return the annotated names of a class, in order: the fields of a dataclass."""
+    body = cls.node.body.body if isinstance(cls.node, cst.ClassDef) else ()
+    lines = [part for line in body if isinstance(line, cst.SimpleStatementLine) for part in line.body]
+    return [dotted(part.target) for part in lines if isinstance(part, cst.AnnAssign)]
+
+
+def _is_ruled_out(node: cst.BaseExpression | None, atom: Atom, guard: PathCondition) -> bool:
+    """True if a name cannot have a dtype at a place: after `if dtype not in (torch.float32, torch.bfloat16): raise`."""
+    if not isinstance(node, cst.Name) or not isinstance(atom, DtypeValue) or not isinstance(atom.dtype, Dtype):
+        return False
+    return not compatible(guard, ALWAYS.given(Flag(node.value, atom.dtype.torch_name)))
+
+
+def _condition_of(name: str, atom: Atom) -> Condition | None:
+    """Return the condition that a flag has the value of an atom: of a string, a truth value or None."""
+    if isinstance(atom, Constant) and (atom.value is None or isinstance(atom.value, (bool, str))):
+        return equality(name, atom.value)
+    return None

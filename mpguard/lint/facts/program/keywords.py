@@ -1,0 +1,144 @@
+"""The keyword arguments of a call, with those of its `**mapping`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from mpguard.lint.facts.program.lattice import Alternatives, DictValue
+from mpguard.lint.facts.syntax.nodes import constant, dotted
+
+if TYPE_CHECKING:
+    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.syntax.records import Binding, Call, Record
+
+#: How many functions that pass on their `**kwargs` are followed, and the most ways in which a call is followed.
+_DEPTH, _MOST_WAYS = 4, 16
+#: Methods that change a dict.
+_CHANGES = ("update", "pop", "setdefault", "clear", "popitem")
+
+#: Keyword arguments by name; each is evaluated on demand.
+Keywords = dict[str, Callable[[], Alternatives]]
+
+
+def passed(call: Call, facts: Facts, depth: int = _DEPTH) -> list[Keywords] | None:
+    """Return the keyword arguments that a call may pass, for each way to it; None if they are not all known.
+
+    `**options` passes the items of a dict with constant keys, and perhaps those that the function adds to it
+    (`options["log_with"] = ...`). `**kwargs` passes what the calls of its function pass, if these are all known.
+    """
+    if depth < 0 or any(arg.star == "*" for arg in call.node.args):
+        return None
+    ways: list[Keywords] = [
+        {name: functools.partial(facts.evaluate, value, call) for name, value in call.keywords.items()}
+    ]
+    for arg in call.node.args:
+        if arg.star == "**":
+            further = _items(arg.value, call, facts, depth)
+            if further is None or len(ways) * len(further) > _MOST_WAYS:
+                return None
+            ways = [{**way, **more} for way in ways for more in further]
+    return ways
+
+
+def _items(mapping: cst.BaseExpression, at: Record, facts: Facts, depth: int) -> list[Keywords] | None:
+    """Return the items of a mapping, for each value that it may have."""
+    path = dotted(mapping)
+    added = _added(path, at, facts) if path else {}
+    known = _unchanged(mapping, at, facts, depth) if added is not None else None
+    return [*known, *({**each, **added} for each in known)] if known and added else known
+
+
+def _added(path: str, at: Record, facts: Facts) -> Keywords | None:
+    """Return the items that the function adds to a mapping by name, each once.
+
+    None if the file changes it in another way, or may do so by another name.
+    """
+    found: Keywords = {}
+    if any(dotted(call.receiver) == path for name in _CHANGES for call in facts.calls.get(name, ())):
+        return None
+    for scope in facts.scopes:
+        for each in scope.bindings.get(path, ()):
+            if each.kind != "item":
+                continue
+            node = each.node
+            index = node.slice[0].slice if isinstance(node, cst.Subscript) and dotted(node.value) == path else None
+            key = constant(index.value) if isinstance(index, cst.Index) else None
+            if scope is not at.scope or key is None or not isinstance(key[0], str) or each.value is None or each.index:
+                return None
+            if key[0] in found:
+                return None
+            found[key[0]] = functools.partial(facts.evaluate, each.value, each)
+    bound = (each for scope in facts.scopes if found for bindings in scope.bindings.values() for each in bindings)
+    return None if any(dotted(each.value) == path for each in bound) else found
+
+
+def _unchanged(mapping: cst.BaseExpression, at: Record, facts: Facts, depth: int) -> list[Keywords] | None:
+    """Return the items that a mapping has where it is made, for each value that it may have."""
+    path = dotted(mapping)
+    inner = facts.call_of(mapping)
+    if inner is not None and inner.path == "dict" and not inner.positional:
+        return passed(inner, facts, depth - 1)
+    bindings = facts.bindings(path, at) if path else []
+    if len(bindings) == 1 and bindings[0].kind == "assign" and isinstance(bindings[0].value, cst.Call):
+        return _items(bindings[0].value, bindings[0], facts.of(bindings[0]), depth - 1) if depth else None
+    if len(bindings) == 1 and _is_kwargs(bindings[0]):
+        return _kwargs(bindings[0], facts, depth)
+    tables = [each.atom for each in facts.evaluate(mapping, at)]
+    found = [
+        {key: part for key, part in table.parts if isinstance(key, str)}
+        for table in tables
+        if isinstance(table, DictValue)
+    ]
+    return found if len(found) == len(tables) else None
+
+
+def _is_kwargs(binding: Binding) -> bool:
+    params = binding.scope.params
+    return binding.kind == "param" and any(each.name == binding.key and each.kind == "double" for each in params)
+
+
+def _kwargs(binding: Binding, facts: Facts, depth: int) -> list[Keywords] | None:
+    """Return what the calls of a function pass for its `**kwargs`."""
+    scope = binding.scope
+    calls = facts.callers(scope)
+    if not calls or facts.escapes(scope):
+        return None
+    named = {each.name for each in scope.params}
+    found: list[Keywords] = []
+    for call in calls:
+        ways = passed(call, facts.of(call), depth - 1)
+        if ways is None:
+            return None
+        found += [{name: value for name, value in way.items() if name not in named} for way in ways]
+    return found
+
+
+def item_given(call: Call, name: str, facts: Facts) -> cst.BaseExpression | None:
+    """Return what the only `**mapping` of a call has for a name, if it is a dict literal that the file does not change.
+
+    Also by the one name that the function binds it to.
+    """
+    starred = [arg for arg in call.node.args if arg.star]
+    if len(starred) != 1 or starred[0].star != "**":
+        return None
+    mapping: cst.CSTNode | None = starred[0].value
+    path = dotted(mapping)
+    if path:
+        bindings = facts.bindings(path, call)
+        known = len(bindings) == 1 and bindings[0].kind == "assign" and bindings[0].scope is call.scope
+        mapping = bindings[0].value if known and not is_changed(path, facts) else None
+    if not isinstance(mapping, cst.Dict):
+        return None
+    items = (each for each in mapping.elements if isinstance(each, cst.DictElement))
+    return next((each.value for each in items if constant(each.key) == (name,)), None)
+
+
+def is_changed(path: str, facts: Facts) -> bool:
+    """True if the file changes the items of a mapping."""
+    return any(each.kind == "item" for scope in facts.scopes for each in scope.bindings.get(path, ())) or any(
+        dotted(call.receiver) == path for name in _CHANGES for call in facts.calls.get(name, ())
+    )
