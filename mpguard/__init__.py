@@ -8,6 +8,7 @@
     mpguard.activate(policy)  # applies to everything that is built from here on
     mpguard.convert(model, "hopper_bf16_with_fp8_mixed")  # FP8 layers in your own model
     mpguard.watch(jsonl="run.jsonl")  # NaN, skipped steps, underflow, divergence
+    mpguard.sensitivity(model, batches, policy)  # which layer loses how much in which format
 
 Importing mpguard does not import torch.
 """
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
     from mpguard.nn.fp8.amax_history import fp8_state_dict, load_fp8_state_dict
     from mpguard.nn.fp8.convert import convert, revert
     from mpguard.nn.fp8.report import Conversion
+    from mpguard.numerics.api import sensitivity
+    from mpguard.numerics.report import Sensitivity
     from mpguard.policy.dtype import Dtype
     from mpguard.policy.policy import Policy
     from mpguard.policy.recipes import recipe, recipes, register
@@ -90,6 +93,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "Proof",
+    "Sensitivity",
     "SettingsError",
     "UnknownRecipe",
     "__version__",
@@ -103,6 +107,7 @@ __all__ = [
     "recipes",
     "register",
     "revert",
+    "sensitivity",
     "watch",
 ]
 
@@ -117,6 +122,8 @@ _LAZY = {
     "mpguard.nn.fp8.amax_history": ("fp8_state_dict", "load_fp8_state_dict"),
     "mpguard.nn.fp8.convert": ("convert", "revert"),
     "mpguard.nn.fp8.report": ("Conversion",),
+    "mpguard.numerics.api": ("sensitivity",),
+    "mpguard.numerics.report": ("Sensitivity",),
     "mpguard.policy.dtype": ("Dtype",),
     "mpguard.policy.policy": ("Policy",),
     "mpguard.policy.recipes": ("recipe", "recipes", "register"),

@@ -25,6 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("document", "nn"),
     ("lint", "runtime"),
     ("compare", "doctor", "estimate", "explain", "server", "tune", "watching"),
+    ("numerics",),
     ("cli",),
     ("__init__", "__main__", "auto", "run"),
 )

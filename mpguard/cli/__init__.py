@@ -33,6 +33,7 @@ COMMANDS = {
     "estimate": "estimate the memory of a run on each GPU, and what fits where",
     "compare": "compare the losses of runs with a baseline: same, different, diverged or inconclusive",
     "tune": "find the precision in which a script trains fastest here, and write it into its mp.yaml",
+    "sensitivity": "measure which layer loses how much in which format, and propose a recipe per layer",
     "launch": "run `accelerate launch` with the policy enforced and proven",
     "server": "run the language server for editors",
     "completion": "print a completion script for bash, zsh or fish",

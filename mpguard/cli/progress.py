@@ -21,8 +21,8 @@ DELAY = 1.0
 
 
 @contextlib.contextmanager
-def bar() -> Iterator[OnProgress | None]:
-    """Yield a callback for the number of finished files and their total; None in pipes and in CI."""
+def bar(task: str = "checking", unit: str = "files") -> Iterator[OnProgress | None]:
+    """Yield a callback for the number of finished files, or of another unit, and their total; None in pipes and CI."""
     if not _is_interactive():
         yield None
         return
@@ -33,8 +33,8 @@ def bar() -> Iterator[OnProgress | None]:
         def on_progress(done: int, total: int) -> None:
             nonlocal progress
             if progress is None and done < total and time.monotonic() - start >= DELAY:
-                progress = stack.enter_context(_progress())
-                progress.add_task("checking", total=total)
+                progress = stack.enter_context(_progress(unit))
+                progress.add_task(task, total=total)
             if progress is not None:
                 progress.update(progress.task_ids[0], completed=done)
 
@@ -45,8 +45,8 @@ def _is_interactive() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("CI")
 
 
-def _progress() -> Progress:
+def _progress(unit: str) -> Progress:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("files"))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
     return Progress(*columns, console=rich_console(sys.stderr), transient=True)

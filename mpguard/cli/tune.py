@@ -18,19 +18,15 @@ import contextlib
 import datetime
 import importlib.util
 import json
-import shutil
-import signal
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from mpguard.cli import launch
+from mpguard.cli import launch, script_runs
 from mpguard.core.console import Line, print_line, printable, rich_console, write_lines
-from mpguard.core.errors import ConfigError, MissingExtra
+from mpguard.core.errors import MissingExtra
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,9 +39,6 @@ _HEADER = ("candidate", "ms/step", "interval", "speed", "memory", "loss", "")
 _STYLES = {"measured": "", "refused": "yellow", "failed": "red"}
 
 parse_arguments = launch.parse_arguments
-
-
-_NO_SCRIPT = "no script is given; the command is mpguard tune --config mp.yaml SCRIPT"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -98,11 +91,11 @@ def run(options: argparse.Namespace) -> int:
     if options.list:
         _print_list(chosen, options.format)
         return 0
-    with _signals() as received, _scratch(options.scratch) as folder:
+    with script_runs.signals() as received, script_runs.scratch(options.scratch, "tune") as folder:
         with _shown() as on_change:
             report = tune(request, chosen, folder, on_change)
         failed = any(row.state == "failed" and row.trials for row in report.rows)
-        _remove_output(folder, keep_all=options.scratch is not None, keep_logs=failed)
+        script_runs.remove_output(folder, keep_all=options.scratch is not None, keep_logs=failed)
     winner = report.winner
     if winner is not None and winner.candidate.overrides and not options.no_write:
         _write(request, report)
@@ -118,89 +111,16 @@ def run(options: argparse.Namespace) -> int:
     return int(winner is None)
 
 
-class _NotOwn(Exception):
-    """An option that is the script's, or accelerate's, does not fit tune's own parser."""
-
-
-def _not_own(message: str) -> NoReturn:
-    raise _NotOwn(message)
-
-
 def _parsed(argv: list[str]) -> tuple[argparse.Namespace, TuneRequest]:
     """Return tune's options, and what they ask for. Raises `ConfigError`."""
-
-    def refuse(message: str) -> NoReturn:
-        if "required: training_script" in message:
-            message = _NO_SCRIPT
-        raise ConfigError(message)
-
-    own = argparse.ArgumentParser(add_help=False)
-    own.error = _not_own  # type: ignore[method-assign]
-    _add_options(own)
-    with contextlib.suppress(_NotOwn):
-        if not own.parse_known_args(argv)[1]:  # before accelerate is imported, which takes seconds
-            raise ConfigError(_NO_SCRIPT)
-    from accelerate.commands.launch import launch_command_parser
-
-    from mpguard.runtime.launch import launcher
     from mpguard.tune.request import TuneRequest
 
-    parser = launch_command_parser()
-    _add_options(parser)
-    parser.add_argument("--allow", action="append", default=None)
-
-    parser.error = refuse
-    options = parser.parse_args(argv)
-    if options.config is None:
-        raise ConfigError("no --config is given; the command is mpguard tune --config mp.yaml SCRIPT")
-    count = len(options.training_script_args)
-    head, rest = argv[: len(argv) - count - 1], argv[len(argv) - count - 1 :]
-    actions = [action for action in own._actions if action.dest != "config"]
-    valued = [name for action in actions if action.nargs != 0 for name in action.option_strings]
-    switches = [name for action in actions if action.nargs == 0 for name in action.option_strings]
-    words = [*launcher.without_options(head, valued, switches), *rest]
+    options, words, count = script_runs.parsed(argv, "tune", _add_options)
     request = TuneRequest(
         Path(options.config), words, count, options.warmup, options.steps, options.rounds, options.time_limit,
         options.only, options.exhaustive, options.budget,
     )  # fmt: skip
     return options, request
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Let SIGTERM and SIGHUP end the measurement as Ctrl-C does. Yields the signals that have arrived."""
-    received: list[int] = []
-
-    def handler(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
-        raise KeyboardInterrupt
-
-    former = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield received
-    finally:
-        for number, previous in former.items():
-            signal.signal(number, previous)
-
-
-@contextlib.contextmanager
-def _scratch(folder: Path | None) -> Iterator[Path]:
-    """Yield the folder of all runs. Raises `ConfigError` for one that has something in it."""
-    if folder is None:
-        yield Path(tempfile.mkdtemp(prefix="mpguard-tune-"))
-        return
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"--scratch {folder}: exists, and is not an empty folder. Name another one")
-    folder.mkdir(parents=True, exist_ok=True)
-    yield folder.absolute()
-
-
-def _remove_output(folder: Path, *, keep_all: bool, keep_logs: bool) -> None:
-    """Remove what the runs have written: all but their logs if one has failed."""
-    if keep_all:
-        return
-    for path in folder.glob("*/out") if keep_logs else (folder,):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _write(request: TuneRequest, report: TuneReport) -> None:

@@ -33,7 +33,7 @@ def html(report: Comparison) -> str:
     cells = {name: "".join(_cell(column, each[column]) for column in kept) for name, each in facts.items()}
     parts = {
         "columns": "".join(f'<th scope="col">{column}</th>' for column in kept),
-        "style": (_ASSETS / "report.css").read_text("utf-8"),
+        "style": style(),
         "script": (_ASSETS / "report.js").read_text("utf-8"),
         "title": escape(_title(report)),
         "rows": "\n".join([_baseline_row(report, cells), *(_row(report, each, cells) for each in report.verdicts)]),
@@ -41,9 +41,24 @@ def html(report: Comparison) -> str:
         "notes": _notes(report),
         "margin": escape(str(report.margin)),
         "version": escape(__version__),
-        "data": json.dumps(page_data(report), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        "data": as_script_data(page_data(report)),
     }
+    return filled(template, parts)
+
+
+def filled(template: str, parts: Mapping[str, str]) -> str:
+    """Return the text of a template with a part in the place of each `{{name}}`."""
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def style() -> str:
+    """Return the style sheet of mpguard's pages."""
+    return (_ASSETS / "report.css").read_text("utf-8")
+
+
+def as_script_data(data: Any) -> str:
+    """Return plain data as JSON that can stand in a script element."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _cell(column: str, text: str) -> str:

@@ -16,8 +16,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ PLACEHOLDER = "{out}"
 
 #: Steps of which a median is taken, at least.
 FEWEST = 3
+
+#: Seconds between two calls of `on_wait`.
+WAIT = 0.5
 
 #: Seconds that processes have to end after SIGTERM; then they are killed.
 GRACE = 5.0
@@ -65,7 +69,6 @@ class Trials:
         folder = self.folder / f"{candidate.name.replace(' ', '-')}-{number}"
         out = folder / "out"
         out.mkdir(parents=True)
-        marker = uuid.uuid4().hex
         command = [
             sys.executable, "-m", "mpguard.tune.start", json.dumps(candidate.overrides),
             "--enforce", "error", "--proof-json", str(folder / "proof.json"), *self._head,
@@ -73,18 +76,17 @@ class Trials:
         ]  # fmt: skip
         environment = {
             **os.environ,
-            "TORCHINDUCTOR_CACHE_DIR": _compile_cache(),
+            "TORCHINDUCTOR_CACHE_DIR": compile_cache(),
             OUT: str(out),
-            TRIAL: marker,
             **meter.settings(folder, self._warmup, self._steps),
         }
         # Not in the folder of the trial: the path of a socket, which `multiprocessing` opens there, may have 107 bytes.
         with tempfile.TemporaryDirectory(prefix="mpguard-", ignore_cleanup_errors=True) as temporary:
-            status = _run(command, {**environment, "TMPDIR": temporary}, folder / "log.txt", marker, self._limit)
+            status = run_processes(command, {**environment, "TMPDIR": temporary}, folder / "log.txt", self._limit)
         return result(folder, status, self._warmup, self._limit)
 
 
-def _compile_cache() -> str:
+def compile_cache() -> str:
     """Return the folder of Inductor's cache, which would be in the folder of temporary files."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -94,17 +96,30 @@ def _compile_cache() -> str:
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
-def _run(command: list[str], environment: Mapping[str, str], log: Path, marker: str, limit: float) -> int | None:
-    """Run a command, and return its status; None if it had to be ended after `limit` seconds. Leaves no process."""
+def run_processes(
+    command: list[str],
+    environment: Mapping[str, str],
+    log: Path,
+    limit: float,
+    on_wait: Callable[[], None] = lambda: None,
+) -> int | None:
+    """Run a command, and return its status; None if it had to be ended after `limit` seconds. Leaves no process.
+
+    on_wait: is called twice a second while it runs.
+    """
     process: subprocess.Popen[bytes] | None = None
+    marker = uuid.uuid4().hex
+    end = time.monotonic() + limit
     try:
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
-                start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                env={**environment, TRIAL: marker}, start_new_session=True,
             )  # fmt: skip
-        return launcher.shell_status(process.wait(limit))
-    except subprocess.TimeoutExpired:
+        while (left := end - time.monotonic()) > 0:
+            on_wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return launcher.shell_status(process.wait(min(left, WAIT)))
         return None
     finally:
         with _uninterrupted():
@@ -167,13 +182,13 @@ def result(folder: Path, status: int | None, warmup: int, limit: float) -> Trial
     """Return the result of a trial that has ended. status: of its launcher; None if it took longer than `limit`."""
     text = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
     if status is None:
-        printed = _of_script(text)
+        printed = lines_of_script(text)
         last = f"; its last output: {printed[-1][:200]}" if printed else ""
         return TrialResult("failed", f"no end after {limit:g} s (--time-limit){last}")
     if refused := _refused(folder, status):
         return TrialResult("refused", refused)
     if status:
-        return TrialResult("failed", _error(_of_script(text), status))
+        return TrialResult("failed", error_of(lines_of_script(text), status))
     first = folder / "rank-0.json"
     if not first.exists():
         return TrialResult("failed", "the script ended without an optimizer step that mpguard can observe")
@@ -203,7 +218,7 @@ def _refused(folder: Path, status: int) -> str:
     return "; ".join(proof["failures"]) or recorded
 
 
-def _of_script(text: str) -> list[str]:
+def lines_of_script(text: str) -> list[str]:
     """Return the lines of a log that mpguard has not printed itself, without indentation."""
     found: list[str] = []
     own = False
@@ -214,7 +229,7 @@ def _of_script(text: str) -> list[str]:
     return found
 
 
-def _error(log: Sequence[str], status: int) -> str:
+def error_of(log: Sequence[str], status: int) -> str:
     """Return with which error a trial has ended, from the last line of its output that names one."""
     memory = next((line for line in reversed(log) if _MEMORY.search(line)), None)
     if memory is not None:

@@ -18,8 +18,8 @@ from mpguard.tune.candidates import TuneCandidate
 COMMENT = "# mpguard tune: "
 
 
-def with_winner(document: Document, winner: TuneCandidate, figures: str) -> str:
-    """Return the text of a config with a candidate as its policy. figures: what the comment says.
+def with_winner(document: Document, winner: TuneCandidate, figures: str, comment: str = COMMENT) -> str:
+    """Return the text of a config with a candidate as its policy. figures: what the comment says, after its beginning.
 
     Raises `ConfigError` if the config cannot be changed so that it has exactly this policy.
     """
@@ -33,17 +33,17 @@ def with_winner(document: Document, winner: TuneCandidate, figures: str) -> str:
     changes += differences(document.data, winner.policy, "accelerate")
     text = apply_edits(document.text, document.edits(changes))
     if document.format == "yaml":
-        text = _with_comment(parse(text, document.path, document.format), figures)
+        text = _with_comment(parse(text, document.path, document.format), figures, comment)
     result = parse(text, document.path, document.format)
     if (mp_yaml.policy_of(result) or winner.policy) != winner.policy:
         raise ConfigError(f"{document.path}: cannot be changed to {winner.name}; set {dict(overrides)} by hand")
     return text
 
 
-def write(path: Path, winner: TuneCandidate, figures: str) -> None:
+def write(path: Path, winner: TuneCandidate, figures: str, comment: str = COMMENT) -> None:
     """Write a candidate into a config file. Raises `ConfigError`."""
     document = read(path)
-    data = document.encoded(with_winner(document, winner, figures))
+    data = document.encoded(with_winner(document, winner, figures, comment))
     try:
         write_atomically(path, data)
     except OSError as error:
@@ -64,7 +64,7 @@ def _matters(name: str, value: Any) -> bool:
     return bool(value != Policy.__dataclass_fields__[name].default)
 
 
-def _with_comment(document: Document, figures: str) -> str:
+def _with_comment(document: Document, figures: str, comment: str) -> str:
     """Return the text with a comment above the line of mpguard's overrides, or of its recipe."""
     entry = document.entry(mp_yaml.OVERRIDES) or document.entry(mp_yaml.RECIPE)
     if entry is None:
@@ -74,5 +74,5 @@ def _with_comment(document: Document, figures: str) -> str:
     line = lines[at]
     indent = line[: len(line) - len(line.lstrip())]
     end = line[len(line.rstrip("\r\n")) :] or "\n"
-    before = [each for each in lines[:at] if not each.lstrip().startswith(COMMENT)]
-    return "".join([*before, f"{indent}{COMMENT}{figures}{end}", *lines[at:]])
+    before = [each for each in lines[:at] if not each.lstrip().startswith(comment)]
+    return "".join([*before, f"{indent}{comment}{figures}{end}", *lines[at:]])

@@ -1,0 +1,96 @@
+"""`mpguard sensitivity`: the command with real scripts, Ctrl-C, and command lines that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("torchao")
+
+from limits import seconds
+from paths import PROGRAMS
+from processes import command, mp_yaml, started, transcript
+
+from mpguard.cli import main
+
+SCRIPT = PROGRAMS / "outliers.py"
+
+
+def measured(folder: Path, *words: object, status: int = 0, **keys: Any) -> dict[str, Any]:
+    config = mp_yaml(folder, **keys)
+    run = command("mpguard", "sensitivity", "--config", config, "--format", "json", *words, cwd=folder,
+                  timeout=seconds(200))  # fmt: skip
+    assert run.returncode == status, transcript(run)
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+def test_a_plain_loop(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    found = measured(tmp_path, "--steps", 4, "--every", 2, "--html", page, SCRIPT, "--out", "{out}")
+    assert found["recipe"] == "tensorwise"
+    assert found["steps"] == 4
+    names = [each["layer"] for each in found["layers"]]
+    assert sorted(names) == ["blocks.0.down", "blocks.0.up", "blocks.1.down", "blocks.1.up", "head"]
+    assert all(len(each["steps"]) == 2 for each in found["layers"])
+    worst = found["layers"][0]
+    assert worst["layer"] == "blocks.1.down", "its input has outliers"
+    assert worst["formats"]["tensorwise"]["underflow"]["input"] > 0.1
+    assert [each["pattern"] for each in found["proposal"]["fp8_modules"]] == ["blocks.1.down"]
+    assert 0 < found["overhead"]["seconds"] < found["overhead"]["total"]
+    assert "blocks.1.down" in page.read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mp.yaml", "page.html"], "the script's file is in {out}"
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path)
+    words = ("sensitivity", "--config", config, "--steps", 100_000, "--scratch", "runs", "--format", "json", SCRIPT)
+    with started("mpguard", *words, cwd=tmp_path) as process:
+        lines = tmp_path / "runs" / "rank-0.jsonl"
+        end = time.monotonic() + seconds(100)
+        while not (lines.exists() and lines.read_text().count('"event": "step"') >= 6) and time.monotonic() < end:
+            time.sleep(0.1)
+        os.kill(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=seconds(60))
+    assert process.returncode == 128 + signal.SIGINT
+    found = json.loads(output)
+    assert found["interrupted"] is True
+    assert len(found["layers"]) == 5
+
+
+def test_a_script_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
+    config = mp_yaml(tmp_path)
+    run = command("mpguard", "sensitivity", "--config", config, SCRIPT, "--fail", cwd=tmp_path, timeout=seconds(200))
+    assert run.returncode == 2, transcript(run)
+    assert "mpguard: exit status 1: RuntimeError: as asked" in run.stderr
+    log = Path(run.stderr.split("the output of the script is in ")[1].split("\n")[0]) / "log.txt"
+    assert "RuntimeError: as asked" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config", "mp.yaml"], "no script is given"),
+        (["t.py"], "no --config is given"),
+        (["--config", "mp.yaml", "--steps", "0", "t.py"], "--steps 0: 1 or more is needed"),
+        (["--config", "mp.yaml", "--only", "mxfp9", "t.py"], "there is no such format; did you mean"),
+        (["--config", "mp.yaml", "--recipe", "rowwize", "t.py"], "there is no such recipe; did you mean"),
+        (["--config", "mp.yaml", "--write", "mp.yaml", "t.py"], "mp.yaml has no FP8"),
+        (["--config", "mp.yaml", "nothing.py"], "there is no such file"),
+    ],
+)
+def test_command_lines_that_cannot_be_used(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mp_yaml(tmp_path)
+    (tmp_path / "t.py").write_text("")
+    assert main(["sensitivity", *words]) == 2
+    assert message in capsys.readouterr().err
