@@ -140,7 +140,9 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
     if unknown:
         name = next((each for each in unknown if each.startswith("-") and each != "-"), unknown[0]).partition("=")[0]
         if not name.startswith("-"):
-            parser.error(f"unexpected argument `{name}`")
+            named = [action.option_strings[-1] for action in parser._actions if action.metavar == "NAME"]
+            hint = f"; did you mean `{named[0]} {name}`?" if len(named) == 1 else ""
+            parser.error(f"unexpected argument `{name}`{hint}")
         known = near(name, [option for action in parser._actions for option in action.option_strings])
         hint = f"did you mean {' or '.join(f'`{option}`' for option in known)}?" if known else "--help lists them"
         parser.error(f"there is no option `{name}`; {hint}")

@@ -52,7 +52,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _lines(report: Diagnosis, recipe: str | None, hints: bool) -> Iterator[Line]:
     machine = report.machine
-    gpu = machine["gpu"] or ("none" if not machine["gpus"] else "none visible")
+    other = machine.get("accelerator")
+    gpu = machine["gpu"] or (other["shown"] if other else "none" if not machine["gpus"] else "none visible")
     count = f"{machine['visible_gpus']} x " if machine["visible_gpus"] > 1 else ""
     rows = [
         ("GPU", f"{count}{gpu}"),
@@ -65,6 +66,9 @@ def _lines(report: Diagnosis, recipe: str | None, hints: bool) -> Iterator[Line]
     for label, value in rows:
         yield [(f"{label:{width}}  ", "bold"), (printable(value), "")]
     yield [("", "")]
+    if other:
+        note = "shown is what torch computes and accelerate distributes here; mpguard is tested on NVIDIA GPUs and CPUs"
+        yield from folded([("note: ", "bold"), (note, "")], 6, columns())
     for library in report.libraries.values():
         if (line := library.line()) is not None:
             yield from folded([("library: ", "bold yellow"), (printable(line), "")], 9, columns())

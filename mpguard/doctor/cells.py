@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mpguard.core.errors import PolicyError
+from mpguard.doctor.accelerators import Accelerator, found_by_torch
 from mpguard.doctor.machine import Machine
 from mpguard.doctor.packages import Packages
 from mpguard.doctor.probes import ProbeOutcome
@@ -19,15 +20,15 @@ _DISTRIBUTION = {"te": "transformer-engine", "torchao": "torchao"}
 _MODULE = {"te": "transformer_engine.pytorch", "torchao": "torchao"}
 
 
-def hardware_of(machine: Machine, packages: Packages) -> hardware.Hardware:
-    """Return the hardware as policies see it: the visible GPU with the lowest capability."""
+def hardware_of(machine: Machine, packages: Packages, other: Accelerator | None = None) -> hardware.Hardware:
+    """Return the hardware as policies see it: the visible GPU with the lowest capability, or another accelerator."""
     libraries = {name: packages.versions[each] for name, each in _DISTRIBUTION.items() if each in packages.versions}
     libraries |= {
         name: packages.versions[name] for name in ("accelerate", "deepspeed", "torch") if name in packages.versions
     }
     gpus = sorted(machine.used, key=lambda gpu: gpu.capability or (0,))
     if not gpus:
-        return hardware.Hardware(libraries=libraries)
+        return hardware.Hardware(libraries=libraries, other=other.name if other is not None else "")
     return hardware.Hardware(gpus[0].name, gpus[0].capability, len(gpus), packages.cuda, libraries)
 
 
@@ -54,7 +55,8 @@ def probes_for(machine: Machine, packages: Packages) -> list[str]:
 
 def cells(machine: Machine, packages: Packages, outcomes: Mapping[str, ProbeOutcome]) -> Iterator[RecipeCell]:
     """Yield a cell for each recipe that mpguard brings, each of its backends and each strategy."""
-    here = hardware_of(machine, packages)
+    other = found_by_torch(outcomes) if not machine.used else None
+    here = hardware_of(machine, packages, other)
     for name in recipes():
         if name == "auto":
             continue
@@ -63,7 +65,8 @@ def cells(machine: Machine, packages: Packages, outcomes: Mapping[str, ProbeOutc
             chosen = policy if backend == "-" else policy.replace(backend=backend, name=policy.name)
             reason, shown = _reason(chosen, backend, here, packages, outcomes)
             for strategy in STRATEGIES:
-                why = reason or _strategy(chosen, strategy, here, packages, outcomes)
+                alone = other.refuses(strategy) if other is not None else ""
+                why = reason or alone or _strategy(chosen, strategy, here, packages, outcomes)
                 yield RecipeCell(name, backend, strategy, not why, why or shown, bool(not why and shown))
 
 
@@ -105,7 +108,7 @@ def _strategy(
         return f"{library} is not installed"
     if (failed := _failed(outcomes, f"import:{library}")) is not None:
         return f"{library} cannot be imported: {failed}"
-    if here.gpu is None and strategy not in ("single", "ddp"):
+    if here.gpu is None and not here.other and strategy not in ("single", "ddp"):
         return "accelerate applies it on GPUs only"
     try:
         require_supported("accelerate", policy, strategy)

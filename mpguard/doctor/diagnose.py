@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from mpguard.doctor import cells, machine, packages, probes, problems
+from mpguard.doctor import accelerators, cells, machine, packages, probes, problems
 from mpguard.doctor.report import Diagnosis
 from mpguard.doctor.system import System
 from mpguard.runtime.patches import windows
@@ -21,6 +21,8 @@ def diagnose(system: System | None = None, *, probe: bool = True) -> Diagnosis:
     facts = here.facts()
     facts["torch_cuda"] = machine.dotted(installed.cuda)
     facts |= _from_torch(outcomes)
+    if not here.used and (other := accelerators.found_by_torch(outcomes)) is not None:
+        facts["accelerator"] = {**other.facts(), "shown": str(other)}
     return Diagnosis(
         machine=facts,
         packages=installed.shown,

@@ -19,7 +19,7 @@ _FP8 = re.compile(r"e4m3|e5m2|nvjet_(sm\d+_)?[qr]{2}|fp8|float8|f8|mxf8|nvf4|e2m
 
 
 def device() -> str:
-    """Return the versions that torch itself reports, and `cuda` if it can use a GPU."""
+    """Return the versions that torch itself reports, and the accelerator that it can use."""
     import torch
 
     facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
@@ -30,15 +30,32 @@ def device() -> str:
         facts["device"] = torch.cuda.get_device_name(0)
         facts["capability"] = ".".join(map(str, torch.cuda.get_device_capability(0)))
         facts["nccl"] = ".".join(map(str, nccl.version()))
-        torch.zeros(1, device="cuda").add_(1).item()
+    if (kind := _accelerator()) is not None:
+        module: Any = getattr(torch, kind, torch)
+        facts["accelerator"] = kind
+        facts["count"] = module.device_count() if hasattr(module, "device_count") else 1
+        if hasattr(module, "get_device_name"):
+            facts["device"] = module.get_device_name(0)
+        torch.zeros(1, device=kind).add_(1).item()
     return json.dumps(facts)
+
+
+def _accelerator() -> str | None:
+    """Return torch's type of the accelerator, such as `cuda`, `mps`, `xpu`, `npu`; None if it can use none."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    accelerator = getattr(torch, "accelerator", None)  # from torch 2.6 on
+    found = accelerator.current_accelerator() if accelerator is not None and accelerator.is_available() else None
+    return None if found is None else str(found.type)
 
 
 def product(kind: str) -> str:
     """Compute a product in a dtype, compare it with FP64, and return the kernel that computed it."""
     import torch
 
-    where = "cuda" if torch.cuda.is_available() else "cpu"
+    where = _accelerator() or "cpu"
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(kind, torch.float32)
     if kind == "tf32":
         torch.backends.cuda.matmul.allow_tf32 = True

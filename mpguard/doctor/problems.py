@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterator, Mapping
 
 from mpguard.doctor import packages as package_facts
+from mpguard.doctor.accelerators import amd_driver
 from mpguard.doctor.machine import Machine, dotted
 from mpguard.doctor.packages import Packages
 from mpguard.doctor.probes import ProbeOutcome
 from mpguard.doctor.report import MachineProblem
 from mpguard.doctor.system import System
-from mpguard.runtime.launch.build_locks import extensions_folder, stale_locks
+from mpguard.runtime.launch.build_locks import abandoned_locks, extensions_folder
 
 _REBUILD = "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps {}"
 #: Module -> the requirement that reinstalls it.
@@ -32,7 +33,7 @@ def find(
     """Yield the causes of failures on a machine; the deepest first: driver, torch, libraries."""
     yield from _driver(machine)
     yield from _visible(machine)
-    yield from _torch(machine, packages)
+    yield from _torch(machine, packages, amd_driver(system))
     yield from package_facts.known_bad(packages, machine)
     yield from package_facts.broken_pins(packages)
     yield from _transformer_engine(packages)
@@ -124,9 +125,14 @@ def _visible(machine: Machine) -> Iterator[MachineProblem]:
 # -- torch --------------------------------------------------------------------------------------------
 
 
-def _torch(machine: Machine, packages: Packages) -> Iterator[MachineProblem]:
+def _torch(machine: Machine, packages: Packages, amd: bool) -> Iterator[MachineProblem]:
     version = packages.versions.get("torch")
     index = package_facts.wheel(machine)
+    if version is not None and amd and not machine.gpus and packages.rocm is None:
+        yield MachineProblem(
+            f"this machine has an AMD GPU, and torch {version} is built without ROCm: everything runs on the CPU",
+            "install torch for ROCm: https://pytorch.org/get-started/locally prints the command",
+        )
     if version is None:
         extra = (
             "" if not machine.gpus or index is None else f" --extra-index-url https://download.pytorch.org/whl/{index}"
@@ -230,7 +236,7 @@ def _environment(system: System) -> Iterator[MachineProblem]:
     for name, value, why in _HARMFUL:
         if system.environment.get(name) == value:
             yield MachineProblem(f"{name}={value}: {why}", f"unset {name}")
-    for lock in stale_locks(extensions_folder(system.environment)):
+    for lock in abandoned_locks(extensions_folder(system.environment)):
         yield MachineProblem(
             "a build of a torch extension was killed and left its lock: runs wait for it for ever", f"rm {lock}"
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mpguard.core import tracked_fs
-from mpguard.core.errors import ConfigError
+from mpguard.core.errors import ConfigError, did_you_mean_file
 from mpguard.core.text_edits import line_starts
 from mpguard.document.json_reader import read_json
 from mpguard.document.nodes import MAX_LENGTH, DocumentTree, Node, Pair, Problem
@@ -181,6 +181,8 @@ def read(path: Path, format: Format | None = None) -> Document:
     """Read a config file. Text that is not UTF-8 is a problem. Raises `ConfigError` if the file cannot be opened."""
     try:
         data = tracked_fs.read(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file{did_you_mean_file(str(path))}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     return decode(data, str(path), format)

@@ -141,6 +141,8 @@ _NAMES = {
 
 def _kind(path: Path) -> str:
     """Return the kind of a file. Raises `ConfigError` if it is none that a run is made of."""
+    if path.is_symlink() and not path.exists():
+        raise ConfigError(f"{path}: is a link that leads to no file, or to itself")
     if not path.exists():
         raise ConfigError(f"{path}: no such file{did_you_mean_file(str(path))}")
     if not path.is_file():

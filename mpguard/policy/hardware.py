@@ -110,6 +110,7 @@ class Hardware:
 
     gpu: the GPU's name; None without a GPU. capability: None without a GPU, or if it could not be queried. gpus: how
     many there are. cuda: the CUDA version that torch was built with. libraries: backend, or other library -> version.
+    other: an accelerator that is not NVIDIA's, for messages.
     """
 
     gpu: str | None = None
@@ -117,6 +118,7 @@ class Hardware:
     gpus: int = 0
     cuda: Version | None = None
     libraries: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    other: str = ""
 
     @property
     def generation(self) -> str:
@@ -136,7 +138,8 @@ class Hardware:
     def lacks(self, kind: str) -> str | None:
         """Return why this machine does not meet a row of `NEEDS`; None if it does."""
         needs = NEEDS[kind]
-        here = "this machine has no GPU" if self.gpu is None else f"{self.gpu} has {_dotted(self.capability)}"
+        none = f"this machine has {self.other}, and no GPU of NVIDIA" if self.other else "this machine has no GPU"
+        here = none if self.gpu is None else f"{self.gpu} has {_dotted(self.capability)}"
         if self.capability is None:
             unknown = here if self.gpu is None else f"the one of {self.gpu} could not be queried"
             return f"needs compute capability {_dotted(needs.low)} ({unknown})"

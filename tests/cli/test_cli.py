@@ -136,3 +136,21 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert f"usage: mpguard {command}" in out
     assert len(out.splitlines()) > 3
+
+
+def test_names_of_files_and_arguments_that_are_almost_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mp.yaml").write_text("mixed_precision: bf16\n", encoding="utf-8")
+    Path("loop.yaml").symlink_to("loop.yaml")
+    for command, said in (
+        ("doctor bf16_mxed", "unexpected argument `bf16_mxed`; did you mean `--recipe bf16_mxed`?"),
+        ("explain loop.yaml", "loop.yaml: is a link that leads to no file, or to itself"),
+        ("apply bf16_mixed mp.yml", "mp.yml: no such file; did you mean `mp.yaml`?"),
+    ):
+        try:
+            status = main(command.split())
+        except SystemExit as ended:
+            status = int(str(ended.code))
+        assert status == 2 and said in capsys.readouterr().err, command

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from fake_machines import H100, TORCH, Fake
 
+from mpguard.cli import main
 from mpguard.doctor import diagnose, probes
+from mpguard.doctor.accelerators import found_by_torch
 from mpguard.doctor.cells import cells, hardware_of
 from mpguard.doctor.machine import inspect
 from mpguard.doctor.packages import inspect as inspect_packages
@@ -94,3 +96,50 @@ def test_this_machine_computes_what_it_says() -> None:
     found = probes.run(names, system)
     assert all(each.ok for each in found.values()), found
     assert "cudnn" in json.loads(found["device"].detail)
+
+
+@pytest.mark.parametrize(
+    ("facts", "shown", "strategies"),
+    [
+        ({"accelerator": "cuda", "hip": "6.4", "device": "AMD Instinct MI300X", "count": 8},
+         "8 x AMD Instinct MI300X (torch's `cuda`, accelerate's MULTI_GPU)", set(STRATEGIES)),
+        ({"accelerator": "mps", "count": 1}, "Apple GPU (torch's `mps`, accelerate uses one)", {"single"}),
+        ({"accelerator": "xpu", "count": 2, "device": "Intel(R) Data Center GPU Max 1550"},
+         "2 x Intel(R) Data Center GPU Max 1550 (torch's `xpu`, accelerate's MULTI_XPU)", set(STRATEGIES)),
+        ({"accelerator": "npu", "count": 8, "device": "Ascend910B3"},
+         "8 x Ascend910B3 (torch's `npu`, accelerate's MULTI_NPU)", set(STRATEGIES)),
+    ],
+)  # fmt: skip
+def test_devices_of_other_makers(facts: dict[str, object], shown: str, strategies: set[str], tmp_path: Path) -> None:
+    packages = {**TORCH, "torch": "2.13.0", "torchao": "0.18.0", "deepspeed": "0.19.8"}
+    system = Fake(cuda=None, packages=packages).system(tmp_path)
+    machine, installed = inspect(system), inspect_packages(system)
+    outcomes = {"device": ProbeOutcome(True, json.dumps(facts)), "product:bf16": ProbeOutcome(True, "on the device"),
+                "product:fp16": ProbeOutcome(False, "RuntimeError: not implemented")}  # fmt: skip
+    other = found_by_torch(outcomes)
+    assert str(other) == shown
+    found = list(cells(machine, installed, outcomes))
+    assert {cell.strategy for cell in found if cell.recipe == "bf16_mixed" and cell.works} == strategies
+    assert not any(cell.works for cell in found if cell.recipe == "fp16_mixed"), "its product failed"
+    (fp8,) = {cell.reason for cell in found if cell.recipe == "bf16_with_fp8_rowwise_mixed"}
+    assert "this machine has" in fp8 and "no GPU of NVIDIA" in fp8
+
+
+def test_an_nvidia_gpu_and_a_cpu_are_no_other_devices(tmp_path: Path) -> None:
+    for facts in ({"accelerator": "cuda", "hip": None, "device": "NVIDIA H100", "count": 1}, {"torch": "2.13.0"}):
+        assert found_by_torch({"device": ProbeOutcome(True, json.dumps(facts))}) is None
+    assert found_by_torch({"device": ProbeOutcome(False, "RuntimeError")}) is None and found_by_torch({}) is None
+
+
+def test_the_text_names_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    system = Fake(cuda=None, packages={**TORCH, "torch": "2.13.0"}).system(tmp_path)
+    facts = {"accelerator": "xpu", "count": 1, "device": "Intel(R) Arc(TM) B580"}
+    monkeypatch.setattr(probes, "run", lambda _names, _system: {"device": ProbeOutcome(True, json.dumps(facts))})
+    report = diagnose(system)
+    monkeypatch.setattr("mpguard.doctor.diagnose", lambda **_: report)
+    main(["doctor"])
+    printed = capsys.readouterr().out
+    assert "GPU         Intel(R) Arc(TM) B580 (torch's `xpu`, accelerate's MULTI_XPU)\n" in printed
+    assert "mpguard is tested on NVIDIA GPUs and CPUs" in printed and "\nfp32  " in printed

@@ -34,6 +34,12 @@ MACHINES: dict[str, tuple[Fake, tuple[str, ...], tuple[str, ...]]] = {
         ("needs a driver for CUDA 13", "550.54 supports CUDA 12.4"),
         ("whl/cu126", "580"),
     ),
+    "AMD GPU, CPU wheel": (
+        Fake(amd=True, cuda=None, packages={**TORCH, "torch": "2.13.0+cpu"}),
+        ("an AMD GPU", "built without ROCm"),
+        ("pytorch.org/get-started",),
+    ),
+    "AMD GPU, torch for ROCm": (Fake(amd=True, cuda=None, hip="6.4"), (), ()),
     "ROCm torch": (Fake([H100], cuda=None, hip="6.4"), ("built for AMD GPUs",), ("whl/cu130",)),
     "nvidia-smi hangs": (Fake(smi="sleep 60", limit=1.5), ("does not answer",), ("dmesg", "reboot")),
     "driver not loaded": (

@@ -48,7 +48,8 @@ class Fake:
     smi: a shell script instead of an answer with `gpus`. driver_cuda: as nvidia-smi's header shows it. loaded: the
     kernel module in /proc. packages: name -> version. cuda: in torch/version.py; None for a CPU wheel. hip: its ROCm.
     requires: requirements in torch's metadata. modules: path -> code, importable by probes.
-    variables: environment variables. limit: seconds after which a probe is killed; low where one must be.
+    variables: environment variables. wsl, amd: it has their devices.
+    limit: seconds after which a probe is killed; low where one must be.
     """
 
     gpus: list[str] | None = None
@@ -62,6 +63,7 @@ class Fake:
     modules: dict[str, str] = dataclasses.field(default_factory=dict)
     variables: dict[str, str] = dataclasses.field(default_factory=dict)
     wsl: bool = False
+    amd: bool = False
     limit: float = 60.0
 
     def system(self, folder: Path) -> System:
@@ -75,9 +77,9 @@ class Fake:
             path = root / "proc" / "driver" / "nvidia" / "version"
             path.parent.mkdir(parents=True)
             path.write_text(DRIVER_FILE.format(version=self.loaded), encoding="utf-8")
-        if self.wsl:
-            (root / "dev").mkdir()
-            (root / "dev" / "dxg").touch()
+        for name in [name for name, given in (("dxg", self.wsl), ("kfd", self.amd)) if given]:
+            (root / "dev").mkdir(exist_ok=True)
+            (root / "dev" / name).touch()
         variables = {
             "PATH": f"{binaries}:/usr/bin:/bin", "PYTHONPATH": str(site), "HOME": str(folder),
             "TORCH_EXTENSIONS_DIR": str(folder), **self.variables,

@@ -12,11 +12,15 @@ import contextlib
 import os
 import platform
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 #: The lock file's name in each build folder: `torch.utils.cpp_extension`, unchanged from torch 1.2 to 2.13.
 LOCK = "lock"
+
+#: No build of an extension takes that long: DeepSpeed's take minutes.
+BUILD_SECONDS = 3600
 
 
 def extensions_folder(environment: Mapping[str, str] | None = None) -> Path:
@@ -50,6 +54,21 @@ def remove_own() -> None:
         with contextlib.suppress(OSError, UnicodeDecodeError):
             if lock.read_text(encoding="utf-8") == _machine():
                 lock.unlink()
+
+
+def abandoned_locks(folder: Path | None = None) -> list[Path]:
+    """Return the stale locks that are older than any build takes: a process that cannot be seen may hold a younger one.
+
+    It may run in another container, or on another machine that shares the folder.
+    """
+    return [lock for lock in stale_locks(folder) if time.time() - _modified(lock) > BUILD_SECONDS]
+
+
+def _modified(lock: Path) -> float:
+    try:
+        return lock.stat().st_mtime
+    except OSError:  # it was released meanwhile
+        return time.time()
 
 
 def stale_locks(folder: Path | None = None) -> list[Path]:

@@ -24,13 +24,13 @@ from typing import Any
 
 from mpguard.core import settings
 from mpguard.core.console import print_line
-from mpguard.core.errors import ConfigError, MpguardError, NotInForce
+from mpguard.core.errors import ConfigError, MpguardError, NotInForce, did_you_mean_file
 from mpguard.core.watch_levels import WATCH_LEVELS
 from mpguard.document import mp_yaml, read
 from mpguard.policy.allow import allowances
 from mpguard.runtime.last_lines import printed_at_the_end
 from mpguard.runtime.launch import preflight, signals
-from mpguard.runtime.launch.build_locks import remove_own, stale_locks
+from mpguard.runtime.launch.build_locks import abandoned_locks, remove_own
 from mpguard.runtime.lost_ranks import LAST_LINE
 from mpguard.runtime.messages import OVERRIDE, failure_message, header
 from mpguard.runtime.patches import windows
@@ -89,7 +89,8 @@ def prepare(
         refuse_config_after_script(script, arguments)
         return None
     if not options.module and not Path(script).is_file():
-        raise ConfigError(f"{script}: there is no such file; give the path of the script to launch")
+        similar = did_you_mean_file(script) or "; give the path of the script to launch"
+        raise ConfigError(f"{script}: there is no such file{similar}")
     path = Path(options.config_file)
     document = read(path)
     config = document.require()
@@ -105,6 +106,8 @@ def prepare(
             "Remove the flag"
         )
     kind = _kind(options, config)
+    machines = options.num_machines or config.get("num_machines") or 1
+    preflight.check_remote_shell(document, kind, int(machines), options.deepspeed_multinode_launcher)
     processes = options.num_processes or config.get("num_processes")
     effective = {**config, "distributed_type": kind, "num_processes": processes, **_sections(options, config)}
     stored = mp_yaml.stored(document)
@@ -282,11 +285,19 @@ def without_options(tokens: Sequence[str], valued: Sequence[str], switches: Sequ
 def _print_start(prepared: PreparedLaunch) -> None:
     """Print the header, and the build locks for which the workers might wait indefinitely."""
     print_line(prepared.header)
-    for lock in stale_locks():
+    for lock in abandoned_locks() if _uses_deepspeed(prepared) else ():
         print_line(
             f"mpguard: {lock}: a build of a torch extension was killed and left its lock behind. A run that needs the "
             f"extension waits for it without end. If no build is running, remove it: rm {lock}"
         )
+
+
+def _uses_deepspeed(prepared: PreparedLaunch) -> bool:
+    """True if DeepSpeed, which compiles extensions, is named: by the config, the arguments or the script."""
+    words = [prepared.plan.strategy or "", *prepared.flags, *prepared.arguments]
+    with contextlib.suppress(OSError):  # a module
+        words.append(Path(prepared.script).read_text(encoding="utf-8", errors="replace"))
+    return any("deepspeed" in word.lower() for word in words)
 
 
 def run(argv: Sequence[str], overrides: Mapping[str, Any] | None = None) -> int:

@@ -7,6 +7,7 @@ launch for which there is any is refused.
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,26 @@ def check_config(document: Document, processes: int | None) -> None:
         given = problem.key == "num_processes" and processes is not None
         if not given and not (problem.unknown and problem.key in _newer_keys()):
             raise ConfigError(problem.message(document))
+
+
+def check_remote_shell(document: Document, kind: str, machines: int, launcher: str | None) -> None:
+    """Raise `ConfigError` if DeepSpeed would start the other nodes with a program that is not installed here.
+
+    machines, launcher: the flags `--num_machines` and `--deepspeed_multinode_launcher`, if they are given. accelerate's
+    default is pdsh; `standard` and `nossh` are started on each node.
+    """
+    section = document.require().get("deepspeed_config")
+    named = section.get("deepspeed_multinode_launcher") if isinstance(section, Mapping) else None
+    launcher = launcher or named or "pdsh"
+    if kind != "DEEPSPEED" or machines < 2 or launcher in ("standard", "nossh"):
+        return
+    missing = [each for each in ("ssh", *(("pdsh",) if launcher == "pdsh" else ())) if shutil.which(each) is None]
+    if missing:
+        raise ConfigError(
+            f"{document.path}: DeepSpeed starts the other nodes with `deepspeed_multinode_launcher: {launcher}`, which "
+            f"needs {' and '.join(f'`{each}`' for each in missing)}, not installed here. Install it, or set "
+            "`deepspeed_multinode_launcher: standard` and launch on each node"
+        )
 
 
 def _newer_keys() -> frozenset[str]:

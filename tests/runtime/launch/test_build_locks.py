@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from processes import launch, mp_yaml
 
-from mpguard.runtime.launch.build_locks import extensions_folder, stale_locks
+from mpguard.policy.recipes import recipe
+from mpguard.runtime.launch.build_locks import BUILD_SECONDS, abandoned_locks, extensions_folder, stale_locks
+from mpguard.runtime.launch.launcher import PreparedLaunch, _uses_deepspeed
+from mpguard.runtime.plan import Plan
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="open files are read from /proc")
 
@@ -48,13 +54,34 @@ def test_no_folder_has_no_locks(tmp_path: Path) -> None:
     assert stale_locks(tmp_path / "none") == []
 
 
-def test_launch_names_a_stale_lock_and_goes_on(tmp_path: Path) -> None:
+def test_a_young_lock_may_be_held_where_this_machine_cannot_see_it(tmp_path: Path) -> None:
+    lock = tmp_path / "op" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    assert stale_locks(tmp_path) == [lock] and abandoned_locks(tmp_path) == []
+    _make_old(lock)
+    assert abandoned_locks(tmp_path) == [lock]
+
+
+def _make_old(lock: Path) -> None:
+    os.utime(lock, (time.time() - BUILD_SECONDS - 60,) * 2)
+
+
+def test_launch_names_a_stale_lock_where_deepspeed_is_used_and_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the real library runs here")
     build = tmp_path / "py311_cpu" / "deepspeed_shm_comm"
     build.mkdir(parents=True)
     (build / "lock").touch()
-    (tmp_path / "train.py").write_text("print('trained')\n")
+    _make_old(build / "lock")
+    (tmp_path / "train.py").write_text("# deepspeed\nprint('trained')\n")
     config = mp_yaml(tmp_path)
     run = launch("--config", config, "train.py", cwd=tmp_path, TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert run.returncode == 0 and "trained" in run.stdout, run.stderr
     assert f"mpguard: {build / 'lock'}: a build of a torch extension was killed" in run.stderr
+
+
+def test_a_launch_without_deepspeed_names_no_lock() -> None:
+    launch = PreparedLaunch(Plan(recipe("bf16_mixed"), strategy="ddp"), ("--cpu",), __name__, ("--lr", "1"), {}, "")
+    assert not _uses_deepspeed(launch)
+    assert _uses_deepspeed(dataclasses.replace(launch, arguments=("--deepspeed", "ds.json")))
+    assert _uses_deepspeed(dataclasses.replace(launch, plan=Plan(recipe("bf16_mixed"), strategy="deepspeed-zero2")))
