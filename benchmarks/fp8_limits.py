@@ -128,7 +128,7 @@ for _sizes in SIZES:
         check(f"sizes/torchao {_recipe}, {_name}, trained")(lambda r=_recipe, s=_sizes: torchao_sizes(r, s))
 
 
-# -- MPG405: backward inside the region -------------------------------------------------------------------------------
+# -- backward inside the region ----------------------------------------------------------------------------------------
 
 
 def losses(recipe: str, inside: bool) -> list[float]:
@@ -190,7 +190,7 @@ check("all-gather/optimizer after the conversion")(lambda: all_gather(False))
 check("all-gather/off, optimizer before the conversion")(lambda: all_gather(True, all_gather=False))
 
 
-# -- MPG410, MPG411: with DDP, FSDP2, checkpointing, compile ----------------------------------------------------------
+# -- with DDP, FSDP2, checkpointing, compile --------------------------------------------------------------------------
 
 
 class Block(nn.Module):

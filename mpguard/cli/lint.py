@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mpguard.cli import lint_adoption, lint_cache, lint_output, progress
+from mpguard.cli import lint_adoption, lint_cache, lint_output, lint_retired, progress
 from mpguard.cli.lint_options import configure, flat
 from mpguard.core import settings, tracked_fs
 from mpguard.core.console import print_message
@@ -62,8 +62,9 @@ def _run(options: argparse.Namespace) -> int:
     for message in (*collected.refused, *collected.empty):
         print_message(message)
     targets = (*collected.targets, *((stdin,) if stdin else ()))
+    lint_retired.report_selectors(options, targets)
     reports, fixing = _reports(targets, options, configs), _fixing(options)
-
+    lint_retired.report_suppressions(reports)
     for note in _other_programs(reports):
         print_message(note)
     trouble, failed = list(collected.refused), set[str]()

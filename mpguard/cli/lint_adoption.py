@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpguard.cli import lint_retired
 from mpguard.cli.lint_options import flat
 from mpguard.core.console import print_message
 from mpguard.core.errors import ConfigError
@@ -74,12 +75,13 @@ class Adoption:
             from mpguard.lint.run.adoption import baseline
 
             self.file = Path(options.baseline)
-            self.known = baseline.read(self.file)
+            self.known, retired = baseline.without_retired(baseline.read(self.file))
+            lint_retired.report_codes(str(self.file), retired)
         elif options.write_baseline is not None:
             from mpguard.lint.run.adoption import baseline
 
             self.file = Path(options.write_baseline)
-            self.known = baseline.replaceable(self.file)
+            self.known, _ = baseline.without_retired(baseline.replaceable(self.file))
         self.from_baseline = options.baseline is not None
         if self.revision is not None:
             from mpguard.lint.run.adoption.git_diff import Changes
@@ -125,8 +127,10 @@ class Adoption:
 
     def _selects(self, code: str) -> bool:
         """True if the command line selects a code; findings of a rule that it leaves out are not gone."""
-        from mpguard.lint.model.selection import covers  # imports the rule classes, which not every run needs
+        from mpguard.lint.model.rule import rules
+        from mpguard.lint.model.selection import covers, resolved  # imports rule classes, which not every run needs
 
-        if self.select is not None and not any(covers(selector, code) for selector in self.select):
+        every = rules()
+        if self.select is not None and not any(covers(selector, code) for selector in resolved(self.select, every)):
             return False
-        return not any(covers(selector, code) for selector in self.ignore)
+        return not any(covers(selector, code) for selector in resolved(self.ignore, every))

@@ -13,6 +13,7 @@ from mpguard.core.errors import did_you_mean
 
 if TYPE_CHECKING:
     from mpguard.lint.model.rule import BaseRule
+    from mpguard.lint.model.selection import Rules
 
 FORMATS = ("text", "json")
 #: Columns of a page on a terminal; longer lines are hard to read.
@@ -41,22 +42,36 @@ def run(options: argparse.Namespace) -> int:
     if bool(options.code) == options.all:
         print_message("a rule or --all is needed, and not both; `mpguard rule MPG201` explains one rule")
         return 2
-    by_name = {rule.name: code for code, rule in rules.items()}
-    codes = [by_name.get(given, given.upper()) for given in options.code] or ["ALL"]
+    codes = [code for given in options.code for code in _current(given, rules)] or ["ALL"] * options.all
     chosen: dict[str, type[BaseRule]] = {}
-    for given, code in zip(options.code or codes, codes, strict=True):
+    for code in codes:
         covered = {code: rules[code]} if code in rules else {c: rule for c, rule in rules.items() if covers(code, c)}
         if not covered:
-            print_message(f"there is no rule `{given}`{suggestion(given, rules)}")
+            print_message(f"there is no rule `{code}`{suggestion(code, rules)}")
             return 2
         chosen |= covered
     if options.format == "json":
         print(json.dumps({"version": 1, "rules": [rule_page.as_json(rule) for rule in chosen.values()]}, indent=2))
-    elif all(code in rules for code in codes):
+    elif chosen and all(code in rules for code in codes):
         _print_pages("\n".join(map(rule_page.page, chosen.values())))
-    else:
+    elif chosen:
         _print_list(chosen.values())
     return 0
+
+
+def _current(given: str, rules: Rules) -> list[str]:
+    """Return the codes that a code, a prefix or a name stands for, and name those of them that are retired."""
+    from mpguard.lint.model import retired
+    from mpguard.lint.model.selection import retired_by
+
+    by_name = {rule.name: code for code, rule in rules.items()}
+    code = by_name.get(given) or retired.by_name(given) or given.upper()
+    former = retired_by(code, rules)
+    for each in former:
+        print_message(retired.explanation(each))
+    if former:
+        return sorted(retired.successors(former))
+    return [code]
 
 
 def _print_list(rules: Iterable[type[BaseRule]]) -> None:

@@ -190,7 +190,7 @@ def test_zsh(zsh: Zsh, setup: str) -> None:
         ("mpguard lint --outp", "--output-file"),
         ("mpguard lint --format=js", "--format=json"),
         ("mpguard lint --select MPG201,MPG7", "--select MPG201,MPG70"),
-        ("mpguard lint --select=MPG1,MPG70", "MPG703"),
+        ("mpguard lint --select=MPG1,MPG70", "MPG704"),
         ("mpguard init bf16_mi", "bf16_mixed"),
         ("mpguard init fp32 --strategy deepspeed-z", "--strategy deepspeed-zero"),
         ("mpguard lint tr", "train.py"),

@@ -27,6 +27,7 @@ class FileCheck:
     encode: encodes a new text as the file's bytes; None where the content could not be read.
     recognized: it is Python, or a config that mpguard supports.
     edited: the file's bytes with edits of the text, where the text is not the file's own (a notebook's program).
+    retired: the retired codes that its suppressions name.
     """
 
     lines: Lines
@@ -36,6 +37,7 @@ class FileCheck:
     encode: Callable[[str], bytes] | None = None
     recognized: bool = True
     edited: Callable[[list[Edit]], bytes] | None = None
+    retired: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,7 @@ class FileReport:
     recognized: it is Python, or a config that mpguard supports; other files are skipped.
     trace: what the findings depend on; None where they must not be cached (there was a defect), or there is no cache.
     before_fixes: the findings before the fixes, for the case that the fixed content cannot be written.
+    retired: the retired codes that suppressions in the file name.
     """
 
     target: Target
@@ -83,3 +86,4 @@ class FileReport:
     recognized: bool = True
     trace: Accesses | None = None
     before_fixes: tuple[Finding, ...] = ()
+    retired: tuple[str, ...] = ()

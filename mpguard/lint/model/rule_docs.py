@@ -8,8 +8,10 @@ tests/lint/model/test_rule_docs.py fails where a committed page differs.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+from mpguard.lint.model.retired import RETIRED
 from mpguard.lint.model.rule import BaseRule, rules
 from mpguard.lint.model.rule_page import page
 
@@ -25,6 +27,10 @@ GROUPS = {
     "MPG7": "TF32 and backends",
     "MPG8": "Configs",
 }
+_RETIRED_NOTE = (
+    "A retired code stands for its successor wherever a code is accepted (`--select`, `--ignore`, the settings,"
+    " suppressions, baselines, `mpguard rule`), and a message names both. Codes are not used again."
+)
 
 
 def pages() -> dict[str, str]:
@@ -61,7 +67,15 @@ def _index(own: dict[str, type[BaseRule]]) -> str:
                 fix = "yes" if rule.fixable() else ""
                 rows.append(f"| [{code}]({code}.md) | {rule.name} | {severity} | {fix} | {summary} |")
         parts += [f"## {title}", "\n".join(rows)]
+    parts += ["## Retired codes", _RETIRED_NOTE, "\n".join(_retired_rows())]
     return "\n\n".join(parts) + "\n"
+
+
+def _retired_rows() -> Iterator[str]:
+    yield from ("| code | name | now | why |", "| --- | --- | --- | --- |")
+    for code, retired in sorted(RETIRED.items()):
+        now = f"[{retired.successor}]({retired.successor}.md)" if retired.successor else "removed"
+        yield f"| {code} | {retired.name} | {now} | {retired.why} |"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 A selector is a code (`MPG201`), a prefix of codes (`MPG2`) or `ALL`. Where two cover a code, the
 longer one decides, and `ignore` where they are equal. `--select` replaces the settings' select,
-extend-select and ignore.
+extend-select and ignore. A retired code stands for its successor.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from mpguard.core.errors import SettingsError, near
 from mpguard.core.settings import ToolSettings
+from mpguard.lint.model.retired import RETIRED, successors
 from mpguard.lint.model.rule import BaseRule
 from mpguard.lint.source.files import matches
 
@@ -58,7 +59,8 @@ def selection(rules: Rules, settings: ToolSettings, given: Selectors) -> Selecti
     ):
         for selector in selectors:
             check(selector, rules, origin)
-    selected, ignored = (*(select or ()), *extend, *given.extend_select), (*ignore, *given.ignore)
+    selected = resolved((*(select or ()), *extend, *given.extend_select), rules)
+    ignored = resolved((*ignore, *given.ignore), rules)
     codes: set[str] = set()
     requested: set[str] = set()
     for code, rule in rules.items():
@@ -80,13 +82,31 @@ def ignored_in(path: str, rules: Rules, settings: ToolSettings) -> frozenset[str
     codes: set[str] = set()
     for pattern, selectors in settings.per_file_ignores.items():
         if matches((pattern.removeprefix("!"),), settings.root, path) != pattern.startswith("!"):
-            codes.update(code for code in rules if any(covers(selector, code) for selector in selectors))
+            ignored = resolved(selectors, rules)
+            codes.update(code for code in rules if any(covers(selector, code) for selector in ignored))
     return frozenset(codes)
+
+
+def resolved(selectors: Iterable[str], rules: Iterable[str]) -> tuple[str, ...]:
+    """Return selectors in which successors stand for retired codes, and for prefixes of retired codes alone."""
+    found: list[str] = []
+    for selector in selectors:
+        retired = retired_by(selector, rules)
+        found += sorted(successors(retired)) if retired else (selector,)
+    return tuple(found)
+
+
+def retired_by(selector: str, rules: Iterable[str]) -> list[str]:
+    """Return the retired codes that a selector names; none if it covers a rule."""
+    if selector in RETIRED:
+        return [selector]
+    retired = [code for code in RETIRED if covers(selector, code)]
+    return [] if not retired or any(covers(selector, code) for code in rules) else retired
 
 
 def check(selector: str, rules: Rules, origin: str) -> None:
     """Raise `SettingsError` for a selector that covers no rule; the message lists similar ones."""
-    if any(covers(selector, code) for code in rules):
+    if any(covers(selector, code) for code in (*rules, *RETIRED)):
         return
     raise SettingsError(f"{origin}: there is no rule `{selector}`{suggestion(selector, rules)}")
 

@@ -21,6 +21,7 @@ from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.core.text_edits import Edit, Span
 from mpguard.lint.model.finding import Lines
 from mpguard.lint.model.result import SYNTAX
+from mpguard.lint.model.retired import RETIRED, successor
 from mpguard.lint.model.rule import Diagnostic, Fix
 from mpguard.lint.model.selection import Rules, suggestion
 
@@ -69,7 +70,7 @@ class Suppression:
         first, own = self.statement
         if self.lines is not None and line not in self.lines and not first <= line <= own <= end_line:
             return False
-        return self.codes is None or any(each.code == code for each in self.codes)
+        return self.codes is None or any(code in (each.code, successor(each.code)) for each in self.codes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,12 @@ class Comments:
 
     suppressions: tuple[Suppression, ...]
     misspelt: tuple[tuple[str, Span], ...] = ()
+
+    @property
+    def retired(self) -> tuple[str, ...]:
+        """Return the retired codes in them."""
+        codes = {code.code for each in self.suppressions for code in each.codes or ()}
+        return tuple(sorted(codes & RETIRED.keys()))
 
 
 NONE = Comments(())
@@ -238,7 +245,8 @@ def report_unused(
 ) -> Iterator[Diagnostic]:
     """Yield MPG001 for codes that no rule has, MPG002 for suppressions that cover nothing.
 
-    ran: the codes whose rules ran to the end in this file; suppressions of other codes may be needed.
+    ran: the codes whose rules ran to the end in this file; suppressions of other codes may be needed. Retired codes are
+    not reported: they suppress their successor, and `mpguard lint` names them once for all files.
     """
     for verb, span in comments.misspelt:
         problem = "names no code" if verb.endswith("[]") else "is not a suppression"
@@ -251,7 +259,7 @@ def report_unused(
                 yield _unused(each, (), lines)
             continue
         for code in each.codes:
-            if code.code not in rules and (code.code.startswith("MPG") or not each.noqa):
+            if code.code not in rules and code.code not in RETIRED and (code.code.startswith("MPG") or not each.noqa):
                 yield Diagnostic(UNKNOWN, code.span, f"there is no rule `{code.code}`{suggestion(code.code, rules)}")
         unused = [
             c

@@ -110,7 +110,12 @@ class Engine:
             return self._fixed(target, data, checked, with_project)
         trace = tracked_fs.trace(target.path) if target.data is None and not checked.defects else None
         return FileReport(
-            target, tuple(checked.findings), tuple(checked.defects), recognized=checked.recognized, trace=trace
+            target,
+            tuple(checked.findings),
+            tuple(checked.defects),
+            recognized=checked.recognized,
+            trace=trace,
+            retired=checked.retired,
         )
 
     def _fixed(self, target: Target, data: bytes, checked: FileCheck, with_project: bool) -> FileReport:
@@ -127,7 +132,13 @@ class Engine:
         else:
             result, checked = fixer.apply_fixes(data, checked, check, self.options.fix or "safe")
         return FileReport(
-            target, tuple(checked.findings), tuple(checked.defects), result, recognized, before_fixes=before_fixes
+            target,
+            tuple(checked.findings),
+            tuple(checked.defects),
+            result,
+            recognized,
+            before_fixes=before_fixes,
+            retired=checked.retired,
         )
 
     def content(self, data: bytes, target: Target, with_project: bool = False) -> FileCheck:

@@ -292,7 +292,7 @@ def test_behaviour_of_dynamo_under_deepspeed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("on", [True, False])
 def test_behaviour_of_torchao_with_low_memory_loading(tmp_path: Path, on: bool) -> None:
-    """The claim of MPG808, observed in a process that assumes a GPU."""
+    """torchao refuses it, observed in a process that assumes a GPU."""
     code = f"""
 from accelerate import Accelerator
 from accelerate.state import PartialState

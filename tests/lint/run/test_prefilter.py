@@ -10,7 +10,6 @@ from rule_cases import examples
 
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.model.rule import Rule, any_of, rules
-from mpguard.lint.rules.numerics.accumulate_in_half import AccumulateInHalf
 from mpguard.lint.run import prefilter
 from mpguard.lint.source.source import Source
 from mpguard.lint.source.strip_comments import stripped
@@ -91,20 +90,3 @@ def test_little_is_parsed() -> None:
             parsed += Facts(Source.parse(data, str(path))).parsed_bytes
     assert read > 20_000_000
     assert parsed < 0.05 * read
-
-
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_the_header_of_a_loop_is_searched_and_not_the_code_behind_it(end: str) -> None:
-    """Otherwise each loop would be searched up to the end of the file."""
-    pattern = AccumulateInHalf.pattern
-    assert pattern is not None
-    for code, found in (
-        ("for x in tqdm(\n    loader\n):\n    pass\n", True),
-        ("for x in loader: total += x\n", True),
-        (
-            "for x in y:\n    pass\nloader = 1\n",
-            False,
-        ),
-        (f"for x in [{'1, ' * 200}]: pass; loader = 1\n", False),
-    ):
-        assert bool(pattern.search(code.replace("\n", end).encode())) is found

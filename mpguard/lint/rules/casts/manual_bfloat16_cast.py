@@ -42,8 +42,8 @@ class ManualBfloat16Cast(Rule):
     ## Known limits
     Silent if the file casts or loads any model in BF16 (its inputs have to be BF16), or the model's class creates
     layers or kernels with `dtype=torch.bfloat16`; for the inputs of a DeepSpeed engine (its parameters are BF16 and it
-    casts nothing), for frozen models, in inference, and if the precision of an Accelerator is not a literal. Casts
-    inside the autocast region are reported by MPG105, FP16 casts by MPG101.
+    casts nothing), for frozen models, in inference, inside the autocast region, and if the precision of an Accelerator
+    is not a literal. FP16 casts are reported by MPG101.
     """
 
     code, name = "MPG102", "manual-bfloat16-cast"
@@ -56,7 +56,7 @@ class ManualBfloat16Cast(Rule):
         any_of(b"backward(", b"Trainer"),
         any_of(b".to(", b".type(", b".bfloat16("),
     )
-    yields_to = ("MPG105", "MPG107", "MPG109", "MPG110", "MPG511", "MPG603", "MPG606")
+    yields_to = ("MPG107", "MPG109", "MPG110", "MPG511", "MPG603", "MPG606")
     examples = (
         Bad(
             """\

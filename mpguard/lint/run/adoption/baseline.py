@@ -17,6 +17,7 @@ from typing import Any
 from mpguard.core import tracked_fs
 from mpguard.core.errors import ConfigError
 from mpguard.lint.model.finding import Finding
+from mpguard.lint.model.retired import RETIRED, successor
 from mpguard.lint.run.adoption.fingerprint import source_line
 
 VERSION = 1
@@ -47,6 +48,15 @@ def read(file: Path) -> Known:
             raise ConfigError(f"{file}: {where}: `path`, `code`, `line` and a `count` are needed; {_WRITES}")
         known[each["path"], each["code"], each["line"]] += each["count"]
     return known
+
+
+def without_retired(known: Known) -> tuple[Known, set[str]]:
+    """Return known findings under the successors of their codes, and the retired codes among them."""
+    current: Known = Counter()
+    for (path, code, line), count in known.items():
+        if (by := successor(code)) is not None:
+            current[path, by, line] += count
+    return current, {code for _, code, _ in known if code in RETIRED}
 
 
 def replaceable(file: Path) -> Known:

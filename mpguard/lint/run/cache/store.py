@@ -57,7 +57,9 @@ class Cache:
         try:
             if entry is None or not all(map(self._is_unchanged, entry[1])):
                 return None
-            return FileReport(target, tuple(_finding(each, target.path) for each in entry[2]), recognized=entry[0])
+            recognized, _, found, retired = entry
+            findings = tuple(_finding(each, target.path) for each in found)
+            return FileReport(target, findings, recognized=recognized, retired=tuple(retired))
         except _DAMAGE:
             self._reset()
             return None
@@ -81,7 +83,8 @@ class Cache:
                 if index == len(self._reads):
                     self._reads.append([what, where, seen])
                 depends_on.append(index)
-            self._files[_name(report.target)] = [report.recognized, depends_on, list(map(_plain, report.findings))]
+            findings = list(map(_plain, report.findings))
+            self._files[_name(report.target)] = [report.recognized, depends_on, findings, report.retired]
             for path, (status, digest) in report.trace.contents.items():
                 self._dependencies.contents[path] = (*status, digest)
             self._changed = True
@@ -118,7 +121,7 @@ class Cache:
         reads = [self._reads[index] for index in used]
         read = {where for what, where, _ in reads if what == "file"}
         kept = {
-            "files": {name: [known, [moved[i] for i in on], found] for name, (known, on, found) in files.items()},
+            "files": {name: [known, [moved[i] for i in on], *rest] for name, (known, on, *rest) in files.items()},
             "reads": reads,
             "contents": {path: content for path, content in self._dependencies.contents.items() if path in read},
         }

@@ -96,7 +96,9 @@ class Context:
             unused = suppressions.report_unused(output.comments, used, self.rules, output.ran, lines)
             about_suppressions = [each for each in unused if self.is_on(each.code)]
             kept += suppressions.split(about_suppressions, _whole_file(output.comments), lines)[0]
-        return FileCheck(lines, kept, self.placed(kept, lines), output.defects, output.encode)
+        return FileCheck(
+            lines, kept, self.placed(kept, lines), output.defects, output.encode, retired=output.comments.retired
+        )
 
     def _drop_misplaced(self, output: RuleOutput) -> None:
         """Report a defect for each rule that names a place outside the file, and drop its diagnostics."""

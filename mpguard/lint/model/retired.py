@@ -1,0 +1,82 @@
+"""Codes of rules that no longer exist, and the rule that reports their mistakes now.
+
+A retired code is accepted wherever a code is (`select`, `ignore`, suppressions, baselines, `mpguard rule`): it stands
+for its successor, and a message names both. No code is used again. This module imports no rule: a run that finds all of
+its results in the cache loads none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Retired(NamedTuple):
+    """A retired rule. successor: the code that reports its mistakes; None: no rule does, and `why` says why."""
+
+    name: str
+    successor: str | None
+    why: str
+
+
+RETIRED: dict[str, Retired] = {
+    "MPG105": Retired(
+        "cast-inside-autocast", None, "such a cast is reported by MPG101 or MPG102 if it loses something"
+    ),
+    "MPG106": Retired("hard-coded-autocast-dtype", None, "right in 1 of 15 findings in public code"),
+    "MPG113": Retired(
+        "dtype-map-lacks-choice", None, "wrong in 3 of 3 findings in public code: the missing choice was not used"
+    ),
+    "MPG308": Retired("bf16-not-gated", None, "it reported nothing in public code"),
+    "MPG312": Retired(
+        "custom-function-without-custom-fwd",
+        None,
+        "it reported nothing in public code, and what is lost shows as an error",
+    ),
+    "MPG313": Retired(
+        "no-grad-in-autocast-cache",
+        None,
+        "torch 2.11 and newer compute the gradients; wrong in 3 of 3 findings in public code",
+    ),
+    "MPG316": Retired("float32-into-deepspeed-half", None, "it reported nothing in public code"),
+    "MPG405": Retired("backward-in-fp8-autocast", None, "its only finding in public code was wrong: nothing was lost"),
+    "MPG410": Retired("fp8-ddp-compile", None, "it was never settled which versions fail"),
+    "MPG411": Retired("fp8-fsdp2-checkpointing-compile", None, "it reported a speed, and nothing in public code"),
+    "MPG412": Retired("flash-attention-2-with-compile", None, "it reported nothing in public code"),
+    "MPG416": Retired("e5m2-recipe", None, "Transformer Engine refuses the recipe with a clear message"),
+    "MPG604": Retired(
+        "accumulate-in-half", None, "wrong in 2 of 2 findings in public code: autocast returns FP32 losses"
+    ),
+    "MPG605": Retired("norm-in-half", None, "it reported nothing in public code"),
+    "MPG702": Retired("tf32-off", None, "it reported a choice of speed"),
+    "MPG703": Retired("reduced-precision-reduction", None, "it reported a choice that the code states"),
+    "MPG805": Retired(
+        "fp8-without-backend", None, "it reported nothing in public code; mpguard names the backend that is used"
+    ),
+    "MPG808": Retired("low-memory-loading-with-half", None, "accelerate refuses the combination with a clear message"),
+    "MPG844": Retired("axolotl-fp8-slow-combination", None, "it reported a speed, and nothing in public code"),
+}
+
+
+def successor(code: str) -> str | None:
+    """Return the code that a code stands for: its successor if it is retired, itself otherwise; None if removed."""
+    retired = RETIRED.get(code)
+    return code if retired is None else retired.successor
+
+
+def successors(codes: Iterable[str]) -> frozenset[str]:
+    """Return the codes that some codes stand for."""
+    return frozenset(code for each in codes if (code := successor(each)) is not None)
+
+
+def by_name(name: str) -> str | None:
+    """Return the retired code of a rule's name."""
+    return next((code for code, retired in RETIRED.items() if retired.name == name), None)
+
+
+def explanation(code: str) -> str:
+    """Return a clause that says what has become of a retired code."""
+    retired = RETIRED[code]
+    if retired.successor is None:
+        return f"{code} ({retired.name}) was removed: {retired.why}"
+    return f"{code} ({retired.name}) is now {retired.successor}: {retired.why}"
