@@ -189,8 +189,9 @@ def _falling_back(model: nn.Module, failed: Callable[[str], None]) -> Callable[.
         try:
             return call(*args, **kwargs)
         except TorchDynamoException as error:
-            reason = next(iter(str(error).strip().splitlines()), "")
-            kind = type(error).__name__
+            cause = getattr(error, "inner_exception", None) or error  # what a backend raised
+            reason = next(iter(str(cause).strip().splitlines()), "")
+            kind = type(cause).__name__
         _in_place.discard(model)
         model._compiled_call_impl = None
         _empty_masks()

@@ -48,9 +48,25 @@ def _module_compile(original: AnyFunction) -> AnyFunction:
         original(self, *args, **kwargs)
         call = attention.reading_masks(self, self._compiled_call_impl)
         call = cuda_graphs.keeping_gradients(self, call)
-        self._compiled_call_impl = first_batch.telling(self, call)
+        self._compiled_call_impl = first_batch.telling(self, _marking_evaluation(self, call))
 
     return compile
+
+
+def _marking_evaluation(module: Any, call: AnyFunction) -> AnyFunction:
+    """Return a function that calls compiled code: what runs without gradients is evaluation, not a frozen part."""
+
+    @functools.wraps(call)
+    def marking_evaluation(*args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        guard = guards.current()
+        if guard is None or torch.compiler.is_compiling():
+            return call(*args, **kwargs)
+        with guard.recorder.account.evaluation(module):
+            return call(*args, **kwargs)
+
+    return marking_evaluation
 
 
 @patch(
@@ -66,7 +82,7 @@ def _optimized_module(original: AnyFunction) -> AnyFunction:
         first_batch.seen(self._orig_mod, args, kwargs)
         attention.read_mask(self._orig_mod, kwargs.get("attention_mask"))
         cuda_graphs.keep_gradients(self._orig_mod)
-        return original(self, *args, **kwargs)
+        return _marking_evaluation(self._orig_mod, functools.partial(original, self))(*args, **kwargs)
 
     return __call__
 

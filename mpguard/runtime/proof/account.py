@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from mpguard.runtime.proof import profiler, trace
@@ -207,6 +208,10 @@ class StepAccount:
         if self._ranges.named:
             self._ranges.leave_modules()
         self._called(outermost=True)
+
+    def evaluation(self, module: torch.nn.Module) -> AbstractContextManager[None]:
+        """Return a context manager for the call of a compiled module, see `Ranges.evaluation`."""
+        return self._ranges.evaluation(module)
 
     def _called(self, *, outermost: bool) -> None:
         """Count the call of a module, and read the events after `LONG_CALLS`. outermost: no module calls it."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpguard.runtime.containment import contained_hook
@@ -93,6 +94,19 @@ class Ranges:
         """Close the range of a region, if it has one."""
         self._pop(f"{trace.WITHOUT_AUTOCAST}{id(region)}")
 
+    @contextlib.contextmanager
+    def evaluation(self, module: nn.Module) -> Iterator[None]:
+        """Return a context manager for the call of a compiled module, which runs no hooks: a range of evaluation."""
+        name = f"{trace.EVALUATION}{id(module)}"
+        if not is_evaluated(module):
+            yield
+            return
+        self._push(name)
+        try:
+            yield
+        finally:
+            self._pop(name)
+
     def _push(self, name: str) -> None:
         from torch._C._profiler import _RecordFunctionFast
 
@@ -122,7 +136,7 @@ class Ranges:
         self._on_call(outermost=outermost)
         for listener in outermost_listeners if outermost else ():
             listener(module)
-        if outermost and _is_evaluated(module):
+        if outermost and is_evaluated(module):
             self._push(f"{trace.EVALUATION}{id(module)}")
         self._push(f"{trace.MODULE}{id(module)}")
 
@@ -132,7 +146,7 @@ class Ranges:
             self._pop(f"{trace.EVALUATION}{id(module)}")
 
 
-def _is_evaluated(module: nn.Module) -> bool:
+def is_evaluated(module: nn.Module) -> bool:
     """True if a module is called without gradients although it is trained: in a validation, or to generate."""
     import torch
 

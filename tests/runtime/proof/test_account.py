@@ -327,6 +327,8 @@ ORDERS = {
         "class S(nn.Module):\n  def forward(s, h): return h @ h.t() @ h\n"
         "m = nn.Sequential(net(), S(), nn.Linear(32, 8)); o = adam(m)\nfor _ in range(9): validate()\ntrain(m, o)"
     ),
+    "compiled": 'm = torch.compile(m, backend="eager")\nfor _ in range(9): validate()\ntrain(m, o)',
+    "compiled_in_place": 'm.compile(backend="eager")\nfor _ in range(9): validate()\ntrain(m, o)',
     "between_steps": "train(m, o, steps=1); validate(); train(m, o, steps=3)",
 }
 
