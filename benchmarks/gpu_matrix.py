@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_matrix.py --output benchmarks/results/gpu_matrix.json            one GPU
     python benchmarks/gpu_matrix.py --output ... --gpus 2 --merge OLD.json                  two GPUs, and the variants
-    python benchmarks/gpu_matrix.py --page                                                  writes docs/gpu.md
+    python benchmarks/gpu_matrix.py --page                                                  writes the pages
 
 A cell writes an mp.yaml with `mpguard init`, and launches a program of gpu_programs/ with it, which trains 103 steps.
 A cell is proven if the verdict of the proof is "in force", every parameter has changed, master weights and reduction
@@ -34,11 +34,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PROGRAMS, RESULT, PAGE = (
-    ROOT / "benchmarks/gpu_programs",
-    ROOT / "benchmarks/results/gpu_matrix.json",
-    ROOT / "docs/gpu.md",
-)
+PROGRAMS, RESULT = ROOT / "benchmarks/gpu_programs", ROOT / "benchmarks/results/gpu_matrix.json"
+PAGE, TABLES = ROOT / "docs/gpu.md", ROOT / "docs/gpu_tables.md"
 COMPILED = ROOT / "benchmarks/results/compile_auto.json"
 LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "torchao", "transformer-engine", "mpguard")
 
@@ -429,13 +426,14 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, choices=(1, 2), action="append", help="the cells on so many GPUs")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--budget", type=float, default=3600, help="seconds, after which no cell is begun")
-    parser.add_argument("--page", action="store_true", help="write docs/gpu.md from the result")
+    parser.add_argument("--page", action="store_true", help="write docs/gpu.md and docs/gpu_tables.md from the result")
     options = parser.parse_args()
     if options.page:
-        from gpu_page import page
+        from gpu_page import page, tables
 
         result, compiled = (json.loads(path.read_text(encoding="utf-8")) for path in (options.output, COMPILED))
         PAGE.write_text(page(result, compiled), encoding="utf-8")
+        TABLES.write_text(tables(result), encoding="utf-8")
         return 0
     sys.path[:0] = [str(ROOT)]
     kept = [cell for path in options.merge for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]

@@ -1,4 +1,4 @@
-"""Write docs/gpu.md from the result file of gpu_matrix.py."""
+"""Write docs/gpu.md and docs/gpu_tables.md from the result file of gpu_matrix.py."""
 
 from __future__ import annotations
 
@@ -32,10 +32,8 @@ KEPT = (
 
 
 def page(result: dict[str, Any], compiled: dict[str, Any]) -> str:
-    """Return docs/gpu.md: what was proven on a GPU, what is refused, and the measurements behind `compile: auto`."""
+    """Return docs/gpu.md: how much was proven on a GPU, what it means, and the measurements behind `compile: auto`."""
     found = result["cells"]
-    frameworks = list(dict.fromkeys(cell["framework"] for cell in found))
-    strategies = list(STRATEGIES)
     states = Counter(cell["state"] for cell in found)
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if name != "mpguard")
     lines = [
@@ -48,11 +46,27 @@ def page(result: dict[str, Any], compiled: dict[str, Any]) -> str:
         "loops under `torchrun -m mpguard.run`, each with an mp.yaml from `mpguard init`.", "",
         "Proven means, for each cell: the proof of `mpguard launch` has the verdict `in force` (the recipe during the "
         "forward pass has every field of the policy); every trainable parameter has changed; master weights are FP32, "
-        "and gradients are reduced in FP32; all products of the converted layers run as FP8 kernels, by the kernels' "
+        "and gradients are reduced in FP32; all matmuls of the converted layers run as FP8 kernels, by the kernels' "
         "names; and over steps 81 to 100 the loss is within 1 % of the BF16 run with the same seed (2 % for delayed "
         "scaling). The model is a small Llama of four blocks, whose output head stays in BF16.", "",
-        "In the tables: the share of matrix-multiply time in FP8 kernels, and the distance of the loss from BF16. A "
-        "small model spends more of its time outside of FP8 than a large one.", "",
+        *_summary(found), "",
+        "[All combinations, with the share of FP8 and the distance of the loss, and the reasons of what was "
+        "refused](gpu_tables.md).", "", *KEPT, "", *_compiled(compiled),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def tables(result: dict[str, Any]) -> str:
+    """Return docs/gpu_tables.md: each combination that was proven or refused."""
+    found = result["cells"]
+    frameworks = list(dict.fromkeys(cell["framework"] for cell in found))
+    strategies = list(STRATEGIES)
+    lines = [
+        "# FP8 on a real GPU: all combinations", "",
+        "<!-- written by `python benchmarks/gpu_matrix.py --page` from benchmarks/results/gpu_matrix.json -->", "",
+        "The share of matmul time in FP8 kernels, and the distance of the loss from BF16. A small model spends more of "
+        "its time outside of FP8 than a large one. What was measured, and what proven means: "
+        "[FP8 on a real GPU](gpu.md).", "",
     ]  # fmt: skip
     for framework in frameworks:
         lines += [f"## {framework}", "", *_table(_cells(found, framework, strategies), strategies), ""]
@@ -85,8 +99,18 @@ def page(result: dict[str, Any], compiled: dict[str, Any]) -> str:
     if left := result["unmeasured"]:
         lines += ["", "## Not measured yet", "", "For want of time on a machine with two GPUs:", ""]
         lines += [f"- {name}" for name in left]
-    lines += ["", *KEPT, "", *_compiled(compiled)]
     return "\n".join(lines) + "\n"
+
+
+def _summary(found: list[dict[str, Any]]) -> list[str]:
+    """Return a table of how many combinations of each framework were proven and refused, and their largest distance."""
+    lines = ["| framework | proven | refused | farthest from the loss of BF16 |", "| --- | --- | --- | --- |"]
+    for framework in dict.fromkeys(cell["framework"] for cell in found):
+        own = [cell for cell in found if cell["framework"] == framework]
+        proven = [cell for cell in own if cell["state"] == "proven"]
+        farthest = max(cell["gap"] for cell in proven)
+        lines.append(f"| {framework} | {len(proven)} | {len(own) - len(proven)} | {100 * farthest:.2f} % |")
+    return lines
 
 
 def _cells(found: list[dict[str, Any]], framework: str, places: Sequence[str]) -> list[dict[str, Any]]:
@@ -112,15 +136,15 @@ def _compiled(result: dict[str, Any]) -> list[str]:
     recipes = list(dict.fromkeys(recipe for rows in sizes.values() for recipe in rows))
     lines = [
         "## compile: auto", "",
-        "`compile: auto`, the default, is on for torchao, whose casts cost more than its products gain unless they "
+        "`compile: auto`, the default, is on for torchao, whose casts cost more than its matmuls gain unless they "
         "are compiled; it is off for delayed scaling, which Transformer Engine refuses under torch.compile (a model "
         "that is compiled nevertheless is refused); for the other recipes the script decides, since compilation "
         "makes wide layers a little faster and narrow ones slower. With an `Accelerator`, so in the Trainer too, "
         "accelerate compiles; in a loop of your own, and by `mpguard.convert`, the model is compiled in place: "
         "objects, names and checkpoints remain, and what the script compiles itself is left unchanged. The choice is "
-        "printed, and whether compiled code ran is a row of the proof. All engines were proven compiled (the tables "
-        "above), DDP with torchao too. A model with more than 12 blocks of one class and size is compiled block by "
-        "block, in place, also with an `Accelerator`: equal blocks share their code, which is compiled once ([what it "
+        "printed, and whether compiled code ran is a row of the proof. All engines were proven compiled "
+        "([the tables](gpu_tables.md)), DDP with torchao too. A model with more than 12 blocks of one class and size is "
+        "compiled block by block, in place, also with an `Accelerator`: equal blocks share their code, which is compiled once ([what it "
         "brings](fp8.md#what-it-brings)). To have one graph, call `torch.compile(model)` in the script.", "",
         f"Milliseconds of a training step on one {result['hardware']}, layers converted by mpguard, FP32 weights, BF16 "
         "autocast, AdamW (benchmarks/results/compile_auto.json):", "",

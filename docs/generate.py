@@ -50,7 +50,7 @@ def pages() -> dict[str, str]:
         "targets.md": targets_page(),
         "cli.md": cli_page(),
         "evidence.md": evidence.page(),
-        "gpu.md": gpu_page(),
+        **gpu_pages(),
     }
 
 
@@ -266,14 +266,14 @@ def _prose(text: str) -> Iterator[str]:
 # -- results of benchmarks --------------------------------------------------------------------------------------------
 
 
-def gpu_page() -> str:
-    """Return the page of what was proven on a GPU, from the result files."""
+def gpu_pages() -> dict[str, str]:
+    """Return the pages of what was proven on a GPU, from the result files."""
     results = BENCHMARKS / "results"
     matrix, compiled = (
         json.loads((results / f"{name}.json").read_text("utf-8")) for name in ("gpu_matrix", "compile_auto")
     )
-    text: str = _benchmark("gpu_page").page(matrix, compiled)
-    return text
+    made = _benchmark("gpu_page")
+    return {"gpu.md": made.page(matrix, compiled), "gpu_tables.md": made.tables(matrix)}
 
 
 def _benchmark(name: str) -> ModuleType:

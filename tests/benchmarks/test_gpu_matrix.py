@@ -51,8 +51,10 @@ def policy_of(cell: dict[str, Any]) -> Policy:
 
 def test_the_page_is_the_results() -> None:
     compiled = json.loads(matrix.COMPILED.read_text(encoding="utf-8"))
-    made = module("gpu_page").page(RESULT, compiled)
-    assert matrix.PAGE.read_text(encoding="utf-8") == made, "python benchmarks/gpu_matrix.py --page"
+    made = module("gpu_page")
+    again = "python benchmarks/gpu_matrix.py --page"
+    assert matrix.PAGE.read_text(encoding="utf-8") == made.page(RESULT, compiled), again
+    assert matrix.TABLES.read_text(encoding="utf-8") == made.tables(RESULT), again
 
 
 def test_every_cell_is_proven_or_refused_and_none_is_left_on_one_gpu() -> None:

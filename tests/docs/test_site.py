@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib.util
 import json
 import re
@@ -135,6 +136,10 @@ def test_urls_are_the_same_everywhere() -> None:
 def test_the_readme_is_short_and_has_the_words_that_users_search_for() -> None:
     readme = PAGES["index.md"]
     assert len(readme.splitlines()) < 200
+    before_code, code = readme.partition("\n    pip install")[::2]
+    first = f"{before_code}{code.partition('<picture>')[0]}"
+    assert len(first.split()) <= 120, "what, for whom, install, three commands, the proof, the cost"
+    assert len(before_code.split()) < 80
     first_screen = "\n".join(readme.splitlines()[:32])
     for words in ("Accelerate", "DeepSpeed", "FSDP", "Trainer", "Is bf16/fp8 really on?", "## What hurts"):
         assert words in first_screen, words
@@ -151,6 +156,61 @@ def test_the_recording_of_the_readme(theme: str) -> None:
     assert "url(http" not in text and "/tmp" not in text and "@font-face" not in text
     assert f"docs/launch-{theme}.svg" in (REPOSITORY / "README.md").read_text("utf-8")
     assert f'"launch-{theme}.svg"' in hooks.rewrite("index.md", (REPOSITORY / "README.md").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_drawings_are_what_the_script_draws(theme: str) -> None:
+    drawings = _module("drawings")
+    colors = drawings.THEMES[theme]
+    for name, page in (("flow", "quickstart.md"), ("packages", "architecture.md")):
+        text = (DOCS / f"{name}-{theme}.svg").read_text("utf-8")
+        assert text == getattr(drawings, name)(colors), "python docs/drawings.py"
+        assert f'"{name}-{theme}.svg"' in PAGES[page]
+        assert f'"../{name}-{theme}.svg"' in hooks.rewrite(page, PAGES[page])
+    rooms = {path.parent.name for path in (REPOSITORY / "mpguard").glob("*/__init__.py")}
+    assert rooms == set(re.findall(r'font-size="15" font-weight="600">(\w+)<', text))
+
+
+def test_what_the_page_for_beginners_types_is_what_python_prints() -> None:
+    pytest.importorskip("torch", reason="the real library runs here")
+    text = "\n".join(re.findall(r"^```pycon\n(.*?)^```$", PAGES["five_minutes.md"], re.M | re.S))
+    examples = doctest.DocTestParser().get_doctest(text, {}, "five_minutes.md", None, 0)
+    assert len(examples.examples) == 4 and doctest.DocTestRunner().run(examples).failed == 0
+
+
+def test_what_the_page_for_beginners_lints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = PAGES["five_minutes.md"]
+    (program,) = re.findall(r'^```python title="train.py"\n(.*?)^```$', page, re.M | re.S)
+    (shown,) = re.findall(r"^\$ mpguard lint train.py\n(.*?)\n```$", page, re.M | re.S)
+    file = tmp_path / "train.py"
+    file.write_text(program, "utf-8")
+    assert main(["lint", str(file)]) == 0
+    file.write_text(program.replace("torch.bfloat16", "torch.float16"), "utf-8")
+    capsys.readouterr()
+    assert main(["lint", str(file)]) == 1
+    assert shown.removeprefix("train.py") in capsys.readouterr().out
+
+
+def test_a_search_for_nan_loss_finds_the_watch() -> None:
+    """mkdocs' search weighs titles, of pages and of their sections, far above the text."""
+    titles = [name for entry in SITE["nav"] for name in _titles(entry)]
+    assert [title for title in titles if {"nan", "loss"} <= set(re.findall(r"\w+", title.lower()))] == [
+        "Watch: NaN loss, skipped steps"
+    ]
+    headings = [(page, each) for page in PAGES for each in re.findall(r"^#+ (.*)$", PAGES[page], re.M)]
+    found = {page for page, each in headings if re.search(r"\bnan\b", each.lower()) and "loss" in each.lower()}
+    assert "watch.md" in found
+
+
+def _titles(entry: Any) -> Iterator[str]:
+    """Yield the titles in an entry of `nav`."""
+    if isinstance(entry, dict):
+        for title, below in entry.items():
+            yield title
+            yield from _titles(below)
+    elif isinstance(entry, list):
+        for each in entry:
+            yield from _titles(each)
 
 
 def test_the_architecture_draws_the_rooms_that_exist() -> None:

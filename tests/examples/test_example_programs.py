@@ -59,6 +59,27 @@ def test_program_trains_and_is_proven(name: str) -> None:
     assert losses[-1] < min(5.0, losses[0]), f"a uniform guess is 5.55, the loss went {losses}"
 
 
+def test_the_readme_shows_what_a_launch_prints(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="the real library runs here")
+    readme = (REPOSITORY / "README.md").read_text("utf-8")
+    ((shown, init, script, words),) = re.findall(
+        r"\$ (?=mpguard init)((mpguard init .*)\n\$ mpguard launch --config mp.yaml (\S+)( .*)\n(?:.+\n)+?)```", readme
+    )
+    assert main([*init.split()[1:-1], str(tmp_path / "mp.yaml")]) == 0
+    launch = ("launch", "--config", "mp.yaml", REPOSITORY / script, *words.split())
+    done = command("mpguard", *launch, cwd=tmp_path, timeout=seconds(300), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, transcript(done)
+    version = re.compile(r"mpguard \d\S*")
+    printed = set(re.sub(version, "mpguard VERSION", done.stdout + done.stderr).splitlines())
+    *lines, last = [re.sub(version, "mpguard VERSION", line) for line in shown.splitlines()[2:]]
+    assert len(lines) > 10 and [line for line in lines if "loss" not in line and line not in printed] == []
+    assert last == "in force at steps 1-16 of 20 (5 checks)", "a busy machine checks less often"
+    assert any(re.fullmatch(r"in force at steps? 1.* of 20 \(.*\)", line) for line in printed)
+    found = dict(re.findall(r"step +(\d+)  loss (\S+)", "\n".join(printed)))
+    for step, loss in re.findall(r"step +(\d+)  loss (\S+)", shown):
+        assert float(found[step]) == pytest.approx(float(loss), abs=0.05), "processors round BF16 differently"
+
+
 def test_deepspeed_at_another_stage(tmp_path: Path) -> None:
     """With the two files that `mpguard init` writes; with mp.yaml alone, what the script asks for is another engine."""
     pytest.importorskip("deepspeed", reason="the real library runs here")
