@@ -142,9 +142,10 @@ def _compiled(result: dict[str, Any]) -> list[str]:
         "makes wide layers a little faster and narrow ones slower. With an `Accelerator`, so in the Trainer too, "
         "accelerate compiles; in a loop of your own, and by `mpguard.convert`, the model is compiled in place: "
         "objects, names and checkpoints remain, and what the script compiles itself is left unchanged. The choice is "
-        "printed, and whether compiled code ran is a row of the proof. All engines were proven compiled "
-        "([the tables](gpu_tables.md)), DDP with torchao too. A model with more than 12 blocks of one class and size is "
-        "compiled block by block, in place, also with an `Accelerator`: equal blocks share their code, which is compiled once ([what it "
+        "printed, and whether compiled code ran is a row of the proof. All engines were proven compiled ([the "
+        "tables](gpu_tables.md)), DDP with torchao too. A model with more than 12 blocks of one class and size is "
+        "compiled block by block, in place, also with an `Accelerator`: equal blocks share their code, which is "
+        "compiled once ([what it "
         "brings](fp8.md#what-it-brings)). To have one graph, call `torch.compile(model)` in the script.", "",
         f"Milliseconds of a training step on one {result['hardware']}, layers converted by mpguard, FP32 weights, BF16 "
         "autocast, AdamW (benchmarks/results/compile_auto.json):", "",
