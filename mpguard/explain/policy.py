@@ -28,13 +28,18 @@ _REPLACED = "the policy replaces it in the workers"
 
 @dataclasses.dataclass(frozen=True)
 class PolicyInForce:
-    """The policy of a run. named: the recipe's name, and where it is written. overrides: by field. base: the recipe."""
+    """The policy of a run.
+
+    named: the recipe's name, and where it is written. overrides: by field. base: the recipe. modules: the places of the
+    entries of `fp8_modules`, in order.
+    """
 
     policy: Policy
     base: Policy
     named: Given
     overrides: Mapping[str, Given]
     replaced: tuple[Given, ...] = ()
+    modules: tuple[Origin, ...] = ()
 
     def origin(self, value: Callable[[Policy], Any]) -> Origin:
         """Return the origin of a value that depends on the policy: the override without which it is another one."""
@@ -87,10 +92,13 @@ def _of_config(run: RunInputs) -> PolicyInForce | None:
         field: Given(value, origin_of(config, f"{mp_yaml.OVERRIDES}.{field}", "override"), field)
         for field, value in stored.overrides.items()
     }
+    places: tuple[Origin, ...] = ()
     if stored.modules:
         place = origin_of(config, mp_yaml.MODULES, "override")
         overrides["fp8_modules"] = Given(stored.fields["fp8_modules"], place, "fp8_modules")
-    return PolicyInForce(in_file, recipe(stored.recipe), named, overrides)
+        keys = (f"{mp_yaml.MODULES}.{number}.pattern" for number in range(len(stored.modules)))
+        places = tuple(origin_of(config, key, "override") for key in keys)
+    return PolicyInForce(in_file, recipe(stored.recipe), named, overrides, modules=places)
 
 
 def _tool_origin(source: Path) -> Origin:
@@ -112,7 +120,9 @@ def fields(found: PolicyInForce) -> Iterator[Resolved]:
     values, base = found.policy.settings(), found.base.settings()
     for name in FIELD_NAMES:
         given = found.overrides.get(name)
-        if given is not None:
+        if name == "fp8_modules":
+            yield from _modules(found)
+        elif given is not None:
             before = _field(found.base, base, name)
             yield Resolved(
                 name,
@@ -126,6 +136,14 @@ def fields(found: PolicyInForce) -> Iterator[Resolved]:
                 return policy.settings().get(name)
 
             yield Resolved(name, values[name], found.origin(field))
+
+
+def _modules(found: PolicyInForce) -> Iterator[Resolved]:
+    """Yield a setting for each pattern of `fp8_modules`, in order: the first that matches a layer decides."""
+    entries = found.policy.fp8_modules
+    places = found.modules or (found.named.origin,) * len(entries)
+    for entry, place in zip(entries, places, strict=True):
+        yield Resolved(f"fp8_modules[{entry.pattern}]", entry.recipe, place)
 
 
 def _field(policy: Policy, values: Mapping[str, Any], name: str) -> Any:

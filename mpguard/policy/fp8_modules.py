@@ -20,7 +20,15 @@ from typing import Any, Literal
 
 from mpguard.core.errors import PolicyError, did_you_mean
 
-Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8", "rowwise", "rowwise_with_gw_hp"]
+#: How FP8 products are scaled. `_with_bwd_hp`: both products of the backward pass in the compute dtype (Transformer
+#: Engine); `_with_gw_hp`: that of the weight's gradient (torchao).
+Fp8Recipe = Literal[
+    "delayed", "tensorwise", "blockwise", "mxfp8", "rowwise", "rowwise_with_gw_hp",
+    "tensorwise_with_bwd_hp", "blockwise_with_bwd_hp", "mxfp8_with_bwd_hp",
+]  # fmt: skip
+
+#: The end of the name of a recipe with a backward pass in the compute dtype.
+BACKWARD_HIGH = "_with_bwd_hp"
 
 #: The recipe of layers that stay out of FP8. Not `off`, which YAML reads as False.
 NONE = "none"

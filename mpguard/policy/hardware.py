@@ -16,7 +16,7 @@ from typing import Any
 
 from mpguard.core.errors import PolicyError, did_you_mean
 from mpguard.policy import speed
-from mpguard.policy.policy import Backend, Policy
+from mpguard.policy.policy import FLOAT8_LINEAR, Backend, Policy
 
 Version = tuple[int, ...]
 
@@ -74,6 +74,14 @@ NEEDS: Mapping[str, Needs] = {
     "blockwise": Needs(
         "FP8 block scaling", (9, 0), cuda=(12, 9), source="TE is_fp8_block_scaling_available", multiple=16
     ),
+    "torchao_blockwise": Needs(
+        "torchao's FP8 block scaling",
+        (9, 0),
+        (10, 0),
+        cuda=(12, 9),
+        source="torchao.prototype.blockwise_fp8_training, torch.nn.functional.scaled_mm",
+        multiple=128,
+    ),
     "grouped": Needs(
         "FP8 products of experts",
         (9, 0),
@@ -83,6 +91,11 @@ NEEDS: Mapping[str, Needs] = {
         multiple=16,
     ),
     "mxfp8": Needs("MXFP8", (10, 0), (12, 0), source="TE is_mxfp8_available", multiple=32),
+    "tensorwise_with_bwd_hp": Needs("FP8", (8, 9), cuda=(12, 1), source="TE is_fp8_available", multiple=16),
+    "blockwise_with_bwd_hp": Needs(
+        "FP8 block scaling", (9, 0), cuda=(12, 9), source="TE is_fp8_block_scaling_available", multiple=16
+    ),
+    "mxfp8_with_bwd_hp": Needs("MXFP8", (10, 0), (12, 0), source="TE is_mxfp8_available", multiple=32),
     "nvfp4": Needs("NVFP4", (10, 0), (12, 0), source="TE is_nvfp4_available", multiple=16),
 }
 
@@ -174,19 +187,36 @@ class Hardware:
 
     def refuses_low_bits(self, policy: Policy) -> str | None:
         """Return why a policy's FP8 or FP4 cannot run on this machine; None if it can, or the policy has none."""
-        recipe = policy.low_bit_recipe
-        if recipe is None:
+        if policy.low_bit_recipe is None:
             return None
-        if not policy.fp8_emulate and (reason := self.lacks(recipe)):
+        if not policy.fp8_emulate and (reason := next(filter(None, map(self.lacks, policy.recipes)), None)):
             return reason
         if not any(backend in self.libraries for backend in policy.backends):
             return f"needs {' or '.join(LIBRARY_NAMES[b] for b in policy.backends)}, which is not installed here"
-        if recipe == "mxfp8" and backend_of(policy, self) == "torchao" and (policy.fp16 or policy.fp8 != "e4m3"):
-            return (
-                "torchao has MXFP8 in E4M3 and with BF16 compute only (this policy: "
-                f"fp8={policy.fp8}, {policy.compute_dtype})"
-            )
+        if backend_of(policy, self) == "torchao":
+            return next(filter(None, (self._torchao_lacks(policy, recipe) for recipe in policy.recipes)), None)
         return None
+
+    def _torchao_lacks(self, policy: Policy, recipe: str) -> str | None:
+        """Return why torchao's prototypes cannot run a recipe here, which other libraries can; None if they can."""
+        if recipe not in ("mxfp8", "blockwise"):
+            return None
+        form = policy.with_recipe(recipe).fp8
+        if policy.fp16 or form != "e4m3":
+            what = NEEDS[recipe].what
+            return (
+                f"torchao has {what} in E4M3 and with BF16 compute only (this policy: fp8={form}, "
+                f"{policy.compute_dtype})"
+            )
+        if recipe == "blockwise":
+            triton = None if "triton" in self.libraries else "torchao's FP8 block scaling needs Triton"
+            return self.lacks("torchao_blockwise") or triton
+        return None
+
+
+def needs_of(recipe: str, backend: str | None) -> Needs:
+    """Return what a recipe requires with a library."""
+    return NEEDS["torchao_blockwise" if (recipe, backend) == ("blockwise", "torchao") else recipe]
 
 
 #: Backend -> the name of the library in messages.
@@ -251,8 +281,8 @@ def backend_of(policy: Policy, hardware: Hardware) -> Backend | None:
     if policy.fp8_param is True or policy.fp8_weight_cache:
         return "te"
     installed = [each for each in policy.backends if each in hardware.libraries]
-    measured = policy.low_bit_recipe != "mxfp8"  # that of torchao was never compared with Transformer Engine's
-    if measured and "torchao" in installed and policy.compile is not False and "triton" in hardware.libraries:
+    faster = all(recipe in FLOAT8_LINEAR for recipe in policy.recipes)  # the others are prototypes of torchao
+    if faster and "torchao" in installed and policy.compile is not False and "triton" in hardware.libraries:
         return "torchao"
     return next(iter(installed), None)
 

@@ -29,15 +29,24 @@ Wish = Literal["auto"]
 BACKENDS: Mapping[str, tuple[Backend, ...]] = {
     "delayed": ("te",),
     "tensorwise": ("te", "torchao"),
-    "blockwise": ("te",),
+    "blockwise": ("te", "torchao"),
     "mxfp8": ("te", "torchao"),
     "nvfp4": ("te",),
     "rowwise": ("torchao",),
     "rowwise_with_gw_hp": ("torchao",),
+    "tensorwise_with_bwd_hp": ("te",),
+    "blockwise_with_bwd_hp": ("te",),
+    "mxfp8_with_bwd_hp": ("te",),
 }
 
+#: The recipes of torchao's `Float8LinearConfig`, and those that torchao computes in software.
+FLOAT8_LINEAR = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+EMULATED = (*FLOAT8_LINEAR, "mxfp8")
+
+_MXFP8 = ("mxfp8", "mxfp8_with_bwd_hp")
+
 #: Recipes that exist in E4M3 only: where `fp8_modules` gives them to layers, `fp8: hybrid` is E4M3 in these.
-E4M3_ONLY = ("rowwise", "rowwise_with_gw_hp", "mxfp8")
+E4M3_ONLY = ("rowwise", "rowwise_with_gw_hp", *_MXFP8)
 
 #: Modules that stay out of FP8 by default: output heads and MoE routers lose accuracy
 #: (accelerate's Transformer Engine path converts `lm_head`; axolotl patches routers out).
@@ -85,7 +94,9 @@ class Policy:
     FP8 and FP4 (all need bf16 or fp16, the dtype of every other product):
         fp8: "hybrid" (E4M3 forward, E5M2 backward) or "e4m3"; None is off. "auto": "hybrid" with `fp8_required` False.
         fp8_recipe: how scales are computed: "delayed" (history of maxima), "tensorwise" (current
-            maximum), "blockwise", "mxfp8", "rowwise", "rowwise_with_gw_hp".
+            maximum), "blockwise", "mxfp8", "rowwise", "rowwise_with_gw_hp" (products of the weight's gradient in the
+            compute dtype), "tensorwise_with_bwd_hp", "blockwise_with_bwd_hp", "mxfp8_with_bwd_hp" (the whole backward
+            pass in the compute dtype).
         backend: "te", "torchao", or "auto", the faster one that can run the recipe (`BACKENDS`): torchao compiled.
         fp8_margin, fp8_amax_history_len (steps), fp8_amax_compute_algo ("max", "most_recent"),
             reduce_amax: delayed scaling only.
@@ -281,7 +292,7 @@ class Policy:
         recipe = self.low_bit_recipe
         only: list[tuple[str, bool, str]] = [
             ("fp8_recipe", bool(self.fp8), "fp8"),
-            ("fp8_margin", recipe in ("delayed", "mxfp8"), "fp8 with fp8_recipe delayed or mxfp8"),
+            ("fp8_margin", recipe in ("delayed", *_MXFP8), "fp8 with fp8_recipe delayed or mxfp8"),
             ("fp8_amax_history_len", recipe == "delayed", "fp8 with fp8_recipe delayed"),
             ("fp8_amax_compute_algo", recipe == "delayed", "fp8 with fp8_recipe delayed"),
             ("reduce_amax", recipe == "delayed", "fp8 with fp8_recipe delayed"),
@@ -295,8 +306,8 @@ class Policy:
             ("fp8_head", low is not None, "fp8 or fp4"),
             (
                 "fp8_experts",
-                "torchao" in self.backends and recipe != "mxfp8",
-                "fp8 with a recipe and a backend of torchao",
+                "torchao" in self.backends and recipe in FLOAT8_LINEAR,
+                f"fp8 with backend torchao and fp8_recipe {', '.join(FLOAT8_LINEAR)}",
             ),
             ("fp8_fast_accum", bool(self.fp8), "fp8"),
             ("fp8_calibration", recipe == "delayed", "fp8 with fp8_recipe delayed"),
@@ -306,7 +317,7 @@ class Policy:
             ("num_layers_at_start_in_bf16", self.first_last_layers_bf16, "first_last_layers_bf16=True"),
             ("num_layers_at_end_in_bf16", self.first_last_layers_bf16, "first_last_layers_bf16=True"),
             ("fp4_param", bool(self.fp4), "fp4"),
-            ("reuse_grad_buf_for_mxfp8_param_ag", recipe == "mxfp8", "fp8 with fp8_recipe mxfp8"),
+            ("reuse_grad_buf_for_mxfp8_param_ag", recipe in _MXFP8, "fp8 with fp8_recipe mxfp8"),
             ("backend", low is not None, "fp8 or fp4"),
             ("fuse", low is not None, "fp8 or fp4"),
             ("compile_mode", self.compile is not False, "compile True or auto"),
@@ -334,21 +345,18 @@ class Policy:
                 f"backend is {self.backend}, which has no {recipe} recipe; {' or '.join(BACKENDS[recipe])} has"
             )
         if self.fp8_emulate and "torchao" not in self.backends:
-            lacking = next((each for each in self.recipes if "torchao" not in BACKENDS[each]), recipe)
+            lacking = next((each for each in self.recipes if each not in EMULATED), recipe)
             raise PolicyError(
                 f"fp8_emulate is True with the recipe {lacking} on backend {self.backend}; "
-                "only torchao emulates FP8, and it has "
-                + ", ".join(name for name, backends in BACKENDS.items() if "torchao" in backends)
+                f"only torchao emulates FP8: {', '.join(EMULATED)}"
             )
         if self.fp8_weight_cache and (self.fp8_param is True or self.fp4_param is True):
             raise PolicyError(
                 "fp8_weight_cache keeps FP8 copies of the weights from pass to pass; with fp8_param (or fp4_param) the "
                 "weights themselves are FP8. Remove one of them"
             )
-        if (self.fp8_dot_product_attention or self.fp8_multi_head_attention) and recipe == "blockwise":
-            raise PolicyError(
-                "FP8 attention with fp8_recipe blockwise: Transformer Engine's Float8BlockScaling has none"
-            )
+        if (self.fp8_dot_product_attention or self.fp8_multi_head_attention) and (recipe or "").startswith("blockwise"):
+            raise PolicyError("FP8 attention with block scaling: Transformer Engine's Float8BlockScaling has none")
 
     def _check_modules(self) -> None:
         """Raise `PolicyError` for a recipe of `fp8_modules` that the other fields, or the other recipes, exclude."""
@@ -426,7 +434,8 @@ class Policy:
             return ()
         able = [each for each in BACKENDS[self.recipes[0]] if all(each in BACKENDS[other] for other in self.recipes)]
         if self.fp8_emulate:
-            return ("torchao",) if "torchao" in able and self.backend != "te" else ()
+            emulated = self.backend != "te" and all(each in EMULATED for each in self.recipes)
+            return ("torchao",) if "torchao" in able and emulated else ()
         return tuple(each for each in able if self.backend in ("auto", each))
 
     @property
@@ -517,7 +526,7 @@ class Policy:
                 merged[twin] = changes[name]
         if merged.get("fp8") and merged.get("fp8_recipe", "tensorwise") != "delayed":
             for field in (
-                set(_DELAYED) - changes.keys() - ({"fp8_margin"} if merged.get("fp8_recipe") == "mxfp8" else set())
+                set(_DELAYED) - changes.keys() - ({"fp8_margin"} if merged.get("fp8_recipe") in _MXFP8 else set())
             ):
                 merged.pop(field, None)
         while True:

@@ -63,6 +63,7 @@ def leaves_out_narrow(policy: Policy, backend: str | None) -> bool:
         and backend == "torchao"
         and policy.fp8_recipe == "tensorwise"
         and not policy.fp8_emulate
+        and not policy.fp8_modules  # they name layers
     )
 
 
@@ -76,7 +77,7 @@ def predict(policy: Policy, backend: str, layers: Iterable[tuple[int, int]], tok
 
     layers: features in, features out. tokens: None if they are not known.
     """
-    if policy.fp8 is None or policy.fp8_recipe != "tensorwise" or policy.fp8_emulate:
+    if policy.fp8 is None or policy.recipes != ("tensorwise",) or policy.fp8_emulate:
         return None
     if backend == "torchao" and policy.compile is False:
         return None

@@ -17,7 +17,7 @@ GUARDED_TARGETS = ("accelerate", "deepspeed")
 #: The fields that mpguard itself enforces in these runs: which layers become FP8, which compute in FP32, where the
 #: master weights are, and how models are compiled.
 CONVERTER_FIELDS = frozenset({
-    "fp32_modules", "fp8_exclude", "fp8_head", "fp8_experts", "fp8_calibration", "fp8_weight_cache",
+    "fp32_modules", "fp8_exclude", "fp8_modules", "fp8_head", "fp8_experts", "fp8_calibration", "fp8_weight_cache",
     "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "master_weights",
     "compile_mode",
 })  # fmt: skip
@@ -61,7 +61,7 @@ def fp8_weights(policy: Policy, strategy: str | None) -> str | None:
     precision, FSDP1 and DeepSpeed copy all weights into buffers. torchao: accelerate enables the all-gather, and the
     weights stay exact. Without a strategy: the library that does so under any strategy.
     """
-    if not policy.fp8_param:
+    if not policy.fp8_param or policy.fp8_modules:
         return None
     if strategy == "fsdp2":
         gathered = policy.fp8_recipe == "tensorwise" and not policy.first_last_layers_bf16
@@ -81,6 +81,8 @@ def without_fp8_weights(policy: Policy, strategy: str | None) -> str | None:
         return None
     if policy.master_weights == "optimizer" and strategy != "fsdp2":
         return "the FP32 master weights are mpguard's own (master_weights: optimizer)"
+    if policy.fp8_modules:
+        return "not supported with fp8_modules: a recipe per module"
     library = fp8_weights(policy, strategy)
     if library is None:
         under = f"under {strategy} " if strategy else ""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpguard import PolicyError
-from mpguard.policy import Backend, Dtype, Policy
+from mpguard.policy import FLOAT8_LINEAR, Backend, Dtype, Policy
 from mpguard.targets import ABSENT, Setting, Settings, get, lookup, plugin
 from mpguard_plugins import fsdp, torch, torchao
 
@@ -92,15 +92,15 @@ def _mode(policy: Policy, strategy: str | None) -> str:
 def _backend(policy: Policy) -> Backend:
     """Return the backend: torchao if the policy allows it, because accelerate's TE path has no current scaling.
 
-    MXFP8 is the other way round.
+    Prototypes of torchao (MXFP8, block scaling) are the other way round.
     """
-    return "torchao" if "torchao" in policy.backends and policy.fp8_recipe != "mxfp8" else policy.backends[0]
+    return "torchao" if "torchao" in policy.backends and policy.fp8_recipe in FLOAT8_LINEAR else policy.backends[0]
 
 
 def _fp8(policy: Policy, strategy: str | None) -> dict[str, Any]:
     """Return the settings of `fp8_config`, with the usual spelling of each key: most have an optional prefix."""
     if _backend(policy) == "torchao":
-        gather = get("torchao").settings(policy, strategy)["enable_fsdp_float8_all_gather"].value
+        gather = get("torchao").settings(_one_recipe(policy), strategy)["enable_fsdp_float8_all_gather"].value
         return {
             "backend": Setting("AO", "accelerate's Transformer Engine path has no current scaling"),
             "enable_fsdp_float8_all_gather": Setting(
@@ -134,12 +134,17 @@ def _unsupported(policy: Policy) -> str | None:
     if policy.fp16:
         return "under mixed_precision fp8 accelerate computes the rest in bf16"
     if _backend(policy) == "torchao":
-        return "accelerate has no mxfp8 on torchao" if policy.fp8_recipe == "mxfp8" else None
+        return None if policy.fp8_recipe in FLOAT8_LINEAR else f"accelerate has no {policy.fp8_recipe} on torchao"
     if policy.fp8_recipe not in ("delayed", "mxfp8"):
         return f"accelerate has no {policy.fp8_recipe} on Transformer Engine, only delayed and mxfp8"
     if policy.fp8_recipe == "mxfp8" and policy.fp8 == "hybrid":
         return "accelerate requests MXFP8 only in E4M3"
     return None
+
+
+def _one_recipe(policy: Policy) -> Policy:
+    """Return the policy without `fp8_modules`: accelerate converts all layers with one config."""
+    return policy.with_recipe(policy.fp8_recipe)
 
 
 def _check_te(policy: Policy) -> None:
@@ -277,7 +282,7 @@ def arguments(policy: Policy, strategy: str | None) -> dict[str, Any]:
         scaling = torch.scaling(policy)
         handlers["GradScalerKwargs"] = scaling
     if policy.fp8 and _backend(policy) == "torchao":
-        config = get("torchao").build_arguments(policy, strategy)
+        config = get("torchao").build_arguments(_one_recipe(policy), strategy)
         handlers["AORecipeKwargs"] = {"config": config, "exclude": list(policy.kept_out_of_fp8)}
     elif policy.fp8:
         handlers["TERecipeKwargs"] = _te(policy, strategy)

@@ -2,7 +2,13 @@
 
     MixedPrecisionConfig(**policy.to("megatron"))
 
-Written for `src/megatron/bridge/training/mixed_precision.py` at 067f987.
+`fp8_modules` is no field of it, but `quant_recipe` of the model's config:
+
+    model.quant_recipe = RecipeConfig.from_config_dict(quant_recipe(policy))
+
+Written for `src/megatron/bridge/training/mixed_precision.py` at 067f987, and for Megatron Core's
+`quantization/quant_config.py` and `TEQuantizationRecipe` in `extensions/transformer_engine.py`. Megatron-LM reads the
+same from the YAML of `--te-precision-config-file`.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpguard import PolicyError
-from mpguard.policy import Dtype, Policy
+from mpguard.policy import BACKWARD_HIGH, NONE, Dtype, ModuleRecipe, Policy
 from mpguard.targets import ABSENT, Setting, Settings, plugin
 
 _DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
@@ -46,6 +52,11 @@ def megatron(policy: Policy, _strategy: str | None) -> Settings:
         raise PolicyError(
             f"megatron: the policy `{policy.name}` runs {recipe} on {' or '.join(policy.backends)}; Megatron has FP8 "
             "and FP4 through Transformer Engine: delayed, tensorwise, blockwise, mxfp8, nvfp4"
+        )
+    if high := next((each for each in policy.recipes if each.endswith(BACKWARD_HIGH)), None):
+        raise PolicyError(
+            f"megatron: the recipe {high} has its backward pass in high precision, for which Megatron has no setting. "
+            f"Use {high.removesuffix(BACKWARD_HIGH)}"
         )
     dtypes = {
         "params_dtype": policy.params_dtype,
@@ -109,3 +120,42 @@ def read(config: Mapping[str, Any]) -> dict[str, Any]:
         scale = _SCALE[1:] if config.get("loss_scale") is None else _SCALE[:1]
         found |= {name: config[name] for name in scale if config.get(name) is not None}
     return found
+
+
+#: The key by which Megatron Core knows what a config is, and its value.
+_KIND = {"transformer_engine_config_type": "TEQuantizationParams"}
+
+
+def quant_recipe(policy: Policy) -> dict[str, Any]:
+    """Return `fp8_modules` as Megatron Core's `RecipeConfig.from_config_dict` takes it.
+
+    The first match decides there too. Patterns are compared with Megatron's own names
+    (`decoder.layers.0.mlp.linear_fc1`). Blocks that are in BF16 for another reason (`first_last_layers_bf16`) stay so.
+    """
+    configs: dict[str, Any] = {}
+    for each in policy.fp8_modules:
+        recipe: dict[str, Any] = {}
+        if each.recipe != NONE:
+            recipe = {"fp8_quantization_recipe": each.recipe, "fp8_format": policy.with_recipe(each.recipe).fp8}
+        configs[each.recipe] = {**_KIND, "training_recipe": recipe}
+    matchers = {
+        f"mpguard_{number}": {"type": "glob", "enabled": True, "pattern": each.pattern, "config": each.recipe}
+        for number, each in enumerate(policy.fp8_modules)
+    }
+    return {"configs": configs, "matchers": matchers}
+
+
+def modules_of(found: Any) -> tuple[ModuleRecipe, ...]:
+    """Return `fp8_modules` from a dict such as that of `quant_recipe`; empty for one that they cannot express."""
+    entries = []
+    try:
+        for matcher in found["matchers"].values():
+            config = found["configs"][matcher["config"]]
+            if matcher["type"] != "glob" or set(config) - {*_KIND, "training_recipe"}:
+                return ()
+            if matcher.get("enabled", False):
+                recipe = config["training_recipe"].get("fp8_quantization_recipe") or NONE
+                entries.append(ModuleRecipe(matcher["pattern"], recipe))
+    except (KeyError, TypeError, AttributeError):
+        return ()
+    return tuple(entries)

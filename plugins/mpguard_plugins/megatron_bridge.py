@@ -2,7 +2,7 @@
 
 Written for Megatron Bridge 067f987 (2026-08-22). `mixed_precision` names one of its recipes, or is a section with the
 fields of `MixedPrecisionConfig` (target `megatron`). At the start of a run it overwrites the fields of the same names
-in `model`, `optimizer` and `ddp`, which it logs at debug level only.
+in `model`, `optimizer` and `ddp`, which it logs at debug level only. A recipe per module is `model.quant_recipe`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 from mpguard import PolicyError, UnknownRecipe, recipe
 from mpguard.policy import Dtype, Policy
-from mpguard.targets import ABSENT, Setting, Settings, get, plugin
+from mpguard.targets import ABSENT, Setting, Settings, get, lookup, plugin
+from mpguard_plugins.megatron import modules_of, quant_recipe
 
 #: The recipes of Megatron Bridge, which mpguard has under the same names.
 RECIPES = (
@@ -25,6 +26,8 @@ RECIPES = (
 )  # fmt: skip
 _DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
 _SECTION = "mixed_precision"
+_QUANT_RECIPE = "model.quant_recipe"
+_RECIPE_CONFIG = "megatron.core.quantization.quant_config.RecipeConfig.from_config_dict"
 _TARGET = "megatron.bridge.training.mixed_precision.MixedPrecisionConfig"
 #: Fields that `mixed_precision` overwrites in other sections, with the sections that have them.
 _OVERWRITTEN = {
@@ -33,9 +36,18 @@ _OVERWRITTEN = {
 }  # fmt: skip
 
 
-@plugin("megatron-bridge", carries=tuple(sorted({*get("megatron").carries})))
+@plugin("megatron-bridge", carries=tuple(sorted({*get("megatron").carries, "fp8_modules"})))
 def megatron_bridge(policy: Policy, _strategy: str | None) -> Settings:
-    """The YAML overrides of Megatron Bridge: `mixed_precision`, and no other value in what it overwrites."""
+    """The YAML overrides of Megatron Bridge: `mixed_precision`, and no other value in what it overwrites.
+
+    `fp8_modules` is `model.quant_recipe`, an object that hydra's `instantiate` creates. Its patterns are compared with
+    Megatron's own names. The parameters of these layers are kept in the compute dtype.
+    """
+    if policy.fp8_modules and policy.fp8_param is True:
+        raise PolicyError(
+            "megatron-bridge: fp8_param is True with fp8_modules; Megatron keeps no parameters in FP8 in layers "
+            "with a recipe of their own. Set fp8_param to False"
+        )
     value = _recipe_of(policy) or _section(policy)
     settings: dict[str, Any] = {_SECTION: Setting(value, equivalent=lambda found: _means(found, policy))}
     for name, sections in _OVERWRITTEN.items():
@@ -44,7 +56,25 @@ def megatron_bridge(policy: Policy, _strategy: str | None) -> Settings:
             settings[f"{section}.{name}"] = Setting(
                 ABSENT, "mixed_precision overwrites it", equivalent=functools.partial(_agrees, wanted)
             )
+    if policy.low_bit_recipe:  # without FP8 Megatron does not look at it
+        settings[_QUANT_RECIPE] = _quant_recipe(policy)
     return settings
+
+
+def _quant_recipe(policy: Policy) -> Setting:
+    """Return the setting of a recipe per module. Without one the key must be absent: it would change the recipe."""
+    if not policy.fp8_modules:
+        return Setting(ABSENT, "the policy has one recipe for all layers", equivalent=lambda found: found is None)
+    wanted: dict[str, Any] = {"_target_": _RECIPE_CONFIG, "config": quant_recipe(policy)}
+
+    def same(found: Any) -> bool:
+        return _equal(found, wanted) and [*found["config"]["matchers"]] == [*wanted["config"]["matchers"]]
+
+    return Setting(wanted, equivalent=same)
+
+
+def _equal(found: Any, wanted: Any) -> bool:
+    return Setting(wanted).met_by(found)
 
 
 def _recipe_of(policy: Policy) -> str | None:
@@ -127,6 +157,12 @@ def is_config(config: Mapping[str, Any]) -> bool:
 @megatron_bridge.reader
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the policy fields of a YAML override: those of `mixed_precision`, else those of `model` and `ddp`."""
+    found = lookup(config, _QUANT_RECIPE)
+    modules = modules_of(found.get("config")) if isinstance(found, Mapping) else ()
+    return _fields_of_modes(config) | ({"fp8_modules": modules} if modules else {})
+
+
+def _fields_of_modes(config: Mapping[str, Any]) -> dict[str, Any]:
     precision = config.get(_SECTION)
     if isinstance(precision, str):
         if precision.replace("-", "_") not in RECIPES:

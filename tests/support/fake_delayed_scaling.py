@@ -164,7 +164,7 @@ def around(model: nn.Module, policy: Policy) -> None:
         Region(calibrates=policy.fp8_calibration).surround(model)
 
 
-def te_or_torchao(_policy: Policy) -> tuple[str, Any]:
+def te_or_torchao(_policy: Policy, _recipe: str) -> tuple[str, Any]:
     """Replaces `mpguard.nn.fp8.convert._library`."""
     return "te", SimpleNamespace(kind_of=lambda _: Float8Linear, templates=templates, around=around)
 

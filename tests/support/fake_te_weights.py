@@ -195,7 +195,7 @@ def templates(policy: Policy) -> Callable[[nn.Linear], nn.Module]:
     return template
 
 
-def te(_policy: Policy) -> tuple[str, Any]:
+def te(_policy: Policy, _recipe: str) -> tuple[str, Any]:
     """Replaces `mpguard.nn.fp8.convert._library`."""
     return "te", SimpleNamespace(kind_of=lambda _: Float8Linear, templates=templates, around=lambda *_: None)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -622,17 +624,23 @@ def test_tf32_is_refused_by_the_trainer_itself_without_a_gpu(arguments_of: Any) 
         ),
         (
             "fp16_with_fp8_current_scaling_mixed",
-            {"recipe": "Float8CurrentScaling", "fp8_format": "HYBRID", "fp8_dpa": False, "fp8_mha": False},
+            {"recipe": "Float8CurrentScaling", "fp8_format": "HYBRID", "fp8_dpa": False, "fp8_mha": False,
+             "backward_override": None},
         ),
-        ("bf16_with_fp8_subchannel_scaling_mixed", {"recipe": "Float8BlockScaling", "fp8_format": "HYBRID"}),
+        (
+            "bf16_with_fp8_subchannel_scaling_mixed",
+            {"recipe": "Float8BlockScaling", "fp8_format": "HYBRID", "backward_override": None},
+        ),
         (
             "bf16_with_mxfp8_mixed",
-            {"recipe": "MXFP8BlockScaling", "fp8_format": "E4M3", "margin": 0, "fp8_dpa": False, "fp8_mha": False},
+            {"recipe": "MXFP8BlockScaling", "fp8_format": "E4M3", "margin": 0, "fp8_dpa": False, "fp8_mha": False,
+             "backward_override": None},
         ),
         ("bf16_with_nvfp4_mixed", {"recipe": "NVFP4BlockScaling"}),
         (
             Policy(bf16=True, fp8="hybrid", fp8_fast_accum=True, fp8_dot_product_attention=True),
             {"recipe": "Float8CurrentScaling", "fp8_format": "HYBRID", "fp8_dpa": True, "fp8_mha": False,
+             "backward_override": None,
              "fp8_gemm_dgrad": {"use_split_accumulator": False}, "fp8_gemm_wgrad": {"use_split_accumulator": False}},
         ),
     ],
@@ -816,3 +824,100 @@ def test_the_defaults_that_settings_state_are_those_of_the_libraries() -> None:
             if setting.default is not ABSENT and not key.startswith("fp8_config.fp8_fp8"):
                 name = "fp8_" + key.removeprefix("fp8_config.").removeprefix("fp8_")
                 assert getattr(arguments, name) == setting.default, key
+
+
+# --- a recipe per module --------------------------------------------------------------------------
+
+
+MODULES = (
+    {"pattern": "*.layers.0.*", "recipe": "none"},
+    {"pattern": "*.linear_fc?", "recipe": "mxfp8"},
+    {"pattern": "*.linear_qkv", "recipe": "tensorwise"},
+)
+
+
+def test_megatron_gets_a_quant_recipe_and_its_patterns_are_read_back() -> None:
+    policy = Policy(bf16=True, fp8="hybrid", fp8_recipe="blockwise", backend="te", fp8_modules=MODULES)
+    config, changes = mpguard.inject({"train": {}, "mixed_precision": "bf16_mixed"}, policy, "megatron-bridge")
+    found = config["model"]["quant_recipe"]
+    assert found["_target_"] == "megatron.core.quantization.quant_config.RecipeConfig.from_config_dict"
+    assert [each["pattern"] for each in found["config"]["matchers"].values()] == [each["pattern"] for each in MODULES]
+    kind = {"transformer_engine_config_type": "TEQuantizationParams"}
+    assert found["config"]["configs"] == {
+        "none": {**kind, "training_recipe": {}},
+        "mxfp8": {**kind, "training_recipe": {"fp8_quantization_recipe": "mxfp8", "fp8_format": "e4m3"}},
+        "tensorwise": {**kind, "training_recipe": {"fp8_quantization_recipe": "tensorwise", "fp8_format": "hybrid"}},
+    }
+    read = Policy.of(get("megatron-bridge").read(config))
+    assert read.fp8_modules == policy.fp8_modules and read.fp8_recipe == "blockwise"
+    assert mpguard.inject(config, policy, "megatron-bridge")[1] == []
+    found["config"]["matchers"] = dict(reversed(found["config"]["matchers"].items()))
+    assert [each.key for each in mpguard.inject(config, policy, "megatron-bridge")[1]] == ["model.quant_recipe"]
+    removed, _ = mpguard.inject(config, policy.replace(fp8_modules=()), "megatron-bridge")
+    assert "quant_recipe" not in removed.get("model", {}) and changes
+
+
+def test_what_megatron_cannot_do_per_module_is_refused_or_reported() -> None:
+    policy = Policy(bf16=True, fp8="hybrid", backend="te", fp8_modules=MODULES[2:])
+    with pytest.raises(PolicyError, match="tensorwise_with_bwd_hp has its backward pass in high precision"):
+        to(policy.replace(fp8_recipe="tensorwise_with_bwd_hp"), "megatron-bridge")
+    with pytest.raises(PolicyError, match="fp8_param is True with fp8_modules"):
+        to(policy.replace(fp8_param=True), "megatron-bridge")
+    for target in ("megatron", "te", "accelerate"):
+        able = policy.replace(backend="auto") if target == "accelerate" else policy
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            mpguard.inject({}, able, target)
+        texts = [str(each.message) for each in caught]
+        assert any("fp8_modules=[*.linear_qkv" in text and "by megatron-bridge, torchao" in text for text in texts)
+
+
+def test_torchao_gets_a_config_and_a_filter_for_each_recipe() -> None:
+    pytest.importorskip("torchao")
+    from torch import nn
+    from torchao.float8 import convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
+
+    entries = [{"pattern": "0.*", "recipe": "none"}, {"pattern": "*.up", "recipe": "rowwise"}]
+    policy = Policy(bf16=True, fp8="hybrid", backend="torchao", fp8_emulate=True, fp8_modules=entries)
+    block = {"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)}
+    model = nn.Sequential(nn.ModuleDict(block), nn.ModuleDict({k: nn.Linear(32, 32) for k in block}))
+    model.add_module("lm_head", nn.Linear(32, 64))
+    for config, of_recipe in to(policy, "torchao"):
+        convert_to_float8_training(model, config=config, module_filter_fn=of_recipe)
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, Float8Linear)}
+    kinds = {name: each.config.cast_config_input.scaling_granularity.name for name, each in layers.items()}
+    assert kinds == {"1.up": "AXISWISE", "1.down": "TENSORWISE"}
+
+
+def test_a_backward_pass_in_high_precision_is_a_field_of_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its recipes ignore arguments that they do not know, so that the object is compared."""
+
+    @dataclasses.dataclass
+    class New:
+        fp8_format: str
+        fp8_dpa: bool = False
+        fp8_mha: bool = False
+        backward_override: str | None = "dequantized"
+
+    class Old:
+        def __init__(self, **_ignored: Any) -> None: ...
+
+    policy = Policy(bf16=True, fp8="hybrid", fp8_recipe="tensorwise_with_bwd_hp")
+    assert policy.backends == ("te",)
+    for kind in (New, Old):
+        recipes = types.ModuleType("transformer_engine.common.recipe")
+        vars(recipes).update(Float8CurrentScaling=kind, Format={"HYBRID": "HYBRID"})
+        common = types.ModuleType("transformer_engine.common")
+        vars(common)["recipe"] = recipes
+        monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
+        monkeypatch.setitem(sys.modules, "transformer_engine.common", common)
+        monkeypatch.setattr(get("te"), "require", lambda: None)
+        if kind is New:
+            assert to(policy, "te").backward_override == "high_precision"
+            assert to(policy.replace(fp8_recipe="tensorwise"), "te").backward_override is None, "not the variable's"
+        else:
+            with pytest.raises(PolicyError, match="has no backward pass in high precision"):
+                to(policy, "te")
+    with pytest.raises(PolicyError, match="only tensorwise supports it"):
+        get("te").settings(policy.replace(fp8_fast_accum=True))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import warnings
-from collections.abc import Callable
+from collections import Counter
 from types import ModuleType
 from typing import cast
 
@@ -21,16 +21,17 @@ from mpguard.nn import compile as compilation
 from mpguard.nn import fp32
 from mpguard.nn.fp8 import experts, filters, weights
 from mpguard.nn.fp8.amax_history import restore_pending
+from mpguard.nn.fp8.module_patterns import wrong_patterns
 from mpguard.nn.fp8.padding import Padded, Padding, PaddingState
 from mpguard.nn.fp8.report import Conversion
 from mpguard.policy import hardware
-from mpguard.policy.policy import Policy
+from mpguard.policy.policy import FLOAT8_LINEAR, Policy
 from mpguard.policy.recipes import given
 from mpguard.targets.capabilities import FP8_WEIGHTS, SAME_PRODUCTS, fp8_weights
 from mpguard.targets.plugin import carriers
 
 #: Fields about FP8 that converted layers do not implement.
-NOT_CARRIED = ("fp8_modules", "fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention", "fuse")
+NOT_CARRIED = ("fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention", "fuse")
 
 MARK = "_mpguard_fp8"
 
@@ -49,7 +50,7 @@ def convert(model: nn.Module, policy: Policy | str) -> Conversion:
     parameters. Not converted, each with a reason in the report: layers that `fp8_exclude` names, output heads, MoE
     routers, LoRA adapters, quantized layers, layers of other classes, sizes that FP8 products do not support, blocks at
     the ends under `first_last_layers_bf16`, and modules that `fp32_modules` names, which compute in FP32. A second call
-    with the same policy converts layers that were added since.
+    with the same policy converts layers that were added since. `fp8_modules` gives layers other recipes, or none.
 
     If the policy has `compile: true`, or `compile: auto` selects it (torchao on a GPU), the model is compiled in place:
     objects, names and `state_dict` do not change, and if you compile the model too, it is compiled only once.
@@ -77,6 +78,8 @@ def convert(model: nn.Module, policy: Policy | str) -> Conversion:
     _check(model, policy)
     modules = [(filters.plain_name(name), module) for name, module in model.named_modules(remove_duplicate=False)]
     filters.check_patterns(modules, policy)
+    if policy.fp8_modules and (wrong := wrong_patterns(modules, policy, _reasons(modules, policy))):
+        raise PolicyError(f"convert: fp8_modules: {'; '.join(wrong)}")
     for field in not_carried(policy):
         warnings.warn(NotCarried(field, policy.format_field(field), "convert", carriers(field)), stacklevel=2)
     done = convert_named(model, modules, policy)
@@ -92,7 +95,7 @@ def convert_named(model: nn.Module, modules: filters.Named, policy: Policy) -> C
             "ModuleList or Sequential of blocks. Name the layers in fp8_exclude, and set first_last_layers_bf16=False"
         )
     of_experts = experts.reasons(modules, policy) if policy.fp8_experts else {}
-    reasons = {**filters.reasons(modules, policy), **of_experts}
+    reasons, recipes = {**filters.reasons(modules, policy), **of_experts}, filters.recipes(modules, policy)
     names: dict[int, str] = {}
     layers: dict[int, nn.Linear] = {}
     for name, module in modules:
@@ -104,37 +107,28 @@ def convert_named(model: nn.Module, modules: filters.Named, policy: Policy) -> C
     todo = {key: layer for key, layer in new.items() if key not in of_experts}
     left = {key: reasons[key] for key in layers if reasons[key] and key not in before}
     if not new and not before:
-        why = [f"{names[key] or 'the model'}: {left[key]}" for key in list(left)[:5]] or ["it has no Linear layer"]
-        why += [
-            f"{kind}, {100 * share:.0f} % of the weights: no Linear layers" for kind, share in filters.others(modules)
-        ]
-        raise NotInForce(f"convert: nothing in the model can be FP8: {'; '.join(why)}")
-    backend, library = _library(policy)
-    padding = next((layer.__dict__[MARK].padding for layer in before.values()), Padding(filters.multiple(policy)))
+        raise _nothing_fits([(names[key], reason) for key, reason in left.items()], modules)
+    libraries = {recipe: _library(policy, recipe) for recipe in policy.recipes}
+    backend, library = libraries[policy.recipes[0]]
+    paddings = {layer.__dict__[MARK].padding.multiple: layer.__dict__[MARK].padding for layer in before.values()}
     for key, layer in todo.items() if policy.fp8_param else ():
         weights.check(names[key], layer)
-    try:
-        template = library.templates(policy)
-        prepared = {key: template(layer) for key, layer in todo.items()}  # all are created before the first change
-    except (AttributeError, TypeError) as error:
-        name, version = LIBRARIES[backend]
-        raise NotInForce(
-            f"convert: {name} {hardware.detect().libraries.get(backend, 'here')} has another interface than expected "
-            f"({type(error).__name__}: {error}). Install {version}, with which mpguard is tested"
-        ) from error
-    _convert_all(
-        [
-            (layer, prepared[key], PaddingState(names[key], policy, padding, plain=type(layer)))
-            for key, layer in todo.items()
-        ],
-        library.kind_of,
-    )
+    modules_of = {recipe: module for recipe, (_, module) in libraries.items()}
+    prepared = _prepared(policy, backend, modules_of, {key: (layer, recipes[key]) for key, layer in todo.items()})
+
+    def state(key: int) -> PaddingState:
+        multiple = filters.multiple(recipes.get(key, policy.recipes[0]), backend)
+        padding = paddings.setdefault(multiple, Padding(multiple))
+        return PaddingState(names[key], policy, padding, plain=type(layers[key]))
+
+    _convert_all([(layer, *prepared[key], state(key)) for key, layer in todo.items()])
     for key in new.keys() - todo.keys():
-        experts.convert(layers[key], PaddingState(names[key], policy, padding, plain=type(layers[key])))
+        experts.convert(layers[key], state(key))
     if backend == "te":
         library.around(model, policy)
+    inside = Counter(recipes[key] for key in (*todo, *before) if key not in of_experts)
     return Conversion(
-        backend, str(policy.low_bit_recipe), policy.compute_dtype.short, policy.fp8_emulate,
+        backend, _by_recipe(policy, inside), policy.compute_dtype.short, policy.fp8_emulate,
         tuple(names[key] for key in todo), tuple(names[key] for key in before if key not in of_experts),
         tuple((names[key], reason) for key, reason in left.items() if key not in of_experts),
         filters.others(modules), kept=bool(policy.fp8_param),
@@ -143,15 +137,53 @@ def convert_named(model: nn.Module, modules: filters.Named, policy: Policy) -> C
     )  # fmt: skip
 
 
-def _convert_all(
-    changes: list[tuple[nn.Linear, nn.Module, PaddingState]], kind_of: Callable[[nn.Module], type[Padded]]
-) -> None:
+def _nothing_fits(left: list[tuple[str, str]], modules: filters.Named) -> NotInForce:
+    """Return the error for a model without a layer that can be FP8. left: its layers, with the reason."""
+    why = [f"{name or 'the model'}: {reason}" for name, reason in left[:5]] or ["it has no Linear layer"]
+    why += [f"{kind}, {100 * share:.0f} % of the weights: no Linear layers" for kind, share in filters.others(modules)]
+    return NotInForce(f"convert: nothing in the model can be FP8: {'; '.join(why)}")
+
+
+def _by_recipe(policy: Policy, inside: Counter[str]) -> str:
+    """Return the recipe of the layers as text; with `fp8_modules` the number of layers of each."""
+    if not policy.fp8_modules:
+        return policy.recipes[0]
+    return ", ".join(f"{inside[each]} {each}" for each in policy.recipes if inside[each])
+
+
+def _prepared(
+    policy: Policy, backend: str, libraries: dict[str, ModuleType], layers: dict[int, tuple[nn.Linear, str]]
+) -> dict[int, tuple[type[Padded], nn.Module]]:
+    """Return the class and a template for each layer, with its recipe: all are created before the first change."""
+    used = dict.fromkeys(recipe for _, recipe in layers.values())
+    try:
+        templates = {
+            recipe: each.templates(policy.with_recipe(recipe)) for recipe, each in libraries.items() if recipe in used
+        }
+        return {
+            key: (libraries[recipe].kind_of(layer), templates[recipe](layer)) for key, (layer, recipe) in layers.items()
+        }
+    except (AttributeError, TypeError) as error:
+        name, version = LIBRARIES[backend]
+        raise NotInForce(
+            f"convert: {name} {hardware.detect().libraries.get(backend, 'here')} has another interface than expected "
+            f"({type(error).__name__}: {error}). Install {version}, with which mpguard is tested"
+        ) from error
+
+
+def _reasons(modules: filters.Named, policy: Policy) -> dict[int, str]:
+    """Return why Linear layers, and with `fp8_experts` experts, must not be FP8, by id; "" for those that may be."""
+    of_experts = experts.reasons(modules, policy) if policy.fp8_experts else {}
+    return {**filters.reasons(modules, policy), **of_experts}
+
+
+def _convert_all(changes: list[tuple[nn.Linear, type[Padded], nn.Module, PaddingState]]) -> None:
     """Apply all changes, or none. Raises `PolicyError` if a weight cannot be exchanged with another tensor."""
-    for number, (layer, template, state) in enumerate(changes):
+    for number, (layer, kind, template, state) in enumerate(changes):
         try:
-            set_class(layer, kind_of(layer), template, state)
+            set_class(layer, kind, template, state)
         except RuntimeError as error:
-            for done, _, _ in changes[:number]:
+            for done, *_ in changes[:number]:
                 restore_class(done)
             name = state.name or "the model"
             raise PolicyError(f"convert: {name}: {IN_USE}. Convert before DDP, and before a backward pass") from error
@@ -277,8 +309,8 @@ def _check_policy(names: dict[int, str], before: dict[int, nn.Linear], policy: P
             )
 
 
-def _library(policy: Policy) -> tuple[str, ModuleType]:
-    """Return the backend that is installed, and the module that implements its layer."""
+def _library(policy: Policy, recipe: str) -> tuple[str, ModuleType]:
+    """Return the backend that is installed, and the module that implements its layer for a recipe of the policy."""
     here = hardware.detect()
     if reason := here.refuses_low_bits(policy):
         raise NotInForce(f"convert: the policy `{policy.name}` does not run here: {reason}")
@@ -291,7 +323,8 @@ def _library(policy: Policy) -> tuple[str, ModuleType]:
             f"Install it, or set {field}=False"
         )
     try:
-        module = "torchao_mxfp8" if (backend, policy.low_bit_recipe) == ("torchao", "mxfp8") else backend
+        own = backend == "torchao" and recipe not in FLOAT8_LINEAR
+        module = f"{backend}_{recipe}" if own else backend
         return backend, importlib.import_module(f"{__package__}.{module}")
     except (ImportError, OSError, RuntimeError) as error:
         name, version = LIBRARIES[backend]

@@ -28,6 +28,7 @@ from mpguard.nn.fp8 import filters
 from mpguard.nn.fp8.padding import PaddingState
 from mpguard.policy import hardware
 from mpguard.policy.dtype import Dtype
+from mpguard.policy.fp8_modules import NONE, entry_for
 from mpguard.policy.policy import Policy
 
 #: The name of transformers' implementation with grouped products.
@@ -67,6 +68,8 @@ def reasons(modules: filters.Named, policy: Policy) -> dict[int, str]:
             found[id(module)] = filters.EXCLUDED
         elif id(module) in ends:
             found[id(module)] = filters.END
+        elif (entry := entry_for(own_names, policy.fp8_modules)) is not None and entry.recipe == NONE:
+            found[id(module)] = filters.NO_RECIPE
         else:
             found[id(module)] = _unfit(module) or missing
     return found

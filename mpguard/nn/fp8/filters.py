@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.core.errors import PolicyError
 from mpguard.policy import hardware, speed
-from mpguard.policy.hardware import NEEDS
-from mpguard.policy.policy import DEFAULT_FP8_EXCLUDE, Policy
+from mpguard.policy.fp8_modules import NONE, entry_for
+from mpguard.policy.policy import DEFAULT_FP8_EXCLUDE, FLOAT8_LINEAR, Policy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,13 +34,32 @@ HEAD_NAMES = ("lm_head", "output", "head", "unembed", "out")
 #: Classes whose Linear layers select experts: their few logits decide the expert of every token.
 ROUTERS = re.compile(r"(Router|Gate|Gating)$")
 
+#: The reason for a layer to which `fp8_modules` gives the recipe `none`.
+NO_RECIPE = "fp8_modules: none"
+
 EXCLUDED, HEAD, ROUTER, END, FP32 = "fp8_exclude", "output head", "MoE router", "first_last_layers_bf16", "fp32_modules"
 NARROW = "too narrow to be faster in FP8"
 
 
-def multiple(policy: Policy) -> int:
-    """Return the number that sizes and rows of FP8 products must be multiples of under a policy's recipe."""
-    return NEEDS[policy.low_bit_recipe or "tensorwise"].multiple
+def multiple(recipe: str, backend: str | None) -> int:
+    """Return the number that sizes and rows of FP8 products must be multiples of under a recipe."""
+    return hardware.needs_of(recipe, backend).multiple
+
+
+def recipes(modules: Named, policy: Policy) -> dict[int, str]:
+    """Return the recipe that a policy has for each Linear layer, by the id of the module; `NONE` keeps it out of FP8.
+
+    A shared module has that of the first entry of `fp8_modules` that matches one of its names.
+    """
+    base = policy.low_bit_recipe or NONE
+    if not policy.fp8_modules:
+        return {id(module): base for _, module in modules if is_linear(module)}
+    names: dict[int, list[str]] = {}
+    for name, module in modules:
+        if is_linear(module):
+            names.setdefault(id(module), []).append(name)
+    entries = {key: entry_for(each, policy.fp8_modules) for key, each in names.items()}
+    return {key: base if entry is None else entry.recipe for key, entry in entries.items()}
 
 
 def reasons(modules: Named, policy: Policy) -> dict[int, str]:
@@ -55,7 +74,9 @@ def reasons(modules: Named, policy: Policy) -> dict[int, str]:
     by_name = dict(modules)
     output_heads = {} if policy.fp8_head else heads(modules)
     ends = in_end_blocks(modules, policy)
-    without_narrow = speed.leaves_out_narrow(policy, hardware.backend_of(policy.decided(), hardware.detect()))
+    backend = hardware.backend_of(policy.decided(), hardware.detect())
+    without_narrow = speed.leaves_out_narrow(policy, backend)
+    by_layer = recipes(modules, policy)
     found: dict[int, str] = {}
     for _, module in modules:
         if not is_linear(module) or id(module) in found:
@@ -71,11 +92,13 @@ def reasons(modules: Named, policy: Policy) -> dict[int, str]:
             found[id(module)] = ROUTER
         elif id(module) in ends:
             found[id(module)] = END
+        elif (recipe := by_layer[id(module)]) == NONE:
+            found[id(module)] = NO_RECIPE
         else:
             found[id(module)] = (
                 _adapter(own_names)
-                or _unfit(module, multiple(policy))
-                or _transposed(module, policy)
+                or _unfit(module, multiple(recipe, backend))
+                or _transposed(module, recipe, backend)
                 or (NARROW if without_narrow and speed.is_narrow(*sizes_of(module)) else "")
             )
     if policy.fp8_param:
@@ -234,7 +257,7 @@ def sizes_of(module: Any) -> tuple[int, int]:
 
 def is_torchao(module: nn.Module) -> bool:
     """True for a float8 module of torchao, and for the `Conv1D` that multiplies as it does."""
-    own = f"{__package__}.torchao_conv1d", f"{__package__}.torchao_mxfp8"
+    own = tuple(f"{__package__}.torchao_{name}" for name in ("conv1d", "mxfp8", "blockwise"))
     return is_of(module, "torchao.float8") or type(module).__module__ in own
 
 
@@ -284,13 +307,13 @@ def _adapter(names: list[str]) -> str:
     return "LoRA adapter" if any(part.startswith("lora_") for name in names for part in name.split(".")) else ""
 
 
-def _transposed(module: nn.Module, policy: Policy) -> str:
-    """Return why a transposed weight cannot be FP8 under a policy; an empty string if it can, or is not transposed."""
+def _transposed(module: nn.Module, recipe: str, backend: str | None) -> str:
+    """Return why a transposed weight cannot be FP8 with a recipe; an empty string if it can, or is not transposed."""
     if not is_conv1d(module):
         return ""
-    if policy.low_bit_recipe == "mxfp8":
-        return "is a Conv1D, whose transposed weight has no MXFP8 layer"
-    if hardware.backend_of(policy.decided(), hardware.detect()) == "torchao":
+    if recipe not in FLOAT8_LINEAR:
+        return f"is a Conv1D, whose transposed weight has no layer for {recipe}"
+    if backend == "torchao":
         return ""
     return "is a Conv1D, whose transposed weight only torchao takes: set backend: torchao"
 

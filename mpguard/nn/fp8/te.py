@@ -109,7 +109,7 @@ class TransformerEngineFloat8Linear(
                 'computes on a GPU. Move the model and the batch there (`model.to("cuda")`)'
             )
         self.check_kept()
-        if FP8GlobalStateManager.is_fp8_enabled():
+        if FP8GlobalStateManager.is_fp8_enabled() and not self._has_own_recipe:
             self._enter_first()
             return self._calibrated(input)
         recipe = self._mpguard_recipe
@@ -122,6 +122,11 @@ class TransformerEngineFloat8Linear(
             )
         with te.autocast(recipe=recipe):
             return self._calibrated(input)
+
+    @property
+    def _has_own_recipe(self) -> bool:
+        """True if the layer enters autocast with its recipe inside of another one too: `fp8_modules` has chosen it."""
+        return bool(self._mpguard_fp8.policy.fp8_modules) and not self._mpguard_recipe.delayed()
 
     def _calibrated(self, input: torch.Tensor) -> torch.Tensor:
         """Run in FP8; the first pass with scales of its own tensors, if the policy requires it."""

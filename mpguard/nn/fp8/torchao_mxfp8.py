@@ -27,6 +27,7 @@ class Mxfp8Config:
 
     emulate: bool
     block: int = 32
+    recipe: str = "mxfp8"
 
 
 class AutocastMXFP8Linear(MXFP8Linear):  # type: ignore[misc]

@@ -18,7 +18,7 @@ from mpguard.document.schemas.accelerate import OLD, TOP, VERSION
 from mpguard.nn import compile as compilation
 from mpguard.policy import hardware
 from mpguard.policy.dtype import Dtype
-from mpguard.policy.policy import BACKENDS
+from mpguard.policy.policy import EMULATED
 from mpguard.runtime.plan import Plan, deepspeed_file
 from mpguard.targets.inject import Change, differences
 from mpguard.targets.settings import ABSENT, show
@@ -235,8 +235,8 @@ def _hardware(launch: PlannedLaunch) -> Iterator[str]:
     if runs_on_cpu(launch):
         here = here.cpu
     if missing := here.refuses(launch.plan.policy):
-        recipe = launch.plan.policy.low_bit_recipe
-        emulate = "torchao" in here.libraries and "torchao" in BACKENDS.get(recipe or "", ())
+        recipes = set(launch.plan.policy.recipes)
+        emulate = "torchao" in here.libraries and bool(recipes) and recipes <= set(EMULATED)
         how = ". To rehearse it here in software, slowly: `mpguard launch --emulate`" if emulate else ""
         yield f"the policy `{launch.plan.policy.name}` does not run here: {missing}{how}"
     if conflict := compilation.conflict(launch.plan.policy):

@@ -111,8 +111,8 @@ def _predict(
 
     layers: inputs and outputs of each.
     """
-    if policy.fp8_emulate:
-        return None, ""  # to try things out
+    if policy.fp8_emulate or policy.fp8_modules:
+        return None, ""  # to try things out; or a choice of the user's for these layers
     here = hardware.detect()
     backend = hardware.backend_of(policy, here)
     if backend is None or not speed.is_measured_on(here.capability):

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.nn.fp8 import filters
 from mpguard.nn.fp8.filters import is_converted, is_linear, is_of, is_torchao, matches, pattern_around
+from mpguard.nn.fp8.module_patterns import wrong_patterns
+from mpguard.policy.fp8_modules import entry_for
 from mpguard.policy.policy import DEFAULT_FP8_EXCLUDE, Policy
 from mpguard.runtime.proof.products import short
+from mpguard.targets.plugin import get
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,6 +25,10 @@ HEADS = tuple(pattern for pattern in DEFAULT_FP8_EXCLUDE if pattern.endswith("lm
 
 #: The field of `Fp8Layers.recipe` for torchao's gradient products, as torchao's plugin names it.
 FAST_ACCUMULATION = "fast_accumulation_in_gradients"
+
+
+#: What `Fp8Layers.ran_in` calls a recipe that the policy does not have.
+OTHER = "other"
 
 
 @dataclasses.dataclass
@@ -35,6 +42,8 @@ class Fp8Layers:
     against: FP8 layers that the policy excludes.
     recipe: how they are scaled: for torchao the name of its recipe under `recipe`, and `FAST_ACCUMULATION`; for TE the
     class and the fields of the recipe that was in force during forward, empty if there was none.
+    ran_in: with `fp8_modules`, number of layers by the policy's recipe in which they ran; `OTHER` for none of them.
+    misplaced: layers that ran in another recipe than theirs, with both. patterns: what is wrong with its patterns.
     emulated: True if computed in software. mixed: True if layers differ in that, or in TE's recipe.
     entered: True if they ran inside FP8 autocast (None for torchao, which has none).
     unmatched: the user's patterns that match no module. heads: with `fp8_head`, the output heads, each with the reason
@@ -55,6 +64,9 @@ class Fp8Layers:
     left: dict[str, str] = dataclasses.field(default_factory=dict)
     against: list[str] = dataclasses.field(default_factory=list)
     recipe: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ran_in: dict[str, int] = dataclasses.field(default_factory=dict)
+    misplaced: dict[str, str] = dataclasses.field(default_factory=dict)
+    patterns: list[str] = dataclasses.field(default_factory=list)
     emulated: bool = False
     mixed: bool = False
     entered: bool | None = None
@@ -134,12 +146,58 @@ def find_fp8_layers(
         inside = [recipe for recipe in te_recipes if recipe]
         found.entered = bool(te_recipes) and len(inside) == len(te_recipes)
         found.recipe = inside[0] if inside else {}
-        found.mixed = any(recipe != found.recipe for recipe in inside)
+        found.mixed = not policy.fp8_modules and any(recipe != found.recipe for recipe in inside)
+    if policy.fp8_modules:
+        _add_recipes(found, layers[backend], modules, policy)
     names = [name for name, _ in modules]
     # The default patterns may match nothing: not every model has a router.
     users = [pattern for pattern in policy.fp8_exclude if pattern not in DEFAULT_FP8_EXCLUDE]
     found.unmatched = [pattern for pattern in users if not any(fnmatch(name, pattern) for name in names)]
     return found
+
+
+def _add_recipes(
+    found: Fp8Layers, layers: list[tuple[str, Any]], modules: list[tuple[str, nn.Module]], policy: Policy
+) -> None:
+    """Add in which recipe each layer ran, as its last forward pass left it, and what is wrong with the patterns."""
+    from mpguard.nn.fp8 import experts
+
+    reasons = filters.reasons(modules, policy) | (experts.reasons(modules, policy) if policy.fp8_experts else {})
+    found.patterns = wrong_patterns(modules, policy, reasons)
+    asked = filters.recipes(modules, policy)
+    known = {recipe: _signature(policy.with_recipe(recipe), found.backend) for recipe in policy.recipes}
+    counts = Counter[str]()
+    for name, module in layers:
+        ran = _recipe_of(module, known)
+        counts[ran] += 1
+        entry = entry_for([name], policy.fp8_modules)  # of a module of the script that is no nn.Linear
+        wanted = asked.get(id(module), policy.recipes[0] if entry is None else entry.recipe)
+        if ran != wanted:
+            found.misplaced[name] = f"{ran}, asked: {wanted}"
+    found.ran_in = {recipe: counts[recipe] for recipe in (*known, OTHER) if counts[recipe]}
+
+
+def _signature(policy: Policy, backend: str) -> dict[str, Any]:
+    """Return the fields of a recipe by which layers that ran in it are known."""
+    if backend == "torchao":
+        return {"recipe": policy.fp8_recipe}
+    signature: dict[str, Any] = get("te").build_arguments(policy)
+    return signature
+
+
+def _recipe_of(module: Any, known: dict[str, dict[str, Any]]) -> str:
+    """Return the recipe of the policy in which a layer ran; `OTHER` for one that the policy does not have."""
+    ran = {"recipe": _torchao_recipe(module.config)} if is_torchao(module) else _te_recipe_of(module)
+    for recipe, signature in known.items():
+        if all(ran.get(field) == value for field, value in signature.items()):
+            return recipe
+    return OTHER
+
+
+def _te_recipe_of(module: Any) -> dict[str, Any]:
+    """Return class and fields of the recipe of a module of TE in its last forward pass; empty if that was not FP8."""
+    recipe = getattr(module, "fp8_meta", {}).get("recipe")
+    return _fields(recipe) if recipe is not None and getattr(module, "fp8", False) else {}
 
 
 def _experts(modules: list[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
@@ -266,16 +324,16 @@ def _plain(value: Any) -> Any:
 
 
 def _accumulates_fast(config: Any) -> bool:
-    """True if the gradient products of a `Float8LinearConfig` accumulate fast; MXFP8 has no such switch."""
-    if hasattr(config, "block"):
+    """True if the gradient products of a `Float8LinearConfig` accumulate fast; others have no such switch."""
+    if hasattr(config, "recipe"):
         return False
     return bool(config.gemm_config_grad_input.use_fast_accum and config.gemm_config_grad_weight.use_fast_accum)
 
 
 def _torchao_recipe(config: Any) -> str:
-    """Return the name of torchao's recipe for a `Float8LinearConfig`, or for the config of an MXFP8 layer."""
-    if hasattr(config, "block"):
-        return "mxfp8"
+    """Return the name of torchao's recipe for a `Float8LinearConfig`, or for the config of a layer of mpguard."""
+    if (own := getattr(config, "recipe", None)) is not None:
+        return str(own)
     axiswise = "axis" in str(config.cast_config_input.scaling_granularity).lower()
     high = str(config.cast_config_grad_output_for_grad_weight.scaling_type).lower().endswith("disabled")
     return "rowwise_with_gw_hp" if axiswise and high else "rowwise" if axiswise else "tensorwise"

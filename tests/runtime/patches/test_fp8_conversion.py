@@ -362,7 +362,7 @@ def test_auto_refuses_no_model(
 def test_auto_goes_on_in_the_compute_dtype_where_its_library_does_not_import(
     monkeypatch: pytest.MonkeyPatch, use: Use
 ) -> None:
-    def broken(_policy: Policy) -> Any:
+    def broken(_policy: Policy, _recipe: str) -> Any:
         raise mpguard.NotInForce("convert: torchao is installed and cannot be imported")
 
     monkeypatch.setattr(conversion, "_library", broken)

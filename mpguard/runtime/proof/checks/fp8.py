@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpguard.nn.fp8 import filters
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof.checks.common import (
     UNKNOWN_SHARE,
@@ -24,6 +25,9 @@ QUANTIZERS = {
     "mxfp8": "MXFP8Quantizer",
 }  # fmt: skip
 
+#: What the row `fp8 recipe` needs.
+_ASKED = "each layer in the recipe of the first pattern of fp8_modules that it matches"
+
 #: If less than this share of the products is in FP8, the run is not what was asked: FP8 cannot save time in it.
 LEAST_FP8_SHARE = 0.05
 
@@ -38,11 +42,13 @@ def fp8(seen: Observed, plan: Plan) -> list[Row]:
         if layers is None or layers.entered is False:
             return []
         return [Row("fp8", f"{len(layers.converted)} FP8 layers ({layers.backend})", "none", Verdict.WRONG)]
-    asked = f"{'fp4' if policy.fp4 else 'fp8'} {policy.low_bit_recipe} ({' or '.join(policy.backends)})"
+    recipe = " or ".join(policy.recipes)
+    asked = f"{'fp4' if policy.fp4 else 'fp8'} {recipe} ({' or '.join(policy.backends)})"
     if layers is None:
         return [] if "fp8" in seen.left_out else [Row("fp8", "no FP8 module in the model", asked, _required(plan))]
     return [
         _layers(layers, plan, asked),
+        *_recipes(layers, plan),
         _beside(seen, layers, plan) if layers.beside else _share(seen, plan),
         *_heads(layers, plan),
         *_experts(seen, layers, plan),
@@ -74,11 +80,35 @@ def _layers(layers: Fp8Layers, plan: Plan, asked: str) -> Row:
     return Row("fp8", "; ".join([found, *wrong]), asked, Verdict.of(layers.backend in policy.backends and not wrong))
 
 
+def _recipes(layers: Fp8Layers, plan: Plan) -> list[Row]:
+    """Compare, with `fp8_modules`, the recipe in which each layer ran with that of its group, by count."""
+    policy, name = plan.policy, "fp8 recipe"
+    if not policy.fp8_modules:
+        return []
+    rows = []
+    found = ", ".join(f"{recipe} {count}" for recipe, count in layers.ran_in.items())
+    left = sum(reason == filters.NO_RECIPE for reason in layers.left.values())
+    found += f", none {left}" if left else ""
+    if layers.misplaced:
+        wrong = format_names([f"{each} ran in {how}" for each, how in layers.misplaced.items()])
+        rows.append(Row(name, f"{found}; {len(layers.misplaced)} not in their own: {wrong}", _ASKED, Verdict.WRONG))
+    else:
+        rows.append(Row(name, found, _ASKED, Verdict.AS_ASKED))
+    if layers.patterns:
+        advice = "Patterns are compared with the names of layers, as `print(model)` shows them, joined by dots"
+        rows.append(
+            Row("fp8_modules", "; ".join(layers.patterns), "patterns that decide a layer", Verdict.WRONG, advice=advice)
+        )
+    return rows
+
+
 def _other_recipe(layers: Fp8Layers, plan: Plan) -> list[str]:
     """Return the fields in which the recipe in force differs from the policy's, with both values."""
     if layers.backend == "torchao":
-        asked: dict[str, Any] = {"recipe": plan.policy.fp8_recipe}
+        asked: dict[str, Any] = {} if plan.policy.fp8_modules else {"recipe": plan.policy.fp8_recipe}
         asked |= {FAST_ACCUMULATION: True} if plan.policy.fp8_fast_accum else {}
+    elif plan.policy.fp8_modules:
+        return []  # see `_recipes`
     else:
         asked = get("te").build_arguments(plan.policy)
     return [

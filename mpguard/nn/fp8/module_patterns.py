@@ -1,0 +1,76 @@
+"""What is wrong with the patterns of `fp8_modules` for a model; used by the converter and the proof."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
+
+from mpguard.core.errors import near
+from mpguard.nn.fp8 import filters
+from mpguard.policy.fp8_modules import NONE, entry_for
+from mpguard.policy.policy import Policy
+
+#: How many names a message shows.
+_SHOWN = 3
+
+
+def wrong_patterns(modules: filters.Named, policy: Policy, reasons: Mapping[int, str]) -> list[str]:
+    """Return what is wrong with entries of `fp8_modules`, each as a text that names the pattern; empty if nothing is.
+
+    An entry is wrong if it matches no layer, if earlier ones decide all layers that it matches, or if none of its
+    layers can have its recipe. reasons: those of `filters.reasons`, and of experts.
+    """
+    if not policy.fp8_modules:
+        return []
+    names: dict[int, list[str]] = {}
+    for name, module in modules:
+        if id(module) in reasons:
+            names.setdefault(id(module), []).append(name)
+    decided = {key: entry_for(own, policy.fp8_modules) for key, own in names.items()}
+    wrong = []
+    for entry in policy.fp8_modules:
+        what = f"`{entry.pattern}`"
+        matched = [key for key, own in names.items() if any(fnmatch(name, entry.pattern) for name in own)]
+        own = [key for key in matched if decided[key] == entry]
+        if not matched:
+            every = [name for own_names in names.values() for name in own_names]
+            wrong.append(f"{what} matches no layer{_hint(entry.pattern, every, modules)}")
+        elif not own:
+            before = dict.fromkeys(str(each.pattern) for key in matched if (each := decided[key]) is not None)
+            wrong.append(f"{what} decides no layer: {' and '.join(before)} before it matches all of its; put it first")
+        elif entry.recipe != NONE and policy.fp8_required and all(reasons[key] for key in own):
+            why = "; ".join(f"{names[key][0]}: {reasons[key]}" for key in own[:_SHOWN])
+            wrong.append(f"{what} has the recipe {entry.recipe}, and no layer of it can be FP8: {why}")
+    return wrong
+
+
+def _hint(pattern: str, names: list[str], modules: filters.Named) -> str:
+    """Return a clause for a pattern that matches no layer: a similar one that does, or the names of layers."""
+    if nearest := similar(pattern, names):
+        found = [name for name in names if fnmatch(name, nearest)]
+        return f"; did you mean `{nearest}` (as {found[0]})?"
+    others = [(name, type(module).__name__) for name, module in modules if fnmatch(name, pattern)]
+    if others:
+        return f"; it matches {others[0][0]}, a {others[0][1]}, which is no Linear"
+    return f"; the first layers are {', '.join(names[:_SHOWN])}" if names else "; the model has none"
+
+
+def similar(pattern: str, names: Iterable[str]) -> str | None:
+    """Return a pattern that matches a name, and is similar to one that matches none; None if there is none."""
+    names = list(names)
+    words = sorted({part for name in names for part in name.split(".")})
+    corrected = ".".join(_part(part, words) for part in pattern.split("."))
+    for stem in dict.fromkeys((pattern, corrected)):
+        for candidate in (stem, f"{stem}.*", f"*.{stem}", f"*.{stem}.*", f"*{stem}*", stem.partition(".")[2]):
+            if candidate.strip("*.") and candidate != pattern and any(fnmatch(name, candidate) for name in names):
+                return candidate
+    return None
+
+
+def _part(part: str, words: list[str]) -> str:
+    """Return a part of a pattern, between dots, or the most similar word of the names if none has it."""
+    text = part.strip("*")
+    if not text or any(fnmatch(word, part) for word in words):
+        return part
+    nearest = near(text, words, 1)
+    return part.replace(text, nearest[0]) if nearest else part
