@@ -40,8 +40,26 @@ DOORS = {
 #: What a plugin may import of mpguard: names that are in `__all__` of one of these.
 PUBLIC = ("mpguard", "mpguard.policy", "mpguard.targets", "mpguard.nn.grad_scaler")
 
-#: Facts of a file call each other through this class: their modules import its type, and only it imports them.
-FACTS = "mpguard.lint.facts.file"
+#: The floors inside of `mpguard.lint`: a module imports only those of its own floor and of earlier ones. A module
+#: belongs to the longest of these names that it begins with.
+LINT_FLOORS = (
+    "mpguard.lint.source",
+    "mpguard.lint.project",
+    "mpguard.lint.facts.syntax",
+    "mpguard.lint.facts.program",
+    "mpguard.lint.reachability",
+    "mpguard.lint.facts.behaviour",
+    "mpguard.lint.facts.domain",
+    "mpguard.lint.facts.file",
+    "mpguard.lint.project.project",  # makes the facts of other files
+    "mpguard.lint.model",
+    "mpguard.lint.configs",
+    "mpguard.lint",  # the names that rules import
+    "mpguard.lint.rules",
+    "mpguard.lint.embedded",
+    "mpguard.lint.run",
+    "mpguard.lint.formats",
+)
 
 
 def _name(parts: tuple[str, ...]) -> str:
@@ -55,16 +73,9 @@ MODULES = {
 }
 
 
-def _imports(name: str) -> Iterator[tuple[str, bool]]:
-    """Yield the modules of mpguard that a module imports, each with True if for type checkers only."""
-    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
-    types_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
+def _imports(name: str) -> Iterator[str]:
+    """Yield the modules of mpguard that a module imports, those for type checkers among them."""
+    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
         imported: list[tuple[str, str]] = []
         if isinstance(node, ast.Import):
             imported = [(alias.name, "") for alias in node.names]
@@ -73,7 +84,7 @@ def _imports(name: str) -> Iterator[tuple[str, bool]]:
         for module, attribute in imported:
             found = f"{module}.{attribute}" if f"{module}.{attribute}" in MODULES else module
             if found in MODULES and found != name:
-                yield found, id(node) in types_only
+                yield found
 
 
 def _room(module: str) -> str:
@@ -83,17 +94,7 @@ def _room(module: str) -> str:
 
 @functools.cache
 def _graph() -> dict[str, set[str]]:
-    return {
-        name: {
-            other
-            for other, types_only in _imports(name)
-            if (name, other) not in DOORS
-            and not (
-                types_only and other == FACTS and name.startswith(("mpguard.lint.facts.", "mpguard.lint.reachability."))
-            )
-        }
-        for name in MODULES
-    }
+    return {name: {other for other in _imports(name) if (name, other) not in DOORS} for name in MODULES}
 
 
 def _check_order(graph: dict[str, set[str]]) -> None:
@@ -127,10 +128,33 @@ def test_rooms_import_one_way() -> None:
         assert _wrong_way(wrong) == [f"mpguard.{lower}.x imports mpguard.{higher}.y"], "the test can fail"
 
 
+def _lint_floor(module: str) -> int:
+    """Return the floor of a module of the linter; -1 for other modules."""
+    found = [floor for floor in LINT_FLOORS if module == floor or module.startswith(f"{floor}.")]
+    return LINT_FLOORS.index(max(found, key=len)) if found else -1
+
+
+def _upward(graph: dict[str, set[str]]) -> list[str]:
+    """Return the imports of the linter that go up."""
+    return [
+        f"{name} imports {other}"
+        for name, others in sorted(graph.items())
+        for other in sorted(others)
+        if _lint_floor(name) >= 0 and _lint_floor(other) > _lint_floor(name)
+    ]
+
+
+def test_floors_of_the_linter_import_one_way() -> None:
+    assert _upward(_graph()) == []
+    facts = "mpguard.lint.facts"
+    wrong = {f"{facts}.syntax.index": {f"{facts}.program.view"}, f"{facts}.program.view": {f"{facts}.file"}}
+    assert len(_upward(wrong)) == 2, "the test can fail"
+
+
 @pytest.mark.parametrize("door", DOORS, ids=DOORS.values())
 def test_a_door_exists_and_is_needed(door: tuple[str, str]) -> None:
     low, high = door
-    assert high in {other for other, _ in _imports(low)}
+    assert high in set(_imports(low))
     with pytest.raises(graphlib.CycleError):
         _check_order({**_graph(), low: _graph()[low] | {high}})
 

@@ -40,16 +40,10 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.behaviour.events import EventKind as EventKind
     from mpguard.lint.facts.behaviour.events import is_optimizer as is_optimizer
     from mpguard.lint.facts.behaviour.events.compile import launched_compiled as launched_compiled
-    from mpguard.lint.facts.behaviour.events.event import aliases as aliases
-    from mpguard.lint.facts.behaviour.events.event import called as called
     from mpguard.lint.facts.behaviour.options import Option as Option
     from mpguard.lint.facts.behaviour.options import can_be_chosen as can_be_chosen
-    from mpguard.lint.facts.behaviour.options import destination as destination
     from mpguard.lint.facts.behaviour.options import dtype_options as dtype_options
     from mpguard.lint.facts.behaviour.options import is_default as is_default
-    from mpguard.lint.facts.behaviour.options import literal_choices as literal_choices
-    from mpguard.lint.facts.behaviour.options import option_defaults as option_defaults
-    from mpguard.lint.facts.behaviour.options import option_names as option_names
     from mpguard.lint.facts.behaviour.precision import NUMBER as NUMBER
     from mpguard.lint.facts.behaviour.precision import TensorDtype as TensorDtype
     from mpguard.lint.facts.behaviour.regions import Region as Region
@@ -87,6 +81,10 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.program.lattice import Method as Method
     from mpguard.lint.facts.program.lattice import Object as Object
     from mpguard.lint.facts.program.lattice import Ref as Ref
+    from mpguard.lint.facts.program.option_values import destination as destination
+    from mpguard.lint.facts.program.option_values import literal_choices as literal_choices
+    from mpguard.lint.facts.program.option_values import option_defaults as option_defaults
+    from mpguard.lint.facts.program.option_values import option_names as option_names
     from mpguard.lint.facts.syntax import imports as imports
     from mpguard.lint.facts.syntax.dtype_triggers import CASTS_LOW_PRECISION as CASTS_LOW_PRECISION
     from mpguard.lint.facts.syntax.dtype_triggers import MENTIONS_FP16 as MENTIONS_FP16
@@ -109,6 +107,8 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.syntax.records import Scope as Scope
     from mpguard.lint.facts.syntax.records import Use as Use
     from mpguard.lint.facts.syntax.records import With as With
+    from mpguard.lint.facts.syntax.view import aliases as aliases
+    from mpguard.lint.facts.syntax.view import called as called
     from mpguard.lint.model import python_edits as python_edits
     from mpguard.lint.model.rule import Bad as Bad
     from mpguard.lint.model.rule import BaseRule as BaseRule
@@ -161,7 +161,7 @@ _NAMES = {
     "mpguard.lint.facts.domain.wrappers": ("Wrap", "WrapperSettings"),
     "mpguard.lint.facts.behaviour.events": ("Event", "EventKind", "is_optimizer"),
     "mpguard.lint.facts.behaviour.events.compile": ("launched_compiled",),
-    "mpguard.lint.facts.behaviour.events.event": ("aliases", "called"),
+    "mpguard.lint.facts.syntax.view": ("aliases", "called"),
     "mpguard.lint.facts.file": ("Facts",),
     "mpguard.lint.facts.syntax.dtype_triggers": (
         "CASTS_LOW_PRECISION",
@@ -188,11 +188,8 @@ _NAMES = {
         "can_be_chosen",
         "dtype_options",
         "is_default",
-        "literal_choices",
-        "destination",
-        "option_defaults",
-        "option_names",
     ),
+    "mpguard.lint.facts.program.option_values": ("destination", "literal_choices", "option_defaults", "option_names"),
     "mpguard.lint.facts.behaviour.precision": ("NUMBER", "TensorDtype"),
     "mpguard.lint.facts.behaviour.scalars": ("ScalarUse",),
     "mpguard.lint.model.rule": (

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from mpguard.core import settings, tracked_fs
 from mpguard.core.errors import ConfigError, MpguardError
 from mpguard.lint.project import launch_configs, launch_lines, named_gpu, references, siblings, summaries, tree
+from mpguard.lint.project.api import ProjectApi
 from mpguard.lint.project.launch_configs import LaunchConfig
 from mpguard.lint.project.launch_lines import Launch
 from mpguard.lint.project.requirements import Required, required
@@ -37,7 +38,7 @@ LARGEST_USER = 256 << 10
 MOST_NEARBY = 32
 
 
-class Project:
+class Project(ProjectApi):
     """The surroundings of a file, for rules. There is one per process, for one file after another.
 
     given: the configs of `--config`; they replace those of the settings and those in the file's folder.

@@ -33,7 +33,7 @@ from mpguard.lint.reachability import namespaces
 from mpguard.lint.source.files import MARKDOWN, NOTEBOOK
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.program.view import ProgramView
     from mpguard.lint.facts.syntax.records import Record, Scope
     from mpguard.lint.reachability.untaken import UntakenBranches
 
@@ -103,7 +103,7 @@ class _Context(NamedTuple):
 class Raising:
     """The code of a file that is reached only through a statement which raises, or from which no training follows."""
 
-    def __init__(self, facts: Facts, branches: UntakenBranches, cells: Sequence[int] = ()) -> None:
+    def __init__(self, facts: ProgramView, branches: UntakenBranches, cells: Sequence[int] = ()) -> None:
         """Create the facts of a file. cells: where the cells of a notebook begin; they run in any order."""
         self._facts, self._branches = facts, branches
         self._cells = [facts.source.position(each)[0] for each in cells]
@@ -132,7 +132,7 @@ class Raising:
             for given in (*call.positional, *call.keywords.values())
         )
 
-    def _contain(self, facts: Facts, place: int, depth: int, after: bool) -> bool:
+    def _contain(self, facts: ProgramView, place: int, depth: int, after: bool) -> bool:
         """True if a statement that raises is evaluated before an offset of a file is reached, from every caller.
 
         after: or if one is evaluated after it, before anything trains.
@@ -160,7 +160,7 @@ class Raising:
             depth > 0 and any(self._no_call(each, depth, bool(returns)) for each in _functions_at(facts, place))
         )
 
-    def _module_of(self, facts: Facts) -> ParsedModule | None:
+    def _module_of(self, facts: ProgramView) -> ParsedModule | None:
         """Return the tree of a file; None if names may come from elsewhere: a part of a text, magics of a notebook."""
         path = facts.path
         if path.endswith(MARKDOWN) or (path.endswith(NOTEBOOK) and _BINDING_MAGIC.search(modules.text_of(path))):
@@ -199,7 +199,7 @@ class Raising:
         owner = scope.owner
         made = owner.method("__init__") if owner is not None and scope.name != "__init__" else None
         for each in (scope, made):
-            calls = self._branches.all_calls(each) if each is not None else None
+            calls = self._facts.all_calls(each) if each is not None else None
             after = returns and each is scope
             if calls and all(self._contain(self._facts.of(call), call.span[0], depth - 1, after) for call in calls):
                 return True
@@ -209,7 +209,7 @@ class Raising:
 class CertainErrors:
     """Statements and expressions of a project that raise whenever they are evaluated."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: ProgramView) -> None:
         self._project = facts.project
         self._failing: dict[str, bool] = {}
         #: What is known of a node, with the parsed arguments in its function, how far calls are followed, and how.
@@ -383,7 +383,7 @@ class CertainErrors:
 # -- places -------------------------------------------------------------------------------------------
 
 
-def _functions_at(facts: Facts, place: int) -> list[Scope]:
+def _functions_at(facts: ProgramView, place: int) -> list[Scope]:
     """Return the functions around an offset of a file, outermost first."""
     found: list[Scope] = []
     for scope in facts.scopes:
@@ -407,7 +407,7 @@ def _raises_above(context: _Context, raises: Callable[[ast.AST, _Context], bool]
     return False
 
 
-def _is_plain_dict(node: cst.Attribute, at: Record, facts: Facts) -> bool:
+def _is_plain_dict(node: cst.Attribute, at: Record, facts: ProgramView) -> bool:
     """True if an attribute is read of a dict that is loaded from a file: not with `object_hook=`, for an object."""
     if hasattr(dict, node.attr.value):
         return False

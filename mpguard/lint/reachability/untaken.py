@@ -13,25 +13,23 @@ import libcst as cst
 from mpguard.lint.facts.program.lattice import Object
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible, equality
-from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
+from mpguard.lint.facts.syntax.records import Binding, Record, Scope
+from mpguard.lint.reachability.unused import UnusedDefinitions
 from mpguard.lint.source.strip_comments import stripped
 from mpguard.lint.source.text import Unparsable
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.program.view import ProgramView
 
 #: How many calls a parameter is followed through: `main(mode="bf16")` calls `build(mode)`, which tests it.
 _DEPTH = 3
-#: The bindings of a name that are no uses of it.
-_DEFINES = frozenset({"def", "class", "from"})
 
 
 class UntakenBranches:
     """The branches of a file that no call of the project takes."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: ProgramView) -> None:
         self._facts = facts
-        self._calls: dict[Scope, list[Call] | None] = {}
 
     def contain(self, place: int) -> bool:
         """True if an offset of the file is in one of them."""
@@ -87,8 +85,8 @@ class UntakenBranches:
     def _passed(self, param: Binding, depth: int) -> list[object] | None:
         """Return the constants that all calls of a function in code that is used pass for a parameter."""
         found: list[object] = []
-        for call in self.all_calls(param.scope) or ():
-            if self._facts.of(call).unused_definitions.contain(call.span[0]):
+        for call in self._facts.all_calls(param.scope) or ():
+            if self._facts.of(call).part(UnusedDefinitions).contain(call.span[0]):
                 continue
             given = self._facts.argument_for(call, param)
             values = self._value(given, call if given is not param.value else param, depth)
@@ -111,50 +109,6 @@ class UntakenBranches:
         made = self._facts.of(at).evaluate(node, at) if node is not None else ()
         is_scaler = [isinstance(each.atom, Object) and each.atom.kind == "scaler" for each in made]
         return [True] if is_scaler and all(is_scaler) else None
-
-    def all_calls(self, scope: Scope) -> list[Call] | None:
-        """Return all calls of a function, or of the class that it initializes; None if there may be others."""
-        if scope not in self._calls:
-            self._calls[scope] = None
-            self._calls[scope] = self._find_calls(scope)
-        return self._calls[scope]
-
-    def _find_calls(self, scope: Scope) -> list[Call] | None:
-        home = scope.parent if scope.name == "__init__" and scope.is_method else scope
-        facts = self._facts.of(scope)
-        if home is None or home.parent is None or home.decorators or scope.decorators or home.name.startswith("__"):
-            return None
-        if not home.name.startswith("_") and facts.project.is_library(facts.path):
-            return None
-        users: list[Facts] | None = []
-        if home.parent.kind == "module":
-            users = facts.project.all_users_of(facts.path, home.name)
-        elif (
-            not (home.is_method and home.parent.parent is not None and home.parent.parent.kind == "module")
-            or facts.project.method_used_elsewhere(facts.path, home.name)
-            or facts.derived_elsewhere(home.parent)
-        ):
-            return None
-        calls: list[Call] = []
-        for each in (facts, *users) if users is not None else ():
-            each.need_uses(home.name)
-            found = each.graph.calls_of(scope)
-            if _mentions(home, each) != len(found):
-                return None
-            calls += found
-        return calls
-
-
-def _mentions(scope: Scope, facts: Facts) -> int:
-    """Return how often a file uses a function or class, or its name for something else; imports do not count.
-
-    A part of a module's name (`torch.distributed.fsdp`) is no mention.
-    """
-    name = scope.name
-    called = "" if facts.of(scope) is facts else rf"|(?<=\.){name}(?=\s*\()"
-    mention = rf"\b{name}\b" if scope.is_method else rf"(?<![\w.]){name}\b{called}"
-    defined = [each for place in facts.scopes for each in place.bindings.get(name, ()) if each.kind in _DEFINES]
-    return len(re.findall(mention, stripped(facts.file_text))) - len(defined)
 
 
 def _guards(record: Record) -> Iterator[tuple[Scope, PathCondition]]:

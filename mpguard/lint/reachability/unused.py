@@ -14,7 +14,7 @@ from mpguard.lint.project import references
 from mpguard.lint.source.strip_comments import stripped
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.program.view import ProgramView
     from mpguard.lint.facts.syntax.records import Call
     from mpguard.lint.source.source import Chunk
 
@@ -47,7 +47,7 @@ _NAME = lazy_pattern(r"(?<![\w.])[^\W\d]\w*")
 _HARMLESS = lazy_pattern(r"torch\.(?:set_|device$|manual_seed$|cuda\.is_available$)")
 
 
-def is_unused_module(facts: Facts) -> bool:
+def is_unused_module(facts: ProgramView) -> bool:
     """True if nothing imports or runs a file: the project does not mention it, and all that it does is to define."""
     stem = Path(facts.path).stem
     return (
@@ -60,19 +60,19 @@ def is_unused_module(facts: Facts) -> bool:
     )
 
 
-def _is_mentioned_nowhere(facts: Facts) -> bool:
+def _is_mentioned_nowhere(facts: ProgramView) -> bool:
     """True if nothing in the project launches or imports a file."""
     return not facts.project.launches_of(facts.path) and not facts.project.used_elsewhere(facts.path)
 
 
-def _is_preparation(call: Call, facts: Facts) -> bool:
+def _is_preparation(call: Call, facts: ProgramView) -> bool:
     """True if a call at the top level of a module prepares, as in `sys.path.append(...)`; scripts call more."""
     path = facts.called_path(call)
     root = path.partition(".")[0]
     return bool(_HARMLESS.match(path)) or (root in sys.stdlib_module_names and root not in _RUNS)
 
 
-def is_unused_value(call: Call, facts: Facts) -> bool:
+def is_unused_value(call: Call, facts: ProgramView) -> bool:
     """True if a call's result is assigned to a top-level name that neither the file nor its project mentions again."""
     names = [key for key, bound in facts.module.bindings.items() if any(each.value is call.node for each in bound)]
     return (
@@ -86,7 +86,7 @@ def is_unused_value(call: Call, facts: Facts) -> bool:
 class UnusedDefinitions:
     """The top-level functions and classes of a file that nothing in its project refers to, and trials of a module."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: ProgramView) -> None:
         self._facts = facts
         self._chunks = facts.source.chunks
         self._roots: dict[Chunk, bool] = {}

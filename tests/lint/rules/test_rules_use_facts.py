@@ -13,7 +13,7 @@ from lint_facts import facts_of
 import mpguard.lint
 from mpguard.lint import rules
 from mpguard.lint.facts.file import Facts
-from mpguard.lint.facts.project_api import ProjectApi
+from mpguard.lint.project.api import ProjectApi
 
 FOLDER = Path(rules.__file__).parent
 FILES = sorted(path for path in FOLDER.rglob("*.py") if path.name != "__init__.py")

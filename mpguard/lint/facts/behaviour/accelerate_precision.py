@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour.regions import Region
+from mpguard.lint.facts.behaviour.view import BehaviourView
 from mpguard.lint.facts.program import keywords, project_words
 from mpguard.lint.facts.program.lattice import constants_of
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding, Call
-
-if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
 
 #: Flags under which a dtype follows the launcher's policy.
 _POLICY = lazy_pattern(r"mixed_precision|(?:bf|fp)16_enabled")
@@ -50,7 +46,7 @@ def follows_policy(guard: PathCondition) -> bool:
     return any(map(_POLICY.search, guard.flags())) or Flag("deepspeed_plugin") in guard
 
 
-def precision(facts: Facts) -> str | None:
+def precision(facts: BehaviourView) -> str | None:
     """Return the `mixed_precision` that all Accelerators of the file have; None if it is unknown.
 
     It is a constant in the code, or what all launch configs of the file set.
@@ -64,13 +60,13 @@ def precision(facts: Facts) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def is_fixed(facts: Facts) -> bool:
+def is_fixed(facts: BehaviourView) -> bool:
     """True if the code gives all Accelerators of the file a constant precision: no launch config changes it."""
     created = facts.events("accelerator")
     return bool(created) and all(constant(each.call.keywords.get("mixed_precision")) is not None for each in created)
 
 
-def may_be_mixed(facts: Facts) -> bool:
+def may_be_mixed(facts: BehaviourView) -> bool:
     """True if something visible sets a `mixed_precision` for the Accelerators of the file, or if it creates none.
 
     That is an argument, a launch config or a launch line. Else their `autocast()` enters no autocast by default.
@@ -88,7 +84,7 @@ def may_be_mixed(facts: Facts) -> bool:
     return any(launch.hidden or "mixed_precision" in launch.options for launch in launches)
 
 
-def is_without(facts: Facts) -> bool:
+def is_without(facts: BehaviourView) -> bool:
     """True if nothing gives the Accelerators of a file a precision: no argument, and nothing launches with accelerate.
 
     They place the models and the data, and the code's own mixed precision is the only one.
@@ -100,7 +96,7 @@ def is_without(facts: Facts) -> bool:
     return all(each is not None and all(_PRECISIONS.isdisjoint(way) for way in each) for each in ways)
 
 
-def leaves_autocast_out(facts: Facts) -> bool:
+def leaves_autocast_out(facts: BehaviourView) -> bool:
     """True if the file runs, or may run, under an engine with which Accelerate enters no autocast by itself.
 
     Launch configs, launch lines and the plugins of its Accelerators show it.
@@ -121,7 +117,7 @@ def leaves_autocast_out(facts: Facts) -> bool:
     )
 
 
-def backward_is_plain(facts: Facts, guard: PathCondition, accumulates: bool = False) -> bool:
+def backward_is_plain(facts: BehaviourView, guard: PathCondition, accumulates: bool = False) -> bool:
     """True if the Accelerators of a file add nothing to `loss.backward()` and torch's clipping at a place.
 
     Their precision is BF16 or none: by a constant in the code, which the launcher does not change, by all configs of
@@ -163,7 +159,7 @@ def backward_is_plain(facts: Facts, guard: PathCondition, accumulates: bool = Fa
     )
 
 
-def _modes_in_code(call: Call, facts: Facts) -> set[object]:
+def _modes_in_code(call: Call, facts: BehaviourView) -> set[object]:
     """Return what the call that creates an Accelerator may pass as `mixed_precision`; empty if nothing or unknown."""
     given = call.keywords.get("mixed_precision")
     if given is not None:
@@ -173,13 +169,13 @@ def _modes_in_code(call: Call, facts: Facts) -> set[object]:
     return {mode for modes in found for mode in modes} if all(found) else set()
 
 
-def _in_configs(given: cst.BaseExpression, facts: Facts) -> set[object]:
+def _in_configs(given: cst.BaseExpression, facts: BehaviourView) -> set[object]:
     """Return the precisions that configs of the project give a key: `config.train.precision`."""
     _, _, key = dotted(given).rpartition(".")
     return {mode for mode in MODES if key and facts.project.gives_option(facts.path, key, mode)}
 
 
-def _launched_modes(facts: Facts) -> set[object]:
+def _launched_modes(facts: BehaviourView) -> set[object]:
     """Return the values of `--mixed_precision` of all launch lines of a file; empty if one has none, or may hide it."""
     launches = facts.project.launches_of(facts.path)
     given = [None if launch.hidden else launch.options.get("mixed_precision") for launch in launches]
@@ -187,7 +183,7 @@ def _launched_modes(facts: Facts) -> set[object]:
     return set() if None in values else {*values}
 
 
-def _may_be_launched(facts: Facts) -> bool:
+def _may_be_launched(facts: BehaviourView) -> bool:
     """True if something may give the Accelerators of a file a precision that is not in their arguments."""
     text = facts.file_text.lower()
     words = _LAUNCHES_BESIDE_OPTION if _OWN_OPTION.search(text) else _LAUNCHES
@@ -200,6 +196,7 @@ def is_derived(region: Region) -> bool:
     `accelerator.mixed_precision` may choose it directly, in a helper, or after it is copied to another option.
     """
     facts, call = region.facts, region.call
+    assert isinstance(facts, BehaviourView)
     if follows_policy(region.guard) and not MODES.isdisjoint(region.guard.words()):
         return True
     chosen = [guard for guard, _ in region.dtypes]
@@ -216,7 +213,7 @@ def is_derived(region: Region) -> bool:
     return any(map(_POLICY.search, origins))
 
 
-def policy_options(facts: Facts) -> set[str]:
+def policy_options(facts: BehaviourView) -> set[str]:
     """Return the flags and options that choose the precision of the file's Accelerators."""
     found: set[str] = set()
     for event in facts.events("accelerator"):

@@ -17,7 +17,7 @@ from mpguard.lint.source.libcst_internals import Frames
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.behaviour.view import BehaviourView
 
 #: Depth of the search through callers and enclosing modules, and the number of callers per function.
 _MAX_DEPTH = 6
@@ -44,7 +44,7 @@ _UNKNOWN = (AutocastState(ALWAYS, None),)
 class AutocastStates:
     """The autocast states of one file."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: BehaviourView) -> None:
         self.facts = facts
         self._around: dict[Scope, tuple[AutocastState, ...]] = {}
 
@@ -90,7 +90,7 @@ class AutocastStates:
         callers = self.facts.callers(scope) if depth else []
         found: list[AutocastState] = []
         for call in callers[:_MAX_CALLERS]:
-            for state in self._prepared(call) or self.facts.of(call).autocast_states._at(call, depth - 1):
+            for state in self._prepared(call) or self.facts.of(call).part(AutocastStates)._at(call, depth - 1):
                 guard = state.guard.joined(call.guard)
                 if guard.possible:
                     found.append(dataclasses.replace(state, guard=guard))

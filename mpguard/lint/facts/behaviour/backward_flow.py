@@ -12,7 +12,7 @@ from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Return, Scope
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.behaviour.view import BehaviourView
 
 #: Expressions followed for one request.
 _MAX_EXPRESSIONS = 400
@@ -26,7 +26,7 @@ _CONSTANT_FUNCTIONS = frozenset({"torch.tensor", "torch.from_numpy"})
 class BackwardFlow:
     """Collects the origins of one expression in `found`, as far back as gradients go."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: BehaviourView) -> None:
         self.facts = facts
         self.found: list[Record] = []
         self.seen: set[object] = set()

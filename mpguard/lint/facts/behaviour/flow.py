@@ -14,7 +14,7 @@ from mpguard.lint.facts.syntax.path_condition import PathCondition
 from mpguard.lint.facts.syntax.records import BY_ORDER, Binding, Record
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.behaviour.view import BehaviourView
 
 #: Uses of names, and bindings, that are visited for one file. Beyond these limits the flow of a value is unknown.
 _MAX_USES = 100_000
@@ -24,7 +24,7 @@ _MAX_BINDINGS = 2_000_000
 class Flow:
     """The data flow of one file."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: BehaviourView) -> None:
         self.facts = facts
         self.uses_left = _MAX_USES
         self.bindings_left = _MAX_BINDINGS

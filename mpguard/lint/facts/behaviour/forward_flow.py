@@ -26,15 +26,12 @@ from mpguard.lint.facts.syntax.records import BY_ORDER, Call, Record, Scope, Use
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.behaviour.view import BehaviourView
 
 #: Nodes visited for one value, and nesting of functions. Beyond these limits the flow of the value is unknown.
 _MAX_NODES = 400
 _MAX_DEPTH = 40
 _CASTS = frozenset({"float", "double", "to", "type", "type_as"})
-#: Methods that end the effect of a cast to FP16.
-UPCASTS = frozenset({"float", "double"})
-
 #: Methods and functions whose result has no gradient, or that only read the value.
 _ENDS_FLOW = frozenset({
     "item", "detach", "detach_", "numpy", "tolist", "size", "dim", "numel", "data_ptr", "element_size", "state_dict",
@@ -110,7 +107,9 @@ class Reach:
 class ForwardFlow:
     """One forward traversal; the result is in `reach`."""
 
-    def __init__(self, facts: Facts, guard: PathCondition, past_targets: bool = True, past_models: bool = True) -> None:
+    def __init__(
+        self, facts: BehaviourView, guard: PathCondition, past_targets: bool = True, past_models: bool = True
+    ) -> None:
         self.facts, self.guard, self.past_targets, self.past_models = facts, guard, past_targets, past_models
         self.reach = Reach()
         self.seen: set[object] = set()
@@ -129,9 +128,7 @@ class ForwardFlow:
 
     def sink(self, kind: str, call: Call) -> None:
         """Record a sink; a backward pass in a file that applies no gradients is recorded as `gradient`."""
-        if self.facts.training_use.only_probes_gradients or (
-            kind == "backward" and not self.facts.has_step(call.scope)
-        ):
+        if self.facts.measures.only_probes_gradients or (kind == "backward" and not self.facts.has_step(call.scope)):
             kind = "gradient" if kind in _TRAIN_SINKS else kind
         self.reach.sinks.append(Sink(kind, call))
 
@@ -337,7 +334,9 @@ class ForwardFlow:
 
     def upcasts(self, use: Use, key: str) -> bool:
         """True if a use is `model.float()` or `model.to(torch.float32)`, in place or assigned to the same name."""
-        if use.path.rpartition(".")[0] != key or not (use.path.endswith(".to") or use.path[len(key) + 1 :] in UPCASTS):
+        if use.path.rpartition(".")[0] != key or not (
+            use.path.endswith(".to") or use.path[len(key) + 1 :] in api_names.UPCASTS
+        ):
             return False
         parent = self.facts.index.parents.get(use.node)
         call = self.facts.index.call_of.get(parent) if isinstance(parent, cst.Call) else None
@@ -408,7 +407,7 @@ class ForwardFlow:
             return False
         if project_words.ADAPTERS.search(name):
             self.sink("peft", call)
-        return self.past_models or name not in UPCASTS
+        return self.past_models or name not in api_names.UPCASTS
 
     def argument(self, call: Call, arg: cst.Arg) -> bool:
         """Handle a call with the value as an argument. True if the flow continues with the call's result."""
@@ -453,7 +452,7 @@ class ForwardFlow:
                 carries = self.module(atom, call, arg) or carries
         if not known:
             last = call.path.rsplit(".", 1)[-1]
-            is_model = last in facts.training_use.modules or (not self.past_models and self._may_be_model(call))
+            is_model = last in facts.module_names or (not self.past_models and self._may_be_model(call))
             if last and is_model and not self.into_model(call, arg):
                 return False
             for function in facts.functions(call):
@@ -469,7 +468,7 @@ class ForwardFlow:
         if not _LOSS.search(call.name) and "criterion" not in self.facts.kinds(call.func, call):
             return False
         given = (*call.positional[:1], *call.keywords.values())
-        if any(dotted(each).rsplit(".", 1)[-1] in self.facts.training_use.modules for each in given):
+        if any(dotted(each).rsplit(".", 1)[-1] in self.facts.module_names for each in given):
             return False
         if arg.keyword is not None:
             return _TARGETS.search(arg.keyword.value) is not None
@@ -493,7 +492,7 @@ class ForwardFlow:
         if kind == "trainer":
             first = bool(call.positional) and arg.value is call.positional[0]  # a second model is the reference model
             taken = first or (arg.keyword is not None and arg.keyword.value in ("model", "args"))
-            if taken and not self.facts.training_use.only_evaluates(call):
+            if taken and not self.facts.measures.only_evaluates(call):
                 self.sink("trainer", call)
             return False
         if kind == "engine":

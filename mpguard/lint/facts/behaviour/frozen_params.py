@@ -9,11 +9,12 @@ import libcst as cst
 
 from mpguard.lint.facts.behaviour.events.event import creates_optimizer
 from mpguard.lint.facts.program import api_names
+from mpguard.lint.facts.program.callgraph import CallGraph
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.records import Binding, Scope, Use
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.program.view import ProgramView
 
 #: Names of helpers that freeze their argument, for helpers outside the file.
 _FREEZERS = frozenset({"freeze", "freeze_model", "freeze_params", "freeze_module", "freeze_parameters"})
@@ -22,7 +23,7 @@ _FREEZERS = frozenset({"freeze", "freeze_model", "freeze_params", "freeze_module
 class FrozenModels:
     """The frozen models of one file, by their (last) name or by expression."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: ProgramView) -> None:
         self.facts = facts
         self._named: dict[tuple[str, bool], bool] = {}
         self._frozen_params: dict[Scope, set[str]] = {}
@@ -245,7 +246,7 @@ class FrozenModels:
             return True
         return any(
             self.facts.values.given(call, scope, name) is value
-            for scope in self.facts.graph.named(call.name)
+            for scope in self.facts.part(CallGraph).named(call.name)
             for name in self._params_frozen_by(scope)
         )
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from mpguard.lint.facts.behaviour.events.event import aliases
-from mpguard.lint.facts.behaviour.options import option_defaults
 from mpguard.lint.facts.program.lattice import Constant
+from mpguard.lint.facts.program.option_values import option_defaults
 from mpguard.lint.facts.syntax.nodes import constant, dotted
+from mpguard.lint.facts.syntax.view import aliases
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.behaviour.view import BehaviourView
     from mpguard.lint.facts.syntax.records import Call, Scope
 
 _ROOTS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "lightning_pytorch"})
@@ -27,7 +27,7 @@ AUTOCAST: dict[str, Dtype | Literal["off"]] = {
 }
 
 
-def created(facts: Facts, *names: str) -> Iterator[Call]:
+def created(facts: BehaviourView, *names: str) -> Iterator[Call]:
     """Yield the calls that create one of these objects of Lightning, not of another framework."""
     for name in (*names, *(other for each in names for other in aliases(facts, each))):
         for call in facts.calls.get(name, ()):
@@ -37,7 +37,7 @@ def created(facts: Facts, *names: str) -> Iterator[Call]:
                     break
 
 
-def precision(facts: Facts, call: Call, defaults: bool = False) -> set[str]:
+def precision(facts: BehaviourView, call: Call, defaults: bool = False) -> set[str]:
     """Return the possible values of `precision=` as text: 16 is "16", an unknown value is "".
 
     defaults: an unknown option or parameter has its default, if it has a single one.
@@ -52,14 +52,14 @@ def precision(facts: Facts, call: Call, defaults: bool = False) -> set[str]:
     return {str(each) for each in found}
 
 
-def is_module(cls: Scope, facts: Facts) -> bool:
+def is_module(cls: Scope, facts: BehaviourView) -> bool:
     """True for a class that is, or may be, a LightningModule."""
     return facts.class_kind(cls) == "framework" or any(
         base.endswith("LightningModule") for base in (*cls.base_names, *facts.ancestry(cls))
     )
 
 
-def optimizes_manually(cls: Scope, facts: Facts) -> bool:
+def optimizes_manually(cls: Scope, facts: BehaviourView) -> bool:
     """True if a module sets `automatic_optimization = False`, or has a property of this name that returns False."""
     own = cls.method("automatic_optimization")
     values = [binding.value for binding in facts.attributes(cls).get("automatic_optimization", ())]
@@ -67,7 +67,7 @@ def optimizes_manually(cls: Scope, facts: Facts) -> bool:
     return any(constant(value) == (False,) for value in values)
 
 
-def trainers_of(cls: Scope, facts: Facts) -> list[tuple[Call, set[str]]]:
+def trainers_of(cls: Scope, facts: BehaviourView) -> list[tuple[Call, set[str]]]:
     """Return the Trainers with a precision in the file of a module, or else in those that use the module."""
     for near in ([facts], facts.users(cls.name) or []):
         for user in near:

@@ -14,6 +14,7 @@ from mpguard.lint.facts.program import api_names
 from mpguard.lint.facts.program.dtypes import AnyDtype, only_dtype
 from mpguard.lint.facts.program.keywords import is_changed
 from mpguard.lint.facts.program.lattice import Constant, DtypeValue
+from mpguard.lint.facts.program.option_values import ADD_OPTION, literal_choices, option_defaults, option_names
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import Flag, Not, PathCondition, holds
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
@@ -21,7 +22,7 @@ from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.behaviour.events import Event
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.behaviour.view import BehaviourView
 
 #: Names of options that select the compute dtype of a run.
 _DTYPE = lazy_pattern(
@@ -29,7 +30,6 @@ _DTYPE = lazy_pattern(
 )
 #: A flag about precision: a branch under it may be the one for the other dtype.
 _PRECISION_FLAG = lazy_pattern(r"(?i)dtype|fp16|float16|half|precision|bf16|bfloat16")
-_ADD_OPTION = ("add_argument", "option", "add_option")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,12 +52,12 @@ class Option:
         return self.record.guard
 
 
-def dtype_options(facts: Facts) -> list[Option]:
+def dtype_options(facts: BehaviourView) -> list[Option]:
     """Return the options and constants of a file that select its compute dtype."""
     return [option for option in _options(facts) if _DTYPE.fullmatch(option.name)]
 
 
-def forgotten_dtypes(facts: Facts) -> dict[Call, Option]:
+def forgotten_dtypes(facts: BehaviourView) -> dict[Call, Option]:
     """Return the CUDA autocasts without a dtype (so FP16) in a file whose option or constant selects BF16.
 
     Each is returned with that option. In the backward of an `autograd.Function`, which has to use the dtype of the
@@ -72,55 +72,7 @@ def forgotten_dtypes(facts: Facts) -> dict[Call, Option]:
     return dict.fromkeys(backwards, region) if region is not None else {}
 
 
-def option_names(call: Call) -> list[str]:
-    """Return the names of an option of argparse or click, as attributes: `--amp-dtype` is `amp_dtype`."""
-    flags = [flag[0] for each in call.positional if (flag := constant(each)) is not None]
-    return [flag.lstrip("-").replace("-", "_") for flag in flags if isinstance(flag, str)]
-
-
-def destination(call: Call) -> str:
-    """Return the name of an option in the namespace, of `dest` or its longest name; "" if it is unknown."""
-    named = constant(call.keywords.get("dest"))
-    return str(named[0]) if named is not None else max(option_names(call), key=len, default="")
-
-
-def option_defaults(name: str, facts: Facts) -> set[tuple[object, ...] | None]:
-    """Return the defaults of an option, a field or a parameter of this name, in a file and in what it imports.
-
-    Each is a tuple of one constant, or None if it is none.
-    """
-    found: set[tuple[object, ...] | None] = set()
-    for each in (facts, *facts.imported_modules()):
-        for call in each.calls.get("add_argument", ()):
-            if name in option_names(call):
-                found.add(constant(call.keywords.get("default")))
-        for scope in each.scopes:
-            fields = scope.bindings.get(name, ()) if scope.kind == "class" else ()
-            found |= {constant(binding.value) for binding in fields}
-            found |= {constant(param.default) for param in scope.params if param.name == name}
-    return found
-
-
-def option_values(name: str, facts: Facts) -> list[str]:
-    """Return the strings that an option or field of this name can be: its `choices`, and its default.
-
-    The option is one of argparse or click, in the file or in what it imports.
-    """
-    found: list[object] = []
-    for each in (facts, *facts.imported_modules()) if name else ():
-        each.need_uses(name)
-        for call in (call for way in _ADD_OPTION for call in each.calls.get(way, ())):
-            if name in option_names(call):
-                choices = literal_choices(call)
-                found += choices[1] if choices is not None else []
-                found += constant(call.keywords.get("default")) or ()
-        for scope in each.scopes:
-            for binding in scope.bindings.get(name, ()) if scope.kind == "class" else ():
-                found += constant(binding.value) or ()
-    return [value for value in dict.fromkeys(found) if isinstance(value, str)]
-
-
-def is_default(guard: PathCondition, facts: Facts) -> bool:
+def is_default(guard: PathCondition, facts: BehaviourView) -> bool:
     """True if a path condition, which tests options, holds where none of them is given: by their defaults.
 
     False if a script, config or text of the project passes one of them. They are those of a file, of what it imports,
@@ -134,19 +86,6 @@ def is_default(guard: PathCondition, facts: Facts) -> bool:
             return False
         values[name] = default[0]
     return bool(values) and holds(guard, values)
-
-
-def literal_choices(call: Call) -> tuple[str, list[str]] | None:
-    """Return the name in the namespace and the literal choices of an option; None if it has none."""
-    given = call.keywords.get("choices")
-    kind = call.keywords.get("type")
-    if isinstance(kind, cst.Call) and dotted(kind.func).rsplit(".", 1)[-1] == "Choice" and kind.args:
-        given = kind.args[0].value  # of click
-    if not isinstance(given, (cst.List, cst.Tuple)) or not option_names(call):
-        return None
-    values = [constant(element.value) for element in given.elements]
-    texts = [value[0] for value in values if value is not None and isinstance(value[0], str)]
-    return (destination(call), texts) if texts and len(texts) == len(values) else None
 
 
 def can_be_chosen(guard: PathCondition, program: Iterable[Scope]) -> bool:
@@ -174,13 +113,13 @@ def can_be_chosen(guard: PathCondition, program: Iterable[Scope]) -> bool:
     return is_left and all(value in offered.get(name, {value}) for name, value in wanted.items())
 
 
-def _in_backward(call: Call, facts: Facts) -> bool:
+def _in_backward(call: Call, facts: BehaviourView) -> bool:
     """True if a call is in the `backward` of an `autograd.Function`."""
     owner = call.scope.owner
     return call.scope.name == "backward" and owner is not None and "torch.autograd.Function" in facts.ancestry(owner)
 
 
-def _only_bfloat16(facts: Facts) -> Option | None:
+def _only_bfloat16(facts: BehaviourView) -> Option | None:
     """Return the autocast of the file that is BF16, or the launch config, if no other is of another dtype."""
     regions = [event for event in facts.events("autocast") if event.call.argument(1, "dtype") is not None]
     if regions:
@@ -190,7 +129,7 @@ def _only_bfloat16(facts: Facts) -> Option | None:
     return None
 
 
-def _default_fp16(event: Event, facts: Facts) -> bool:
+def _default_fp16(event: Event, facts: BehaviourView) -> bool:
     call = event.call
     path = next((path for _, path in facts.paths(call) if path in api_names.AUTOCASTS), "")
     if call.argument(1, "dtype") is not None or call.starred or only_dtype(event.dtypes) is not Dtype.FP16:
@@ -198,8 +137,8 @@ def _default_fp16(event: Event, facts: Facts) -> bool:
     return facts.enabled(call, path).possible and not any(_PRECISION_FLAG.search(flag) for flag in event.guard.flags())
 
 
-def _options(facts: Facts) -> Iterator[Option]:
-    for name in _ADD_OPTION:
+def _options(facts: BehaviourView) -> Iterator[Option]:
+    for name in ADD_OPTION:
         for call in facts.calls.get(name, ()):
             names = option_names(call)
             if names and (default := call.keywords.get("default")) is not None:
@@ -225,7 +164,7 @@ def _options(facts: Facts) -> Iterator[Option]:
                 yield Option(key.rsplit(".", 1)[-1], binding, dtype, is_dtype_object, binding.span)
 
 
-def _items(key: str, binding: Binding, table: cst.Dict, facts: Facts) -> Iterator[Option]:
+def _items(key: str, binding: Binding, table: cst.Dict, facts: BehaviourView) -> Iterator[Option]:
     """Yield the items of a dict, and of dicts in it, that select a dtype: `config["training"]["mixed_precision"]`.
 
     Only where the file reads them by their keys, and changes no item.
@@ -245,7 +184,7 @@ def _items(key: str, binding: Binding, table: cst.Dict, facts: Facts) -> Iterato
                     yield Option(name[0], binding, dtype, False, binding.span)
 
 
-def _dtype(node: cst.BaseExpression, at: Record, facts: Facts) -> AnyDtype | None:
+def _dtype(node: cst.BaseExpression, at: Record, facts: BehaviourView) -> AnyDtype | None:
     """Return the only dtype that an expression can have, as a torch dtype or by its name; None if it is unknown."""
     found: set[AnyDtype | None] = set()
     for each in facts.evaluate(node, at):

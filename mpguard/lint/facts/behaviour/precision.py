@@ -15,6 +15,7 @@ import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour import autocast_ops as ops
+from mpguard.lint.facts.behaviour.autocast_state import AutocastStates
 from mpguard.lint.facts.program import api_names
 from mpguard.lint.facts.program.dtypes import AnyDtype, OtherDtype, as_dtype
 from mpguard.lint.facts.program.lattice import Class, Function, Object, Ref
@@ -25,7 +26,7 @@ from mpguard.lint.source.libcst_internals import Frames
 from mpguard.policy.dtype import HALF_DTYPES, Dtype
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.behaviour.view import BehaviourView
 
 #: A Python number, or a tensor without dimensions: arithmetic with it keeps the dtype of the other operand.
 NUMBER: Literal["number"] = "number"
@@ -72,7 +73,7 @@ _UNKNOWN = (TensorDtype(ALWAYS, None),)
 class TensorDtypes:
     """The dtypes of the tensors of one file."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: BehaviourView) -> None:
         self.facts = facts
         self._known: dict[cst.CSTNode, tuple[TensorDtype, ...]] = {}
         self._active: set[object] = set()
@@ -99,7 +100,7 @@ class TensorDtypes:
         if (
             found is None
             or found.by_autocast
-            or any(state.dtype != "off" for state in self.facts.autocast_states.at(at))
+            or any(state.dtype != "off" for state in self.facts.part(AutocastStates).at(at))
         ):
             return None
         return found
@@ -411,7 +412,7 @@ class TensorDtypes:
     def _by_autocast(self, parts: tuple[cst.BaseExpression, ...], at: Record) -> tuple[TensorDtype, ...]:
         """Return the dtypes of a matrix product: that of the autocast region, otherwise that of the operands."""
         found: list[TensorDtype] = []
-        for state in self.facts.autocast_states.at(at):
+        for state in self.facts.part(AutocastStates).at(at):
             if state.dtype is None or state.dtype == "off":
                 given = [each for part in parts for each in self._of(part, at) if each.dtype in _FLOATS]
                 found += self._under(tuple(given), state.guard) or (TensorDtype(state.guard, None),)
@@ -422,7 +423,7 @@ class TensorDtypes:
     def _float32_under_autocast(self, first: cst.BaseExpression | None, at: Record) -> tuple[TensorDtype, ...]:
         """Return the dtypes of an operation that CUDA autocast runs in FP32."""
         found: list[TensorDtype] = []
-        for state in self.facts.autocast_states.at(at):
+        for state in self.facts.part(AutocastStates).at(at):
             if state.dtype == "off":
                 found += self._under(self._of(first, at), state.guard)
             else:

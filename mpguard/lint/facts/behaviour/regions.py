@@ -30,7 +30,7 @@ from mpguard.lint.source.strip_comments import stripped
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.program.view import ProgramView
 
 _REGIONS = frozenset({"autocast", "no_grad", "fp8_autocast", "accelerator_autocast"})
 #: The dtype of an autocast that names none.
@@ -53,7 +53,7 @@ class Region:
     kind: str
     guard: PathCondition
     call: Call | None
-    facts: Facts
+    facts: ProgramView
     dtypes: PossibleDtypes = ()
     device: str | None = None
 
@@ -74,7 +74,7 @@ def enabled_argument(call: Call, path: str) -> cst.BaseExpression | None:
 class Regions:
     """The regions of one file."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: ProgramView) -> None:
         self.facts = facts
         self._regions: dict[With, tuple[Region, ...]] = {}
         self._around: dict[tuple[Scope, tuple[With, ...]], tuple[Region, ...]] = {}
@@ -130,7 +130,7 @@ class Regions:
             self._outer[scope, depth] = []
             found: list[tuple[Region, PathCondition]] = []
             for call in self.facts.callers(scope):
-                found += self.facts.of(call).regions_index.autocasts(call, depth - 1)
+                found += self.facts.of(call).part(Regions).autocasts(call, depth - 1)
                 if len(found) > _MAX_REGIONS:
                     break
             self._outer[scope, depth] = found
@@ -160,7 +160,8 @@ class Regions:
         for inner in scope.children:
             for call in inner.calls:
                 if call.path in taken:
-                    yield from (each for each in decorator.facts.regions(call) if each.kind == "no_grad")
+                    around = self.facts.of(call).part(Regions).around(call)
+                    yield from (each for each in around if each.kind == "no_grad")
 
     def entered(self, item: With) -> tuple[Region, ...]:
         """Return the regions that a `with` item enters."""
@@ -177,8 +178,9 @@ class Regions:
                     and atom.facts is not None
                 ):
                     for given in atom.cls.returns:
-                        for own in atom.facts.regions(given):
-                            path = atom.facts.called_path(own.call) if own.call is not None else ""
+                        facts = self.facts.of(given)
+                        for own in facts.part(Regions).around(given):
+                            path = facts.called_path(own.call) if own.call is not None else ""
                             region = self._pass_arguments(own, item, path)
                             found.append(dataclasses.replace(region, guard=region.guard.joined(item.guard, each.guard)))
                 elif isinstance(atom, Object) and atom.kind in _REGIONS:
@@ -198,11 +200,14 @@ class Regions:
         if call is None:
             return Region(atom.kind, guard, None, self.facts)
         facts = self.facts.of(call)
+        regions = facts.part(Regions)
         if atom.kind == "fp8_autocast":
-            return Region(atom.kind, guard.joined(facts.enabled(call, atom.path)), call, facts)
+            return Region(atom.kind, guard.joined(regions.enabled(call, atom.path)), call, facts)
         if atom.kind != "autocast":
             return Region(atom.kind, guard, call, facts)
-        return dataclasses.replace(facts.autocast(call, atom.path), guard=guard.joined(facts.enabled(call, atom.path)))
+        return dataclasses.replace(
+            regions.autocast(call, atom.path), guard=guard.joined(regions.enabled(call, atom.path))
+        )
 
     def _pass_arguments(self, region: Region, item: With, path: str) -> Region:
         """Return the region of a wrapper with the arguments that an item passes through it.
@@ -221,7 +226,7 @@ class Regions:
         if any(binding.kind != "param" for name in starred for binding in inner.scope.bindings.get(name, ())):
             return region
         passed = {name: value for name, value in outer.keywords.items() if name not in params}
-        found = region.facts.regions_index.autocast(inner, path, complete=True)
+        found = region.facts.part(Regions).autocast(inner, path, complete=True)
         dtypes = self.facts.dtypes(passed["dtype"], outer) if "dtype" in passed else found.dtypes
         enabled = ALWAYS.given(self.facts.condition(passed["enabled"], item.scope)) if "enabled" in passed else ALWAYS
         return dataclasses.replace(found, dtypes=dtypes, guard=region.guard.joined(enabled))
@@ -316,7 +321,7 @@ class Regions:
         """True if an attribute of an object that all callers pass is set to False: `opt.fp16 = False; Run(opt)`."""
         facts = self.facts.of(call)
         name, _, attribute = option.rpartition(".")
-        scope, param = facts.regions_index._parameter(name, call) if name else (None, "")
+        scope, param = facts.part(Regions)._parameter(name, call) if name else (None, "")
         if scope is None or not depth:
             return False
         callers = facts.callers(scope)
@@ -353,7 +358,7 @@ class Regions:
             return is_named and bool(direct) and not self._may_be_passed(name, region.facts, files)
         return all(value == (False,) for value in values)
 
-    def _may_be_passed(self, name: str, facts: Facts, files: Iterable[Facts]) -> bool:
+    def _may_be_passed(self, name: str, facts: ProgramView, files: Iterable[ProgramView]) -> bool:
         """True if something may give a parameter of a file's function a value that no call in a program's files shows.
 
         That is code in the folder of the program, a text or config of the project, a user of the library, or the file
@@ -376,7 +381,7 @@ class Regions:
         given = enabled_argument(call, region.facts.called_path(call)) if call is not None else None
         if call is None or given is None:
             return None
-        scope, name = region.facts.regions_index._parameter(dotted(given), call)
+        scope, name = region.facts.part(Regions)._parameter(dotted(given), call)
         if scope is None:
             return None
         off = any(param.name == name and constant(param.default) == (False,) for param in scope.params)

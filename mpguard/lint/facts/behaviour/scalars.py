@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import libcst as cst
 
+from mpguard.lint.facts.behaviour.precision import TensorDtypes
 from mpguard.lint.facts.program.dtypes import only_dtype
 from mpguard.lint.facts.program.lattice import Constant, Function, Object, Ref, TupleValue
 from mpguard.lint.facts.syntax.nodes import constant, dotted
@@ -21,7 +22,7 @@ from mpguard.lint.facts.syntax.records import Binding, Call, Record
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.behaviour.view import BehaviourView
 
 #: Effect of a number beyond the dtype's range: `raises` an error, or becomes `inf`.
 How = Literal["raises", "inf"]
@@ -82,7 +83,7 @@ class ScalarUse:
 class Scalars:
     """The Python numbers of one file."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: BehaviourView) -> None:
         self.facts = facts
         self._known: dict[cst.CSTNode, Number | None] = {}
 
@@ -93,7 +94,7 @@ class Scalars:
         if node is None or depth < 0:
             return None
         if (facts := self.facts.of(at)) is not self.facts:
-            return facts.scalars.number(node, at, depth)
+            return facts.part(Scalars).number(node, at, depth)
         if node not in self._known:
             self._known[node] = None  # a name that is defined by itself has no value
             self._known[node] = self._number(node, at, depth)
@@ -162,11 +163,11 @@ class Scalars:
             atom = each.atom
             if not isinstance(atom, Object) or atom.cls is None or atom.facts is None:
                 return None
-            bindings = atom.facts.attributes(atom.cls).get(node.attr.value, [])
+            bindings = self.facts.attributes(atom.cls).get(node.attr.value, [])
             given = atom.call is None or atom.call.node.args  # what a dataclass is created with replaces its defaults
             if len(bindings) != 1 or bindings[0].kind != "assign" or (bindings[0].scope is atom.cls and given):
                 return None
-            found.add(atom.facts.scalars.number(bindings[0].value, bindings[0], depth - 1))
+            found.add(self.facts.of(atom.cls).part(Scalars).number(bindings[0].value, bindings[0], depth - 1))
         return found.pop() if len(found) == 1 else None
 
     def _arithmetic(self, node: cst.BinaryOperation, at: Record, depth: int) -> Number | None:
@@ -310,7 +311,7 @@ class Scalars:
         for node in self.facts.index.parents:
             if type(node) is not cst.BinaryOperation or type(node.operator) not in _SUMS_AND_PRODUCTS:
                 continue
-            record = self.facts.precision.record(node)
+            record = self.facts.part(TensorDtypes).record(node)
             if record is None:
                 continue
             scale = isinstance(node.operator, cst.Multiply)

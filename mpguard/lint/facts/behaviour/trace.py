@@ -36,7 +36,7 @@ from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope, Use
 from mpguard.lint.source.strip_comments import stripped
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.behaviour.view import BehaviourView
 
 StepKind = Literal[
     "scale", "backward", "framework", "unscale", "clip", "scaler_step", "step", "update", "get_scale",
@@ -141,7 +141,7 @@ Trace = tuple[TraceStep, ...]
 class Traces:
     """The traces of one file."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: BehaviourView) -> None:
         self.facts = facts
         self._relevant: dict[Scope, bool] = {}
         self._items: dict[Scope, list[TraceStep | Call]] = {}
@@ -333,7 +333,7 @@ class Traces:
         functions = self.facts.functions(call)
         return bool(functions) and all(
             function.facts is not self.facts
-            and any(path in CLIPS for each in function.scope.calls for _, path in function.facts.paths(each))
+            and any(path in CLIPS for each in function.scope.calls for _, path in self.facts.of(each).paths(each))
             and not any("scaler" in name.lower() for name in function.scope.uses)
             for function in functions
         )
@@ -507,8 +507,10 @@ class Traces:
         """
         atoms = [each.atom for each in self.facts.evaluate(node, at)]
         made = [atom for atom in atoms if not (isinstance(atom, Constant) and atom.value in (None, False))]
-        torchs = [atom for atom in made if _is_torch_scaler(atom)]
-        return bool(torchs) and all(_is_torch_scaler(atom) or _stands_in(atom) or atom is UNKNOWN for atom in made)
+        torchs = [atom for atom in made if _is_torch_scaler(atom, self.facts)]
+        return bool(torchs) and all(
+            _is_torch_scaler(atom, self.facts) or _stands_in(atom) or atom is UNKNOWN for atom in made
+        )
 
     def like_torch(self, node: cst.CSTNode | None, at: Record) -> bool:
         """True if a scaler is torch's, or may be: not a wrapper's, nor a class of another library or of the tree."""
@@ -612,12 +614,12 @@ def _may_use_scaler(method: Scope) -> bool:
     )
 
 
-def _is_torch_scaler(atom: Atom) -> bool:
+def _is_torch_scaler(atom: Atom, facts: BehaviourView) -> bool:
     """True for one of torch's scalers, or of a class derived from it whose methods call those of torch."""
     if not isinstance(atom, Object) or atom.kind != "scaler":
         return False
     if atom.cls is not None and atom.facts is not None:
-        return any(_is_torch_path(base) for base in atom.facts.ancestry(atom.cls)) and all(
+        return any(_is_torch_path(base) for base in facts.ancestry(atom.cls)) and all(
             any(call.name == name and is_super(call.receiver) for call in method.calls)
             for name in ("scale", "unscale_", "step", "update")
             if (method := atom.cls.method(name)) is not None

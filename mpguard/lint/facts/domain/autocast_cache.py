@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpguard.core.lazy_pattern import lazy_pattern
+from mpguard.lint.facts.domain.training_use import TrainingUse
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import PathCondition
 from mpguard.policy.dtype import HALF_DTYPES
@@ -12,13 +13,13 @@ from mpguard.policy.dtype import HALF_DTYPES
 if TYPE_CHECKING:
     from mpguard.lint.facts.behaviour.events import Event
     from mpguard.lint.facts.behaviour.regions import Region
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.domain.view import DomainView
 
 #: The dtype of the weights themselves, in which autocast casts none of them.
 _OF_WEIGHTS = lazy_pattern(r"(?:\.weight|\bparameters\(\)\))\.dtype$")
 
 
-def keeps_no_casts(region: Region, facts: Facts) -> bool:
+def keeps_no_casts(region: Region, facts: DomainView) -> bool:
     """True if a region keeps no casts of weights: `cache_enabled=False`, or `dtype=model.head.weight.dtype`."""
     if region.call is None:
         return False
@@ -35,7 +36,7 @@ def keeps_no_casts(region: Region, facts: Facts) -> bool:
     )
 
 
-def has_low_weights(region: Region, event: Event, facts: Facts) -> bool:
+def has_low_weights(region: Region, event: Event, facts: DomainView) -> bool:
     """True if the weights are in FP16 or BF16 whenever a region is entered: autocast keeps casts of FP32 ones only.
 
     They are created in it, cast to it, or get the region's dtype from FSDP's policy.
@@ -44,7 +45,7 @@ def has_low_weights(region: Region, event: Event, facts: Facts) -> bool:
         return True  # DeepSpeed's weights are in FP16 or BF16, or it enters autocast by itself
     item = event.call.withs[-1] if event.call.withs else None
     inside = [call for call in event.scope.calls if item is not None and item in call.withs]
-    if any(facts.training_use.has_layers_in(half, call.func, call) for call in inside for half in HALF_DTYPES):
+    if any(facts.part(TrainingUse).has_layers_in(half, call.func, call) for call in inside for half in HALF_DTYPES):
         return True
     for guard, dtype in region.dtypes:
         entered = region.guard.joined(guard, event.guard)
@@ -57,7 +58,7 @@ def has_low_weights(region: Region, event: Event, facts: Facts) -> bool:
             for each in made.may_be(dtype)
         )
         weights = (
-            each for half in HALF_DTYPES for each in facts.training_use.weights(half) if not each.guard - entered
+            each for half in HALF_DTYPES for each in facts.part(TrainingUse).weights(half) if not each.guard - entered
         )
         if entered.possible and not [*policies, *weights]:
             return False

@@ -12,7 +12,7 @@ from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.records import Record
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.domain.view import DomainView
 
 _ATTRIBUTES = frozenset({
     "allow_tf32", "fp32_precision", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction",
@@ -39,7 +39,7 @@ class Switch:
         return self.record.span
 
 
-def switches(facts: Facts) -> list[Switch]:
+def switches(facts: DomainView) -> list[Switch]:
     """Return all assignments and reads of switches in a file, in order."""
     facts.need_all()
     found: list[Switch] = []
@@ -64,7 +64,7 @@ def switches(facts: Facts) -> list[Switch]:
     return sorted(found, key=lambda each: each.record.order)
 
 
-def _path(node: cst.CSTNode, at: Record, facts: Facts) -> str:
+def _path(node: cst.CSTNode, at: Record, facts: DomainView) -> str:
     """Return the full name of an attribute of `torch.backends`, by whatever local name the file uses."""
     if not isinstance(node, cst.Attribute):
         return ""
@@ -74,6 +74,6 @@ def _path(node: cst.CSTNode, at: Record, facts: Facts) -> str:
     return dotted(node) if dotted(node).startswith("torch.backends.") else ""
 
 
-def _value(node: cst.CSTNode | None, at: Record, facts: Facts) -> object:
+def _value(node: cst.CSTNode | None, at: Record, facts: DomainView) -> object:
     atoms = [each.atom for each in facts.evaluate(node, at)] if node is not None else []
     return atoms[0].value if len(atoms) == 1 and isinstance(atoms[0], Constant) else None

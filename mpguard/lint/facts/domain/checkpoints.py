@@ -19,10 +19,11 @@ from mpguard.lint.facts.program.lattice import Constant, Object
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible, equality
 from mpguard.lint.facts.syntax.records import Call, Record, Scope, Use
+from mpguard.lint.reachability import Reachability
 from mpguard.lint.source.strip_comments import stripped
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.domain.view import DomainView
 
 Role = Literal["model", "optimizer", "scaler", "other", ""]
 #: The last part of a path that the code writes.
@@ -45,7 +46,7 @@ _SAVES_OR_RESTORES = lazy_pattern(r"(?i)save|checkpoint|ckpt|snapshot|store|dump
 class Checkpoints:
     """The checkpoints of one file."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: DomainView) -> None:
         self.facts = facts
 
     def role(self, event: Event) -> Role:
@@ -62,7 +63,7 @@ class Checkpoints:
             return "other"
         if is_optimizer(self.facts, node, event.call):
             return "optimizer"
-        if "model" in kinds or _MODEL.search(name) or last_name(node) in self.facts.training_use.modules:
+        if "model" in kinds or _MODEL.search(name) or last_name(node) in self.facts.module_names:
             return "model"
         if isinstance(node, cst.Call) and dotted(node.func).rsplit(".", 1)[-1] in _UNWRAPS:
             return "model"
@@ -91,8 +92,7 @@ class Checkpoints:
         reads = [
             call
             for call in self.facts.calls.get("load", ())
-            if self.facts.called_path(call).startswith("torch.")
-            and not self.facts.unused_definitions.contain(call.span[0])
+            if self.facts.called_path(call).startswith("torch.") and self.facts.part(Reachability).is_used(call.span[0])
         ]
         if not names or not reads or not self.of("restore", "optimizer"):
             return False
@@ -114,13 +114,13 @@ class Checkpoints:
         calls = [call for name, found in self.facts.calls.items() if SAVES.search(name) for call in found]
         for call in sorted(calls, key=lambda each: each.order):
             for function in self.facts.functions(call):
-                other = function.facts
+                other = self.facts.of(function.scope)
                 if other is not self.facts:
                     other.need_all()
                     within = set(function.scope.descendants())
-                    saved = (event for event in other.checkpoints.saved(role) if event.scope in within)
+                    saved = (event for event in other.part(Checkpoints).saved(role) if event.scope in within)
                     if any(self._gets(call, function.scope, event.key, role) for event in saved):
-                        yield call, other.checkpoints
+                        yield call, other.part(Checkpoints)
 
     def _gets(self, call: Call, function: Scope, saved: str, role: Role) -> bool:
         """True if what a function saves is no parameter of it, or the call gives an object of the role for it."""
@@ -143,8 +143,7 @@ class Checkpoints:
         if _WARM_START.search(self.facts.file_text):
             return False
         restored = (event for event in self.of("restore", "optimizer") if event.guard.possible)
-        unused = (self.facts.unused_definitions, self.facts.untaken_branches)
-        used = [event for event in restored if not any(part.contain(event.span[0]) for part in unused)]
+        used = [event for event in restored if self.facts.part(Reachability).is_used(event.span[0])]
         if used:
             return not all(map(self._lacks_key, used))
         return any(

@@ -11,13 +11,13 @@ from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.records import Call, Scope
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.domain.view import DomainView
 
 _COMPILES = ("torch.compile", "torch.compiler.compile")
 _DISABLES = ("torch.compiler.disable", "torch._dynamo.disable", "torch.compiler.allow_in_graph")
 
 
-def compiled_scopes(facts: Facts) -> dict[Scope, tuple[int, int]]:
+def compiled_scopes(facts: DomainView) -> dict[Scope, tuple[int, int]]:
     """Return the functions that are compiled, each with a span.
 
     It is that of the call or decorator that compiles the function or a caller of it.
@@ -32,7 +32,7 @@ def compiled_scopes(facts: Facts) -> dict[Scope, tuple[int, int]]:
         subject = event.subject
         if any(path in _COMPILES for _, path in facts.paths(event.call)):
             subject = event.call.argument(0, "model")
-        if subject is None or event.call.name not in ("compile", *_aliases(facts)):
+        if subject is None or event.call.name not in ("compile", *facts.aliases("compile")):
             continue
         for each in facts.evaluate(subject, event.call):
             if isinstance(each.atom, Function) and each.atom.facts is facts:
@@ -56,13 +56,7 @@ def _entry(scope: Scope) -> Scope:
     return (scope.method("forward") or scope) if scope.kind == "class" else scope
 
 
-def _aliases(facts: Facts) -> list[str]:
-    from mpguard.lint.facts.behaviour.events.event import aliases
-
-    return aliases(facts, "compile")
-
-
-def _path(facts: Facts, node: cst.BaseExpression, scope: Scope) -> str:
+def _path(facts: DomainView, node: cst.BaseExpression, scope: Scope) -> str:
     """Return the full name of a decorator, called or not.
 
     Examples: `torch.compile(fullgraph=True)`, `partial(torch.compile, ...)`.
@@ -77,6 +71,6 @@ def _path(facts: Facts, node: cst.BaseExpression, scope: Scope) -> str:
     return ""
 
 
-def _breaks(facts: Facts, call: Call) -> bool:
+def _breaks(facts: DomainView, call: Call) -> bool:
     """True if a call inside a compiled function runs uncompiled."""
     return any(path in _DISABLES for _, path in facts.paths(call))

@@ -22,7 +22,7 @@ from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.domain.view import DomainView
     from mpguard.lint.facts.syntax.records import Call, Record
 
 #: Keys that only a DeepSpeed config has. One of them may also be a value that code reports about a run.
@@ -56,7 +56,7 @@ class Unknown:
 UNKNOWN = Unknown()
 
 
-def configs(facts: Facts) -> list[Document]:
+def configs(facts: DomainView) -> list[Document]:
     """Return the DeepSpeed configs that a file writes as dicts, each once, in the order of the file."""
     facts.need_all()
     found: dict[cst.Dict, _DictConfig] = {}
@@ -71,7 +71,7 @@ def configs(facts: Facts) -> list[Document]:
     return sorted(documents, key=lambda document: document.root.start if document.root is not None else 0)
 
 
-def given_to(facts: Facts, call: Call) -> Document | None:
+def given_to(facts: DomainView, call: Call) -> Document | None:
     """Return the config that a call such as `deepspeed.initialize` takes, if it is one dict that is fully visible.
 
     That is, it contains no `**base`, and nothing changes it later. None otherwise.
@@ -91,7 +91,7 @@ def given_to(facts: Facts, call: Call) -> Document | None:
     return document if document is not None and "" not in document.given_to else None
 
 
-def writes_section(facts: Facts, call: Call, section: str) -> bool:
+def writes_section(facts: DomainView, call: Call, section: str) -> bool:
     """True if the dict that a call takes has a section, or the code adds it: `config["torch_autocast"] = ...`."""
     nodes = list(_given(facts, call))
     if any(
@@ -107,7 +107,7 @@ def writes_section(facts: Facts, call: Call, section: str) -> bool:
     )
 
 
-def _dicts(facts: Facts) -> Iterator[tuple[cst.Dict, Record, str]]:
+def _dicts(facts: DomainView) -> Iterator[tuple[cst.Dict, Record, str]]:
     """Yield all dicts that are bound to a name, returned, or passed, each with its record and name."""
     for scope in facts.index.scopes:
         for key, bindings in scope.bindings.items():
@@ -123,7 +123,7 @@ def _dicts(facts: Facts) -> Iterator[tuple[cst.Dict, Record, str]]:
                     yield value, call, ""
 
 
-def _given(facts: Facts, call: Call) -> Iterator[cst.Dict]:
+def _given(facts: DomainView, call: Call) -> Iterator[cst.Dict]:
     """Yield the dicts that a call with a config argument may take: in place, by name, or returned by a function."""
     names, position = _CONFIG_ARGUMENTS[call.name]
     value = call.argument(position, *names)
@@ -135,12 +135,12 @@ def _given(facts: Facts, call: Call) -> Iterator[cst.Dict]:
         inner = facts.index.call_of.get(each) if isinstance(each, cst.Call) else None
         for function in facts.functions(inner) if inner is not None else ():
             for back in function.scope.returns:
-                bound = function.facts.values.reaching(dotted(back.value), back.scope, back.order)
+                bound = facts.of(back).values.reaching(dotted(back.value), back.scope, back.order)
                 values = [back.value, *(each.value for each in bound if each.kind == "assign")]
                 yield from (value for value in values if isinstance(value, cst.Dict))
 
 
-def _callee_name(facts: Facts, call: Call) -> str:
+def _callee_name(facts: DomainView, call: Call) -> str:
     """Return `deepspeed.initialize`, `TrainingArguments` ...; "" for an `initialize` of another library."""
     if call.name != "initialize":
         return call.name
@@ -150,7 +150,7 @@ def _callee_name(facts: Facts, call: Call) -> str:
 class _DictConfig:
     """A dict in the code: its record, its names, and the calls that take it."""
 
-    def __init__(self, facts: Facts, node: cst.Dict, at: Record) -> None:
+    def __init__(self, facts: DomainView, node: cst.Dict, at: Record) -> None:
         self.facts, self.node, self.at = facts, node, at
         self.names: set[str] = set()
         self.callees: set[str] = set()

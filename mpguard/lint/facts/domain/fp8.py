@@ -17,7 +17,7 @@ from mpguard.lint.facts.syntax.records import Call, Record, Scope, With
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.behaviour.regions import Region
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.domain.view import DomainView
 
 TE = "transformer_engine.pytorch."
 #: The positions of the sizes among the arguments of a layer's constructor.
@@ -34,7 +34,7 @@ _MAX_DEPTH = 6
 _MAX_CALLERS = 12
 
 
-def is_never_switched_on(record: Record, facts: Facts) -> bool:
+def is_never_switched_on(record: Record, facts: DomainView) -> bool:
     """True for FP8 under a condition in a project of which no script, config or text mentions FP8."""
     return bool(record.guard) and not facts.project.asks_for(facts.path, "fp8")
 
@@ -45,7 +45,7 @@ class Layer:
 
     made: Call
     path: str
-    facts: Facts
+    facts: DomainView
     call: Call | None = None
     region: Region | None = None
 
@@ -58,13 +58,13 @@ class Layer:
                 yield given, value
 
 
-def number(facts: Facts, node: cst.CSTNode, at: Record) -> int | None:
+def number(facts: DomainView, node: cst.CSTNode, at: Record) -> int | None:
     """Return the integer that an expression definitely is, or None."""
     found = facts.scalars.number(node, at)
     return int(found.value) if found is not None and found.value.is_integer() else None
 
 
-def is_true(facts: Facts, node: cst.CSTNode | None, at: Record) -> bool:
+def is_true(facts: DomainView, node: cst.CSTNode | None, at: Record) -> bool:
     """True if an expression is definitely True."""
     return node is not None and all(each.atom == Constant(True) for each in facts.evaluate(node, at))
 
@@ -85,7 +85,7 @@ def recipe_of(region: Region) -> set[str]:
     return found
 
 
-def fp8_region(facts: Facts, record: Record) -> Region | None:
+def fp8_region(facts: DomainView, record: Record) -> Region | None:
     """Return the FP8 region around a record in its own function; None if there is none or it is disabled."""
     found: Region | None = None
     for region in facts.regions(record):
@@ -94,7 +94,7 @@ def fp8_region(facts: Facts, record: Record) -> Region | None:
     return found
 
 
-def entered(facts: Facts) -> Iterator[tuple[With, Region]]:
+def entered(facts: DomainView) -> Iterator[tuple[With, Region]]:
     """Yield each `with` item of the file that enters FP8, with its region."""
     for scope in facts.index.scopes:
         for item in scope.withs:
@@ -103,7 +103,7 @@ def entered(facts: Facts) -> Iterator[tuple[With, Region]]:
                     yield item, region
 
 
-def fp8_around(facts: Facts, record: Record, depth: int = _MAX_DEPTH) -> Region | None:
+def fp8_around(facts: DomainView, record: Record, depth: int = _MAX_DEPTH) -> Region | None:
     """Return the FP8 region around a record: that of its function, otherwise that of one of its callers."""
     own = fp8_region(facts, record)
     if own is not None or depth <= 0 or any(each.kind in ("fp8_autocast", "") for each in facts.regions(record)):
@@ -113,7 +113,7 @@ def fp8_around(facts: Facts, record: Record, depth: int = _MAX_DEPTH) -> Region 
     return next((region for region in regions if region is not None), None)
 
 
-def layers_in_fp8(facts: Facts) -> list[Layer]:
+def layers_in_fp8(facts: DomainView) -> list[Layer]:
     """Return the layers of Transformer Engine that the file calls in an FP8 region, which a caller may have entered."""
     found: list[Layer] = []
     for scope in facts.index.scopes:
@@ -131,7 +131,9 @@ def layers_in_fp8(facts: Facts) -> list[Layer]:
 # -- layers -----------------------------------------------------------------------------------------
 
 
-def made_layers(facts: Facts, node: cst.CSTNode, at: Record, library: str, depth: int = _MAX_DEPTH) -> Iterator[Layer]:
+def made_layers(
+    facts: DomainView, node: cst.CSTNode, at: Record, library: str, depth: int = _MAX_DEPTH
+) -> Iterator[Layer]:
     """Yield the layers of a library that an expression is, or contains in a `Sequential`."""
     for each in facts.evaluate(node, at):
         atom = each.atom
@@ -147,7 +149,9 @@ def made_layers(facts: Facts, node: cst.CSTNode, at: Record, library: str, depth
                     yield from made_layers(facts, inner, atom.call, library, depth - 1)
 
 
-def layers_of(facts: Facts, node: cst.CSTNode, at: Record, library: str, depth: int = _MAX_DEPTH) -> Iterator[Layer]:
+def layers_of(
+    facts: DomainView, node: cst.CSTNode, at: Record, library: str, depth: int = _MAX_DEPTH
+) -> Iterator[Layer]:
     """Yield all layers of a library in a model, as far as its classes are in the file."""
     yield from made_layers(facts, node, at, library, depth)
     pending = [each.atom.cls for each in facts.evaluate(node, at) if isinstance(each.atom, Object)]
@@ -172,7 +176,7 @@ class Float8Config:
 
     calls: tuple[Call, ...]
     name: str
-    facts: Facts
+    facts: DomainView
     guard: PathCondition
 
     def setting(self, name: str) -> cst.BaseExpression | None:
@@ -192,7 +196,9 @@ class Float8Config:
         return not any(call.starred for call in self.calls)
 
 
-def float8_configs(facts: Facts, node: cst.CSTNode, at: Record, depth: int = _MAX_DEPTH) -> list[Float8Config | None]:
+def float8_configs(
+    facts: DomainView, node: cst.CSTNode, at: Record, depth: int = _MAX_DEPTH
+) -> list[Float8Config | None]:
     """Return the configs that an expression may be; None stands for an unknown one."""
     found: list[Float8Config | None] = []
     if isinstance(node, cst.Call) and node in facts.index.call_of and depth > 0:
@@ -217,7 +223,7 @@ def float8_configs(facts: Facts, node: cst.CSTNode, at: Record, depth: int = _MA
     return found
 
 
-def _recipe_name(facts: Facts, atom: Object) -> str:
+def _recipe_name(facts: DomainView, atom: Object) -> str:
     call = atom.call
     assert call is not None
     if not atom.path.endswith("from_recipe_name"):
@@ -242,7 +248,7 @@ def _recipe_name(facts: Facts, atom: Object) -> str:
     return atoms[0].path.rsplit(".", 1)[-1].lower() if isinstance(atoms[0], Ref) else ""
 
 
-def emulated(facts: Facts, call: Call) -> bool:
+def emulated(facts: DomainView, call: Call) -> bool:
     """True if a conversion only emulates FP8, as on a CPU."""
     given = call.argument(None, "config")
     configs = float8_configs(facts, given, call) if given is not None else []
@@ -255,7 +261,7 @@ def emulated(facts: Facts, call: Call) -> bool:
 # -- sharding ---------------------------------------------------------------------------------------
 
 
-def may_shard(facts: Facts, at: Record, model: Collection[Call] = frozenset()) -> bool:
+def may_shard(facts: DomainView, at: Record, model: Collection[Call] = frozenset()) -> bool:
     """True if something in the code connected with a record may apply FSDP2.
 
     By its name: a plugin of accelerate, or a helper that shards. An import alone applies nothing. model: the calls that

@@ -9,6 +9,8 @@ import libcst as cst
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour import accelerate_precision
 from mpguard.lint.facts.behaviour.events import Event, EventKind
+from mpguard.lint.facts.domain.training_use import Training, TrainingUse
+from mpguard.lint.facts.domain.view import DomainView
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible
 from mpguard.lint.facts.syntax.records import Record
@@ -16,8 +18,6 @@ from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.behaviour.autocast_state import AutocastState
-    from mpguard.lint.facts.domain.training_use import Training
-    from mpguard.lint.facts.file import Facts
 
 #: Words of options that choose the precision of a program.
 _PRECISION = lazy_pattern(r"(?i)half|fp_?(?:16|32)|float_?(?:16|32)|bf16|precision|dtype|(?<![a-z])amp(?![a-z])")
@@ -49,9 +49,11 @@ def loses_nothing(cast: Event, dtype: Dtype, guards: list[PathCondition], traini
     with the frozen weights under their adapters; or no optimizer trains these models. Or an option of the program asks
     for the dtype where no policy decides it and no weights in it are trained.
     """
-    if cast.kind != "cast" or cast.facts.training_use.is_module(cast):
+    facts = cast.facts
+    assert isinstance(facts, DomainView)
+    if cast.kind != "cast" or facts.part(TrainingUse).is_module(cast):
         return False
-    if FREQUENCIES.search(cast.key) or _is_wave(cast.facts, cast.subject, cast.call):
+    if FREQUENCIES.search(cast.key) or _is_wave(facts, cast.subject, cast.call):
         return True
     return all(_enters_low_models(cast, dtype, guard) or _is_own_mode(cast, dtype, guard, training) for guard in guards)
 
@@ -62,30 +64,32 @@ def is_chosen_input(cast: Event, guards: list[PathCondition]) -> bool:
     Not the loss: scaled, it overflows in FP16.
     """
     facts = cast.facts
-    if cast.kind != "cast" or facts.training_use.is_module(cast) or not guards:
+    assert isinstance(facts, DomainView)
+    if cast.kind != "cast" or facts.part(TrainingUse).is_module(cast) or not guards:
         return False
     return all(
-        _names_precision(guard) and not facts.training_use.inputs(cast, guard).training_sinks for guard in guards
+        _names_precision(guard) and not facts.part(TrainingUse).inputs(cast, guard).training_sinks for guard in guards
     )
 
 
 def _enters_low_models(cast: Event, dtype: Dtype, guard: PathCondition) -> bool:
     """True if only models take the value, all of which compute in its dtype, or it is cast back before it is used."""
     facts = cast.facts
-    reach = facts.training_use.inputs(cast, guard)
+    assert isinstance(facts, DomainView)
+    reach = facts.part(TrainingUse).inputs(cast, guard)
     if reach.training_sinks or reach.outside:
         return False
     fixed = dtype is Dtype.FP16 and _is_hard_coded(cast) and not _names_precision(guard)
     takers = [
         call
         for call in reach.models
-        if not any(facts.of(call).training_use.is_untaken(key, call) for key in (call.path, dotted(call.receiver)))
+        if not any(facts.of(call).part(TrainingUse).is_untaken(key, call) for key in (call.path, dotted(call.receiver)))
     ]
     if takers and any(map(_NEEDS_FLOAT32.search, {cast.key, *reach.names})):
         return False
     for call in takers:
         states = [each for each in facts.of(call).autocast_states.at(call) if compatible(each.guard, guard)]
-        adapters = facts.training_use.has_adapters(call.path, call)
+        adapters = facts.part(TrainingUse).has_adapters(call.path, call)
         prepared = accelerate_precision.precision(facts) == dtype.short
         allowed = {dtype, "off"} if adapters or prepared else {dtype}
         if not states or (fixed and not adapters):
@@ -115,13 +119,15 @@ def _is_own_mode(cast: Event, dtype: Dtype, guard: PathCondition, training: Trai
     """True if an option asks for the dtype under a condition under which no policy is active and no weights have it."""
     if not _names_precision(guard):
         return False
-    callers = cast.facts.programs_of(cast.scope, lambda _: False)
+    facts = cast.facts
+    assert isinstance(facts, DomainView)
+    callers = facts.programs_of(cast.scope, lambda _: False)
     takers = (call.scope for call in (*training.reach.models, *(sink.call for sink in training.sinks)))
-    files = dict.fromkeys(map(cast.facts.of, (*callers, *takers)))
-    return not any(_has_policy(each, guard) or each.training_use.weights(dtype) for each in files)
+    files = dict.fromkeys(map(facts.of, (*callers, *takers)))
+    return not any(_has_policy(each, guard) or each.part(TrainingUse).weights(dtype) for each in files)
 
 
-def _has_policy(facts: Facts, guard: PathCondition) -> bool:
+def _has_policy(facts: DomainView, guard: PathCondition) -> bool:
     """True if a file has a policy for the dtype of operations that may be active under a path condition."""
     if not guard.flags().isdisjoint(accelerate_precision.policy_options(facts)):
         return False
@@ -131,7 +137,7 @@ def _has_policy(facts: Facts, guard: PathCondition) -> bool:
     )
 
 
-def _is_wave(facts: Facts, node: cst.CSTNode | None, at: Record, depth: int = 4) -> bool:
+def _is_wave(facts: DomainView, node: cst.CSTNode | None, at: Record, depth: int = 4) -> bool:
     """True for sines and cosines, concatenated or in another shape: FP16 holds them as exactly as any product does."""
     if depth < 0:
         return False

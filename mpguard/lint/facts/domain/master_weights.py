@@ -15,7 +15,7 @@ from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.records import Call, Use
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.domain.view import DomainView
 
 #: The events that name an optimizer that steps.
 _STEPS: tuple[EventKind, ...] = ("step", "scaler_step")
@@ -28,7 +28,7 @@ _OPTIM = lazy_pattern("(?i)optim").search
 _GRAD = lazy_pattern(r"\.grad\b")
 
 
-def may_keep_masters(facts: Facts) -> bool:
+def may_keep_masters(facts: DomainView) -> bool:
     """True if FP32 master weights may be kept, and the loss scaled, by other means than torch.amp.
 
     These are apex, a framework's or project's own FP16 optimizer or module, and gradients copied from one set of
@@ -70,7 +70,7 @@ def _names_masters(path: str) -> bool:
     return project_words.MASTER_WEIGHTS.search(path) is not None
 
 
-def _has_masters(facts: Facts, step: Event) -> bool:
+def _has_masters(facts: DomainView, step: Event) -> bool:
     """True if the optimizer that steps keeps FP32 masters: by its name, or by the code of its class in the tree.
 
     One of several that a function chooses from says nothing of the others.
@@ -83,7 +83,7 @@ def _has_masters(facts: Facts, step: Event) -> bool:
     )
 
 
-def _is_wrapped_with_masters(facts: Facts, call: Call) -> bool:
+def _is_wrapped_with_masters(facts: DomainView, call: Call) -> bool:
     """True if a call gives an optimizer to a class of the project, whose code keeps FP32 masters by default."""
     if call.starred or any(_CHOOSES.search(name) for name in call.keywords):
         return False
@@ -94,13 +94,13 @@ def _is_wrapped_with_masters(facts: Facts, call: Call) -> bool:
     return any(_KEEPS_MASTERS.search(cls.chunk.text) for cls in classes)
 
 
-def _copies_grad(facts: Facts, call: Call) -> bool:
+def _copies_grad(facts: DomainView, call: Call) -> bool:
     """True if a call copies the gradient of one parameter to another: `master.grad.copy_(p.grad)`."""
     to, given = facts.short(call.receiver).removesuffix(".data"), facts.short(call.argument(0))
     return to.endswith(".grad") and _GRAD.search(given) is not None and to not in given
 
 
-def _goes_to_grad(facts: Facts, use: Use) -> bool:
+def _goes_to_grad(facts: DomainView, use: Use) -> bool:
     """True if a use is assigned to the gradient of an element: `masters[n].grad = p.grad.float()`."""
     node: cst.CSTNode | None = use.node
     while node is not None and not isinstance(node, (cst.BaseSmallStatement, cst.BaseCompoundStatement)):

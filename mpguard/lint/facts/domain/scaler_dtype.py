@@ -15,7 +15,7 @@ from mpguard.policy.dtype import Dtype
 if TYPE_CHECKING:
     from mpguard.lint.facts.behaviour.events.event import Event
     from mpguard.lint.facts.behaviour.regions import Region
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.domain.view import DomainView
 
 _BF16 = lazy_pattern(r"(?i)bf16|bfloat16")
 #: Code that may run the methods of a class under autocast, or scale with its scaler.
@@ -32,12 +32,12 @@ _NEEDS_NO_SCALE = lazy_pattern(r"autocast\([^()]*(?:\benabled=False|\btorch\.bfl
 _MAX_FILES = 40
 
 
-def bfloat16_region(scaler: Event, enabled: PathCondition, facts: Facts) -> Region | None:
+def bfloat16_region(scaler: Event, enabled: PathCondition, facts: DomainView) -> Region | None:
     """Return a BF16 region of a loss that the scaler scales if all regions of all its losses are definitely BF16."""
     return _common_region(scaler, enabled, facts, (Dtype.BF16,))
 
 
-def scales_without_need(scaler: Event, enabled: PathCondition, facts: Facts) -> bool:
+def scales_without_need(scaler: Event, enabled: PathCondition, facts: DomainView) -> bool:
     """True if all regions of all losses that the scaler scales definitely have a dtype with the exponents of FP32.
 
     Or if the scaler is enabled for BF16 only.
@@ -47,7 +47,7 @@ def scales_without_need(scaler: Event, enabled: PathCondition, facts: Facts) -> 
     return _common_region(scaler, enabled, facts, (Dtype.BF16, Dtype.FP32)) is not None
 
 
-def computes_without_float16(facts: Facts) -> bool:
+def computes_without_float16(facts: DomainView) -> bool:
     """True if no file of a program computes in FP16 or FP8, so that nothing is lost with the scale.
 
     Those are the file, its users, and what they import. False if they are not all known: nothing runs the file.
@@ -67,7 +67,9 @@ def computes_without_float16(facts: Facts) -> bool:
     return True
 
 
-def _common_region(scaler: Event, enabled: PathCondition, facts: Facts, dtypes: Collection[Dtype]) -> Region | None:
+def _common_region(
+    scaler: Event, enabled: PathCondition, facts: DomainView, dtypes: Collection[Dtype]
+) -> Region | None:
     """Return a region of a loss that the scaler scales if all regions of all its losses definitely have the dtypes."""
     found: Region | None = None
     if _several_files_create(scaler, facts):
@@ -97,7 +99,7 @@ def _common_region(scaler: Event, enabled: PathCondition, facts: Facts, dtypes: 
     return found
 
 
-def _several_files_create(scaler: Event, facts: Facts) -> bool:
+def _several_files_create(scaler: Event, facts: DomainView) -> bool:
     """True if a scaler belongs to a class that several files use: one of them may scale FP16 losses with it.
 
     A file that mentions neither autocast nor a scaler uses it for something else.

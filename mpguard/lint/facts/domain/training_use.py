@@ -21,8 +21,9 @@ from mpguard.lint.facts.behaviour.accelerate_precision import follows_policy
 from mpguard.lint.facts.behaviour.autocast_ops import LOWERED
 from mpguard.lint.facts.behaviour.events import Event, EventKind
 from mpguard.lint.facts.behaviour.events.event import creates_optimizer, is_optimizer
-from mpguard.lint.facts.behaviour.forward_flow import FRAMEWORK_STEPS, UPCASTS, Reach, Sink
+from mpguard.lint.facts.behaviour.forward_flow import FRAMEWORK_STEPS, Reach, Sink
 from mpguard.lint.facts.domain import wrapped_loads
+from mpguard.lint.facts.domain.master_weights import may_keep_masters
 from mpguard.lint.facts.program import api_names, keywords, project_words
 from mpguard.lint.facts.program.dtypes import AnyDtype, PossibleDtypes, as_dtype
 from mpguard.lint.facts.program.lattice import Class, Function, Object, Ref
@@ -30,21 +31,15 @@ from mpguard.lint.facts.program.mentions import mentions
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
-from mpguard.lint.source.files import NOTEBOOK
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.domain.view import DomainView
 
 #: Events that may set the dtype of weights.
 _SETS_DTYPE: tuple[EventKind, ...] = ("cast", "construct", "load")
 #: Events of training.
 _TRAINS: tuple[EventKind, ...] = ("backward", "framework", "trainer")
-#: Methods of modules that tensors do not have.
-_OF_MODULES = frozenset({
-    "parameters", "named_parameters", "modules", "named_modules", "children", "named_children", "train", "eval",
-    "gradient_checkpointing_enable", "save_pretrained",
-})  # fmt: skip
 #: Iterators over the parts of a model: a cast of each part is a cast of the model.
 _PARTS = frozenset({"parameters", "named_parameters", "modules", "named_modules", "children", "named_children"})
 #: Functions that collect parameters.
@@ -68,30 +63,8 @@ _CHECKPOINT = lazy_pattern(r"(?i)state_?dict|ckpt|checkpoint|(?:^|_)sd$")
 _ZEROS_AND_ONES = frozenset({"one_hot", "eq", "ne", "gt", "lt", "ge", "le", "bool", "isnan", "isinf", "bernoulli"})
 _CRITERION = lazy_pattern(r"(?i)(?:^|[._])(?:loss|loss_?fn|loss_?func(?:tion)?|criterion)$")
 _MASK = lazy_pattern(r"(?i)mask")
-#: Profiler markers: a script that contains one only measures.
-_PROFILES = lazy_pattern(r"\b(?:emit_nvtx|pyprof|emit_itt)\b")
-#: Calls that stop in a debugger.
-_DEBUGS = ("set_trace", "breakpoint")
-#: Methods of Trainers that evaluate; words in the names of those that train.
-_EVALUATES = frozenset({"evaluate", "predict", "validate", "test", "evaluation_loop", "prediction_loop"})
-_MAY_TRAIN = lazy_pattern(r"train|fit|search|tune|learn|^run|^start|^step")
 #: What a helper may return that gives the dtype of any name.
 _ANY_DTYPE = frozenset({Dtype.FP32, Dtype.BF16, Dtype.FP16})
-#: Names of clocks; words for speed; functions that make noise; names of functions and classes that give data.
-_CLOCK = lazy_pattern(r"(?:^|_)(?:time|time_ns|perf_counter|perf_counter_ns|monotonic|elapsed_time)$")
-_SPEED = lazy_pattern(
-    r"(?i)\b(?:gflops|tflops|flops|throughput|benchmark|latency|max_memory_allocated)\b|_per_sec|per second|/ ?sec\b"
-    r"|\btime per (?:iter|step)|\b(?:iter|iteration|step)s?\.?[ _]time\b"
-)
-#: What keeps a result of a training: its weights, its quality.
-_KEEPS = lazy_pattern(r"(?i)save|dump|state_dict|push|eval|valid|test|accura|predict|generate|metric|infer|score")
-_NOISE = frozenset({"rand", "randn", "randint"})
-_DATA = lazy_pattern(r"(?i)loader|dataset|batch(?:es)?$|^(?:next|iter|open|loadtxt|read_\w+|imread|memmap|sample)$")
-#: Names of functions that save something; steps of a program that only measures memory.
-_SAVES = lazy_pattern(r"^(?:torch_)?save(?!_for_backward)|(?<!load_)state_dict$")
-_FEW = 10
-#: A list of numbers, of which a loss is no more than a number.
-_NUMBERS = lazy_pattern(r"\[[\[\]\d.,\s-]*\]")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,10 +104,9 @@ class Weights:
 class TrainingUse:
     """The training in one file."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: DomainView) -> None:
         self.facts = facts
         self._weights: dict[AnyDtype, list[Weights]] = {}
-        self._modules: set[str] | None = None
         self._adapted: dict[str, set[Scope]] | None = None
         self._sharding: dict[Scope, bool] = {}
 
@@ -173,7 +145,7 @@ class TrainingUse:
             return None  # the inputs of a model that an engine may run in low precision
         if not is_module or whole is not None:
             return training
-        bound = self._bound(cast.call)
+        bound = self.facts.bound_to(cast.call)
         untaken = self.is_untaken(bound.key, bound) if bound is not None else self.is_untaken(cast.key, cast.call)
         return None if untaken else training
 
@@ -196,7 +168,7 @@ class TrainingUse:
 
     def _is_quantized_next(self, cast: Event) -> bool:
         """True if integers replace the weights after a cast: `net.half().quantize(4)`, `net = net.quantize(4)`."""
-        bound = self._bound(cast.call)
+        bound = self.facts.bound_to(cast.call)
         return any(
             call.scope is cast.scope
             and not call.guard - cast.guard
@@ -222,7 +194,7 @@ class TrainingUse:
 
     def _is_frozen_later(self, cast: Event, reach: Reach) -> bool:
         """True if a model takes a value by its name, and the frozen models of the function, after it, do not."""
-        bound = self._bound(cast.call)
+        bound = self.facts.bound_to(cast.call)
         if bound is None:
             return False
 
@@ -277,7 +249,7 @@ class TrainingUse:
         if cast.call.is_statement and cast.key:
             return self.facts.flow.forward_key(cast.key, cast.call, guard)
         past_targets = self.is_module(cast)  # the target of a loss has no gradient
-        bound = self._bound(cast.call)
+        bound = self.facts.bound_to(cast.call)
         if bound is not None and bound.key == cast.key:
             return self.facts.flow.forward_key(bound.key, bound, guard, past_targets, past_models)
         return self.facts.flow.forward(cast.call.node, cast.call, guard, past_targets, past_models)
@@ -330,7 +302,7 @@ class TrainingUse:
             return None
         for facts in (self.facts, *(self.facts.users(owner.name) or ())):
             for call in facts.calls.get(owner.name, ()):
-                bound = facts.training_use._bound(call)
+                bound = facts.bound_to(call)
                 if bound is not None and (call.receiver is None or facts is not self.facts):
                     return bound.key, bound
         return None
@@ -366,7 +338,7 @@ class TrainingUse:
 
         Autocast runs their matrix products so: they are calls of a model, or of one of torch's operations.
         """
-        bound = self._bound(cast.call)
+        bound = self.facts.bound_to(cast.call)
         found = []
         parents = self.facts.index.parents
         given: list[cst.CSTNode] = [cast.call.node]
@@ -404,13 +376,13 @@ class TrainingUse:
                 return True
         last = call.path.rsplit(".", 1)[-1]
         known = self.facts.kinds(call.func, call) - {""}
-        return not known and last in self.modules and not self.facts.frozen_params.is_frozen_name(call.path)
+        return not known and last in self.facts.module_names and not self.facts.frozen_params.is_frozen_name(call.path)
 
     def is_rounding_or_copy(self, cast: Event, dtype: AnyDtype | str) -> bool:
         """True if the cast only rounds (`.half().float()`), or makes a copy for a checkpoint."""
         parents = self.facts.index.parents
         above = parents.get(cast.call.node)
-        if isinstance(above, cst.Attribute) and above.attr.value in UPCASTS:
+        if isinstance(above, cst.Attribute) and above.attr.value in api_names.UPCASTS:
             return True
         if isinstance(above, cst.Attribute) and above.attr.value == "to":
             outer = self.facts.index.call_of.get(parents[above])
@@ -503,7 +475,7 @@ class TrainingUse:
 
         By a loop (`for p in net.parameters(): p.data = p.data.float()`), or by `cast_training_params` of diffusers.
         """
-        bound = self._bound(event.call)
+        bound = self.facts.bound_to(event.call)
         whole = self._cast_model(event) if event.kind == "cast" else None
         model = bound.key if bound is not None else whole[0] if whole is not None else event.key
         casts = (call for call in event.scope.calls if call.name == "cast_training_params" and call.order > event.order)
@@ -530,7 +502,7 @@ class TrainingUse:
         if owner not in (name, f"{name}.data") or call is None:
             return False
         dtypes = self.facts.dtypes(call.argument(0, "dtype"), call) if method == "to" else ()
-        return method in UPCASTS or any(dtype is Dtype.FP32 for _, dtype in dtypes)
+        return method in api_names.UPCASTS or any(dtype is Dtype.FP32 for _, dtype in dtypes)
 
     def _loaded(self, load: Event, dtype: AnyDtype, guard: PathCondition) -> Training | None:
         call = load.call
@@ -553,7 +525,7 @@ class TrainingUse:
 
     def reach_of_loaded(self, load: Event, guard: PathCondition) -> Reach:
         """Return what a loaded model reaches, or the module of the project that contains it."""
-        bound = self._bound(load.call)
+        bound = self.facts.bound_to(load.call)
         whole = wrapped_loads.outer_module(load, bound)
         if whole is not None:
             return self.facts.of(whole[1]).flow.forward_key(*whole, guard)
@@ -565,21 +537,6 @@ class TrainingUse:
         """True if the items of a call's `**options` are known, and quantize nothing."""
         ways = keywords.passed(call, self.facts)
         return ways is not None and all(way.keys().isdisjoint(_QUANTIZES) for way in ways)
-
-    def _bound(self, call: Call) -> Binding | None:
-        """Return the binding of a name to the result of a call.
-
-        Methods that return the same object may be between them.
-        """
-        parents = self.facts.index.parents
-        node: cst.CSTNode = call.node
-        while isinstance(above := parents.get(node), cst.Attribute) and above.attr.value in api_names.SAME - UPCASTS:
-            node = parents[above]
-        for key, bindings in call.scope.bindings.items():
-            for binding in bindings:
-                if binding.value is node and binding.kind == "assign" and key != "self":
-                    return binding
-        return None
 
     def is_module(self, event: Event) -> bool:
         """True if the object that is cast or loaded is a model: by its origin, or by how it is used."""
@@ -595,15 +552,15 @@ class TrainingUse:
             return True
         if "tensor" in kinds:
             return False
-        bound = self._bound(event.call)
+        bound = self.facts.bound_to(event.call)
         keys = {event.key, bound.key if bound is not None else ""} - {""}
         if bound is not None and self._is_called(bound):
             return True
-        return bool({key.rsplit(".", 1)[-1] for key in keys} & self.modules)
+        return bool({key.rsplit(".", 1)[-1] for key in keys} & self.facts.module_names)
 
     def bound_name(self, cast: Event) -> str:
         """Return the last name of what a cast changes in place, or of what its result is bound to; empty without."""
-        bound = self._bound(cast.call)
+        bound = self.facts.bound_to(cast.call)
         return (bound.key if bound is not None else cast.key if cast.call.is_statement else "").rsplit(".", 1)[-1]
 
     def _is_called(self, bound: Binding) -> bool:
@@ -638,17 +595,6 @@ class TrainingUse:
             at.scope in self.facts.reachable(place) or place in self.facts.reachable(at.scope) for place in places
         )
 
-    @property
-    def modules(self) -> set[str]:
-        """The last names of the objects that the file uses as modules: `x.parameters()`, `x.train()`."""
-        if self._modules is None:
-            self._modules = set()
-            for name in _OF_MODULES:
-                for call in self.facts.calls.get(name, ()):
-                    self._modules.add(dotted(call.receiver).rsplit(".", 1)[-1])
-            self._modules -= {"", "self"}
-        return self._modules
-
     def keeps_masters(self, weights: Weights) -> bool:
         """True if FP32 copies of these low-precision weights may be kept.
 
@@ -676,7 +622,7 @@ class TrainingUse:
     @cached_property
     def _all_keep_masters(self) -> bool:
         launched = {config.distributed_type for config in self.facts.project.configs_for(self.facts.path)}
-        return self.facts.may_keep_masters or bool(launched & {"DEEPSPEED", "FSDP", "MEGATRON_LM"})
+        return may_keep_masters(self.facts) or bool(launched & {"DEEPSPEED", "FSDP", "MEGATRON_LM"})
 
     def _mentions_sharding(self, scope: Scope, model: Call | None = None) -> bool:
         if scope not in self._sharding:
@@ -686,132 +632,6 @@ class TrainingUse:
         return mentions(self.facts, scope, project_words.SHARDING.search, {model})
 
     # -- what trains --------------------------------------------------------------------------------
-
-    @cached_property
-    def only_probes_gradients(self) -> bool:
-        """True if the file computes gradients only to inspect them.
-
-        Either all backward passes start from artificial gradients, as in the test of a layer
-        (`out.backward(torch.ones_like(out))`), or a few run without data between a profiler's marks, or each of their
-        loops stops in a debugger at each step, or the file only measures speed, or they are in cells of a notebook that
-        is run by hand, outside of loops and functions.
-        """
-        calls = self.facts.calls.get("backward", ())
-        if not calls or self.facts.calls.get("manual_backward"):
-            return False
-        if self.only_measures or all(self._starts_from_artificial(call) for call in calls):
-            return True
-        if all(map(self._is_debugged, calls)):
-            return True
-        if self.facts.path.endswith(NOTEBOOK) and all(not call.loops and call.scope.kind == "module" for call in calls):
-            return True
-        if not _PROFILES.search(self.facts.source.text):
-            return False
-        return not any(
-            isinstance(loop, cst.While) or (isinstance(loop, cst.For) and not _only_counts(loop))
-            for call in calls
-            for loop in call.loops
-        )
-
-    def _is_debugged(self, call: Call) -> bool:
-        """True if a debugger stops before or after a call, under the same conditions: `pdb.set_trace()` in its loop."""
-        stops = (each for name in _DEBUGS for each in self.facts.calls.get(name, ()))
-        return any(
-            each.scope is call.scope and each.loops == call.loops and not each.guard - call.guard for each in stops
-        )
-
-    @cached_property
-    def only_measures(self) -> bool:
-        """True if the file repeats steps only to measure their speed or memory.
-
-        Either each backward pass is in loops that only count, between two readings of a clock whose difference is
-        taken. The batch is made once, or in each step at random, outside of functions of models, nothing gives other
-        data, and the file has a word for speed or memory, or the batch is a list of numbers in the code. Or nothing but
-        the time is kept of it, or the peak memory of a few steps is read.
-        """
-        calls = self.facts.calls.get("backward", ())
-        if calls and not any(map(_KEEPS.search, self.facts.calls)) and all(map(self._only_its_time_is_kept, calls)):
-            return True
-        if not calls:
-            return False
-        names_speed = _SPEED.search(self.facts.source.text) is not None
-        if not any(map(_DATA.search, self.facts.calls)) and all(
-            self._is_timed(call) and (self._on_written_batch(call) or (names_speed and self._on_synthetic_batch(call)))
-            for call in calls
-        ):
-            return True
-        return names_speed and not any(map(_SAVES.search, self.facts.calls)) and all(map(self._is_for_memory, calls))
-
-    def _is_for_memory(self, call: Call) -> bool:
-        """True if a call is one of a few steps of a new optimizer, before and after which the peak memory is read."""
-        near = call.scope.calls
-        return (
-            any(each.name == "reset_peak_memory_stats" and each.order < call.order for each in near)
-            and any(each.name == "max_memory_allocated" and each.order > call.order for each in near)
-            and any("optimizer" in self.facts.kinds(each.node, each) for each in near)
-            and bool(call.loops)
-            and all(_counts_few(loop) for loop in call.loops)
-        )
-
-    def _only_its_time_is_kept(self, call: Call) -> bool:
-        """True if a loss is read for its backward pass only, and each step is timed."""
-        loss = dotted(call.receiver)
-        read = [use for use in call.scope.uses.get(loss, ()) if use.path != f"{loss}.backward"]
-        clocks = [each for each in call.scope.calls if _CLOCK.search(each.name)]
-        return bool(loss) and "." not in loss and not read and any(each.loops == call.loops for each in clocks)
-
-    def _is_timed(self, call: Call) -> bool:
-        """True if a clock is read before and after a call, in its function, and the difference is taken."""
-        has_events = any(each.name == "elapsed_time" for each in call.scope.calls)  # of torch.cuda
-        clocks = [
-            each for each in call.scope.calls if _CLOCK.search(each.name) or (has_events and each.name == "record")
-        ]
-        read = {bound.key for each in clocks if (bound := self._bound(each)) is not None}
-        taken = has_events or any(
-            isinstance(self.facts.parent(use.node), cst.BinaryOperation)
-            for key in read
-            for use in call.scope.uses.get(key, ())
-        )
-        return taken and any(c.order < call.order for c in clocks) and any(c.order > call.order for c in clocks)
-
-    def _on_synthetic_batch(self, call: Call) -> bool:
-        """True if a call is repeated by counting only, in a function that makes tensors before the loop, or noise."""
-        makes = self._tensors_near(call)
-        return bool(makes) and all(
-            each.order < call.order and (not each.loops or (each.loops == call.loops and each.name in _NOISE))
-            for each in makes
-        )
-
-    def _on_written_batch(self, call: Call) -> bool:
-        """True if a call is repeated by counting only, in a function whose tensors are all lists of numbers."""
-        return bool(makes := self._tensors_near(call)) and all(
-            each.name == "tensor" and each.positional and _NUMBERS.fullmatch(self.facts.short(each.positional[0]))
-            for each in makes
-        )
-
-    def _tensors_near(self, call: Call) -> list[Call]:
-        """Return what makes tensors in the function of a call that is repeated by counting only."""
-        if not call.loops or not all(isinstance(loop, cst.For) and _only_counts(loop) for loop in call.loops):
-            return []
-        return [
-            each
-            for name in api_names.TENSOR_MAKERS
-            for each in self.facts.calls.get(name, ())
-            if each.scope is call.scope and self.facts.called_path(each).startswith("torch.")
-        ]
-
-    def _starts_from_artificial(self, call: Call) -> bool:
-        """True if a backward pass starts from an artificial or detached gradient."""
-        node = call.argument(0, "gradient")
-        if isinstance(node, cst.Subscript):
-            node = node.value
-        if isinstance(node, cst.Name):
-            found = self.facts.values.reaching(node.value, call.scope, call.order, call.guard)
-            node = found[0].value if len(found) == 1 and found[0].kind == "assign" else None
-        return isinstance(node, cst.Call) and (
-            dotted(node.func).rsplit(".", 1)[-1] in api_names.TENSOR_MAKERS
-            or (isinstance(node.func, cst.Attribute) and node.func.attr.value in ("detach", "clone"))
-        )
 
     def trainer_of(self, call: Call) -> Call | None:
         """Return what trains in the programs that run a call.
@@ -823,7 +643,9 @@ class TrainingUse:
             near.update(*(self.facts.programs_of(each) for each in self.facts.scopes), self.facts.scopes)
         for kind in _TRAINS:
             for event in self.facts.events_around(kind, call.scope):
-                if event.facts.training_use.only_measures or event.facts.training_use.only_evaluates(event.call):
+                if (measures := self.facts.of(event.call).measures).only_measures or measures.only_evaluates(
+                    event.call
+                ):
                     continue
                 together = event.scope in near and compatible(event.guard, self.facts.guard_of(call))
                 if together and (kind == "trainer" or self.facts.has_step(event.scope)):
@@ -837,23 +659,6 @@ class TrainingUse:
                 made = each.atom.call if isinstance(each.atom, Object) and each.atom.kind == "optimizer" else None
                 if made is not None and self.facts.called_path(made).startswith("torch.optim."):
                     yield made
-
-    def only_evaluates(self, trainer: Call) -> bool:
-        """True if a Trainer is created to evaluate: its name is used for that, never to train or in the tree's code."""
-        bound = self._bound(trainer)
-        if bound is None:
-            return False
-        methods: set[str] = set()
-        for place in self.facts.scopes:
-            for use in place.uses.get(bound.key.split(".", 1)[0], ()):
-                parent = self.facts.parent(use.node)
-                if use.path.startswith(f"{bound.key}.") and isinstance(parent, cst.Call) and parent.func is use.node:
-                    methods.add(use.path[len(bound.key) + 1 :])
-                elif use.path == bound.key:
-                    taker = self.facts.call_of(self.facts.parent(parent)) if isinstance(parent, cst.Arg) else None
-                    if taker is None or not self.facts.called_path(taker):
-                        return False
-        return not methods.isdisjoint(_EVALUATES) and not any(map(_MAY_TRAIN.search, methods))
 
     def is_untaken(self, key: str, at: Record, depth: int = 3) -> bool:
         """True if no optimizer takes the model of a name: each one of the file has the parameters of others.
@@ -879,7 +684,7 @@ class TrainingUse:
         """True if a function or class that takes no model gives an object: not `DDP(model)`, `model.get_encoder()`."""
         node = binding.value
         while binding.kind in ("assign", "element") and (call := self.facts.call_of(node)) is not None:
-            if any(dotted(arg.value).rsplit(".", 1)[-1] in self.modules for arg in call.node.args):
+            if any(dotted(arg.value).rsplit(".", 1)[-1] in self.facts.module_names for arg in call.node.args):
                 return False
             if call.name not in api_names.SAME or call.receiver is None:
                 atoms = [each.atom for each in self.facts.evaluate(call.func, call)]
@@ -1026,19 +831,6 @@ def _objects(node: cst.CSTNode) -> set[str]:
         else:
             return set()
     return set(path.split(".")) - {"self"}
-
-
-def _only_counts(loop: cst.For) -> bool:
-    """True if a loop only counts: `for _ in range(10)`."""
-    return isinstance(loop.iter, cst.Call) and dotted(loop.iter.func) in ("range", "trange")
-
-
-def _counts_few(loop: cst.CSTNode) -> bool:
-    """True if a loop counts to a small literal: `for _ in range(3)`."""
-    if not isinstance(loop, cst.For) or not isinstance(loop.iter, cst.Call) or not _only_counts(loop):
-        return False
-    last = constant(loop.iter.args[-1].value) if loop.iter.args else None
-    return last is not None and isinstance(last[0], int) and last[0] <= _FEW
 
 
 def _is_plain_name(literal: tuple[object] | None) -> bool:

@@ -16,7 +16,7 @@ from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition
 from mpguard.lint.facts.syntax.records import Call, Scope, Use
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.domain.view import DomainView
 
 #: Names that may stand for a loss scaler or contain one. They do not prove that there is one, but its absence is no
 #: longer certain.
@@ -63,7 +63,7 @@ _READS_SCALER = lazy_pattern(
 )
 
 
-def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts: Facts) -> Event | None:
+def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts: DomainView) -> Event | None:
     """Return the step of a plain optimizer in the same program under a compatible path condition, or None.
 
     In the function of the backward pass, in one around it, or in another method of its class that gets it as an
@@ -114,7 +114,7 @@ def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts
     return unknown
 
 
-def _clears_gradients(backward: Call, facts: Facts) -> str | None:
+def _clears_gradients(backward: Call, facts: DomainView) -> str | None:
     """Return the name of what a function that never steps clears the gradients of, after a backward pass; or None.
 
     Between the two it calls nothing of the project, which might step: it is a trial, to measure memory.
@@ -129,7 +129,7 @@ def _clears_gradients(backward: Call, facts: Facts) -> str | None:
     return dotted(cleared[0].receiver).rpartition(".")[2] or None
 
 
-def _may_be_of(step: Event, name: str, facts: Facts) -> bool:
+def _may_be_of(step: Event, name: str, facts: DomainView) -> bool:
     """True unless the optimizer of a step gets other parameters than those of a model or an optimizer of this name."""
     if dotted(step.subject).rpartition(".")[2] == name:
         return True
@@ -160,7 +160,7 @@ def _runs_both(owner: Scope, backward: Scope, step: Scope) -> bool:
 def may_be_scaled(
     guard: PathCondition,
     program: set[Scope],
-    facts: Facts,
+    facts: DomainView,
     loss: Event | None = None,
     step: Event | None = None,
     *,
@@ -206,7 +206,7 @@ def may_be_scaled(
                     continue
                 if isinstance(each.atom, Ref) and api_names.kind_of(each.atom.path) in _HAS_OWN_SCALER:
                     return True
-                if isinstance(each.atom, Class) and each.atom.facts.class_kind(each.atom.scope) in _HAS_OWN_SCALER:
+                if isinstance(each.atom, Class) and facts.class_kind(each.atom.scope) in _HAS_OWN_SCALER:
                     return True
     scales = [event for event in facts.events("scale") if event.call not in others]
     if any(scale.scope in program and compatible(scale.guard, guard) for scale in scales):
@@ -223,7 +223,7 @@ def _differentiates(cls: Scope) -> bool:
     return any(call.name in ("backward", "step") for each in cls.descendants() for call in each.calls)
 
 
-def _is_own_backward(event: Event, program: set[Scope], facts: Facts) -> bool:
+def _is_own_backward(event: Event, program: set[Scope], facts: DomainView) -> bool:
     """True for `self.backward(loss)` of a class that defines this method in the program: what it does counts."""
     owner = event.scope.owner
     if dotted(event.subject) != "self" or owner is None or facts.base_unknown(owner):
@@ -231,7 +231,7 @@ def _is_own_backward(event: Event, program: set[Scope], facts: Facts) -> bool:
     return any(each.scope in program for each in facts.functions(event.call))
 
 
-def arm_scales(loss: Event, facts: Facts) -> bool:
+def arm_scales(loss: Event, facts: DomainView) -> bool:
     """True if the loss is multiplied by a scale, or another branch in its function scales one: it is meant so.
 
     Or if its function scales it where there is a scaler (`if scaler is not None: loss = scaler.scale(loss)`): whether
@@ -253,7 +253,7 @@ def arm_scales(loss: Event, facts: Facts) -> bool:
     )
 
 
-def _scales_own_loss(use: Use, loss: Event, facts: Facts) -> bool:
+def _scales_own_loss(use: Use, loss: Event, facts: DomainView) -> bool:
     """True for `scaler.scale(other).backward()` in a function that is called after a backward pass.
 
     It adds the gradients of a loss that it computes itself, as adversarial training does.
@@ -276,7 +276,7 @@ def _scales_own_loss(use: Use, loss: Event, facts: Facts) -> bool:
     )
 
 
-def _called_by(scope: Scope, facts: Facts) -> set[Scope]:
+def _called_by(scope: Scope, facts: DomainView) -> set[Scope]:
     """Return a function, and the functions of the tree that run within its calls."""
     found, pending = {scope}, [scope]
     while pending:
@@ -286,7 +286,7 @@ def _called_by(scope: Scope, facts: Facts) -> set[Scope]:
     return found
 
 
-def _may_scale(use: Use, program: set[Scope], facts: Facts) -> bool:
+def _may_scale(use: Use, program: set[Scope], facts: DomainView) -> bool:
     """True if a use of what is named like a scaler may scale a loss with it.
 
     Methods that only step, update or save scale nothing, nor does a test (`if scaler is not None`), nor what passes it
@@ -324,7 +324,7 @@ def _may_scale(use: Use, program: set[Scope], facts: Facts) -> bool:
     return True
 
 
-def _is_quotient(use: Use, facts: Facts) -> bool:
+def _is_quotient(use: Use, facts: DomainView) -> bool:
     """True for a name that is bound to quotients only: `loss_scale_factor = 1 / accumulation_steps` is an average."""
     bound = facts.bindings(use.path, use)
     return bool(bound) and all(
@@ -335,7 +335,7 @@ def _is_quotient(use: Use, facts: Facts) -> bool:
     )
 
 
-def _returned(node: cst.CSTNode, use: Use, facts: Facts) -> bool:
+def _returned(node: cst.CSTNode, use: Use, facts: DomainView) -> bool:
     """True for a `return` of a name, or of a tuple that contains it, also one with a name that is only returned."""
     while isinstance(node, (cst.Element, cst.Tuple)):
         above = facts.parent(node)
@@ -348,7 +348,7 @@ def _returned(node: cst.CSTNode, use: Use, facts: Facts) -> bool:
     return isinstance(node, cst.Return)
 
 
-def _is_weight_of_module(use: Use, facts: Facts) -> bool:
+def _is_weight_of_module(use: Use, facts: DomainView) -> bool:
     """True for an attribute by which a loss module multiplies its result: the module runs no backward pass."""
     owner, parent = use.scope.owner, facts.parent(use.node)
     return (
@@ -362,7 +362,7 @@ def _is_weight_of_module(use: Use, facts: Facts) -> bool:
     )
 
 
-def _is_factor(use: Use, program: set[Scope], facts: Facts) -> bool:
+def _is_factor(use: Use, program: set[Scope], facts: DomainView) -> bool:
     """True if a number is a factor or a divisor of something whole, or other code gets it.
 
     A factor of one term of a sum, as in `a_loss_scale * a + b_loss_scale * b`, is a weight; in `int(size * loss_scale)`
@@ -382,7 +382,7 @@ def _is_factor(use: Use, program: set[Scope], facts: Facts) -> bool:
     return factor or (isinstance(parent, cst.Arg) and _passed_on(parent, use, program, facts))
 
 
-def _passed_on(argument: cst.Arg, use: Use, program: set[Scope], facts: Facts) -> bool:
+def _passed_on(argument: cst.Arg, use: Use, program: set[Scope], facts: DomainView) -> bool:
     """True if code outside the program gets an argument, and may scale a loss with it."""
     call = facts.of(use).call_of(facts.of(use).parent(argument))
     if call is None:
@@ -390,7 +390,7 @@ def _passed_on(argument: cst.Arg, use: Use, program: set[Scope], facts: Facts) -
     return not (_READS_SCALER.search(call.name) or any(each.scope in program for each in facts.functions(call)))
 
 
-def _data_scaler(use: Use, facts: Facts) -> bool:
+def _data_scaler(use: Use, facts: DomainView) -> bool:
     """True if a name is that of a scaler of data (`StandardScaler`), or of an object with its methods."""
     path, owner = use.path, use.scope.owner
     if _DATA_SCALER.search(path) or (owner is not None and _DATA_SCALER.search(owner.name)):

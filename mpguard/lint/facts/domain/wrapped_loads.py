@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mpguard.lint.facts.behaviour.events.event import Event
+from mpguard.lint.facts.behaviour.view import BehaviourView
 from mpguard.lint.facts.syntax.nodes import text_of
 from mpguard.lint.facts.syntax.records import Binding, Record, Scope
-
-if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
 
 
 def outer_module(load: Event, bound: Binding | None) -> tuple[str, Record] | None:
@@ -19,6 +15,7 @@ def outer_module(load: Event, bound: Binding | None) -> tuple[str, Record] | Non
     without gradients, or give the attribute to other code.
     """
     owner, facts = load.scope.owner, load.facts
+    assert isinstance(facts, BehaviourView)
     if bound is None or not bound.key.startswith("self.") or load.scope.name != "__init__" or owner is None:
         return None
     if facts.class_kind(owner) != "model" or facts.base_unknown(owner) or not _is_run(bound.key, owner, facts):
@@ -32,7 +29,7 @@ def outer_module(load: Event, bound: Binding | None) -> tuple[str, Record] | Non
     return None
 
 
-def _is_run(attribute: str, owner: Scope, facts: Facts) -> bool:
+def _is_run(attribute: str, owner: Scope, facts: BehaviourView) -> bool:
     """True if the methods of a module call an attribute, with gradients, and do nothing else with it."""
     runs = False
     for method in owner.descendants():
@@ -48,7 +45,7 @@ def _is_run(attribute: str, owner: Scope, facts: Facts) -> bool:
     return runs
 
 
-def _is_made_by(binding: Binding, created: Record, facts: Facts) -> bool:
+def _is_made_by(binding: Binding, created: Record, facts: BehaviourView) -> bool:
     """True if a name is bound to an object as it was created, or moved to a device: `model = Net().cuda()`."""
     node = binding.value
     while (call := facts.call_of(node)) is not None:
@@ -60,7 +57,7 @@ def _is_made_by(binding: Binding, created: Record, facts: Facts) -> bool:
     return False
 
 
-def _is_optimized(key: str, facts: Facts) -> bool:
+def _is_optimized(key: str, facts: BehaviourView) -> bool:
     return any(
         text_of(given) == f"{key}.parameters()"
         for calls in facts.calls.values()

@@ -23,7 +23,7 @@ from mpguard.lint.facts.syntax.records import Binding, Call, Record, Return
 
 if TYPE_CHECKING:
     from mpguard.document import Document
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.domain.view import DomainView
 
 _MAX_DEPTH = 8
 #: Expressions followed for one request, and bindings of one name.
@@ -56,7 +56,7 @@ class Wrap:
 
     kind: str
     call: Call
-    facts: Facts
+    facts: DomainView
     guard: PathCondition
     index: int | None = None
 
@@ -64,7 +64,7 @@ class Wrap:
 class WrapperFacts:
     """The wrapped objects of one file."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: DomainView) -> None:
         self.facts = facts
         self._kinds: dict[Call, str] | None = None
 
@@ -174,7 +174,7 @@ class WrapperFacts:
 class _Search:
     """Follows one expression back to the calls that wrap it."""
 
-    def __init__(self, facts: Facts, calls: dict[Call, str], across: bool) -> None:
+    def __init__(self, facts: DomainView, calls: dict[Call, str], across: bool) -> None:
         self.facts, self.calls, self.across = facts, calls, across
         self.found: list[Wrap] = []
         self.seen: set[object] = set()
@@ -318,7 +318,11 @@ class _Search:
         for call in callers:
             there = self.facts.of(call)
             given = self.facts.values.given(call, binding.scope, binding.key)
-            wraps = there.wrappers.of(given, call) if there is not self.facts and given is not binding.value else []
+            wraps = (
+                there.part(WrapperFacts).of(given, call)
+                if there is not self.facts and given is not binding.value
+                else []
+            )
             if not wraps:
                 return []
             found += wraps
@@ -342,7 +346,7 @@ def policy_of(wrap: Wrap) -> tuple[Call, str] | None:
     return None
 
 
-def receiver_at(wrap: Wrap, at: Record, facts: Facts) -> str | None:
+def receiver_at(wrap: Wrap, at: Record, facts: DomainView) -> str | None:
     """Return the name of the wrapper's Accelerator or engine at a record; None if it has none there."""
     key = dotted(wrap.call.receiver)
     if not key or wrap.facts is not facts:

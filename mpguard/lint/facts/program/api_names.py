@@ -130,6 +130,8 @@ TENSOR_MAKERS = frozenset({
 COUNTS_EMULATION = (2, 3)
 #: Methods that put a value, their last argument, into a container.
 ADDS_TO_CONTAINER = frozenset({"append", "extend", "add", "insert", "setdefault", "appendleft"})
+#: Methods that end the effect of a cast to FP16.
+UPCASTS = frozenset({"float", "double"})
 #: Methods that return their own object.
 SAME = frozenset({
     "to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type", "train", "eval", "requires_grad_",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.program import project_words
+from mpguard.lint.facts.program.all_calls import all_calls
 from mpguard.lint.facts.program.evaluate import DEPTH
 from mpguard.lint.facts.program.lattice import NOTHING_KNOWN, UNKNOWN, Class, Function, Object, Ref
 from mpguard.lint.facts.syntax.nodes import is_super
@@ -17,7 +18,7 @@ from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.program.view import ProgramView
 
 #: Packages whose base classes neither train nor hold what trains; the standard library is none of them either.
 _HARMLESS = ("torch.utils.", "torch.autograd.", "sklearn.", "overrides.", "pydantic.", "typing_extensions.", "object")
@@ -43,10 +44,11 @@ _NO_CLASS = frozenset({"def", "import", "from"})
 class CallGraph:
     """The callers and callees of the functions of one file, and the kinds of its classes."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: ProgramView) -> None:
         self.facts = facts
         self._attributes: dict[Scope, dict[str, list[Binding]]] = {}
         self._callers: dict[Scope, list[Call]] = {}
+        self._all_calls: dict[Scope, list[Call] | None] = {}
         self._contexts: dict[Scope, PathCondition] = {}
         self._active: set[object] = set()
         self._escapes: dict[Scope, bool] = {}
@@ -58,6 +60,10 @@ class CallGraph:
         self._depth = 0
         self._named: dict[str, list[Scope]] = {}
         self._named_at = 0
+
+    def _at(self, scope: Scope) -> CallGraph:
+        """Return the call graph of the file that contains a scope."""
+        return self.facts.of(scope).part(CallGraph)
 
     def attributes(self, cls: Scope) -> dict[str, list[Binding]]:
         """Return the attributes that a class and its base classes in the file set, with their bindings.
@@ -75,7 +81,7 @@ class CallGraph:
                 found.setdefault(key, []).extend(bindings)
             for base in self.bases(cls):
                 if isinstance(base, Class):
-                    for key, bindings in base.facts.graph.attributes(base.scope).items():
+                    for key, bindings in self._at(base.scope).attributes(base.scope).items():
                         if base.facts is self.facts and key not in found:
                             found[key] = bindings
         return self._attributes[cls]
@@ -94,7 +100,7 @@ class CallGraph:
             if method is not None:
                 return None if _is_overridden(method, base.scope, below) else Function(method, base.facts)
             below.append(base.scope)
-            pending += base.facts.graph.bases(base.scope)
+            pending += self._at(base.scope).bases(base.scope)
         return None
 
     def bases(self, cls: Scope) -> list[Class | str]:
@@ -131,7 +137,7 @@ class CallGraph:
         if cls not in self._derived:
             found = self._derived[cls] = [each for other in self._where_derived(cls) for each in other._derives(cls)]
             for each in tuple(found):
-                found += [further for further in each.facts.graph.derived(each.scope) if further not in found]
+                found += [further for further in self._at(each.scope).derived(each.scope) if further not in found]
         return self._derived[cls]
 
     def _where_derived(self, cls: Scope) -> list[CallGraph]:
@@ -139,7 +145,7 @@ class CallGraph:
         users = (self.facts.users(name) if name and self.facts.derived_elsewhere(cls) else None) or []
         for other in users:
             other.need_uses(name)
-        return [self, *(other.graph for other in users)]
+        return [self, *(other.part(CallGraph) for other in users)]
 
     def _derives(self, cls: Scope) -> list[Class]:
         """Return the classes of this file with a class as a base."""
@@ -157,8 +163,8 @@ class CallGraph:
         """
         found: dict[Scope, tuple[Function, list[Scope]]] = {}
         for each in (Class(owner, self.facts), *self.derived(owner)):
-            method = each.facts.graph.method(each.scope, name)
-            if method is not None and each.facts.graph._has_objects(each.scope):
+            method = self._at(each.scope).method(each.scope, name)
+            if method is not None and self._at(each.scope)._has_objects(each.scope):
                 found.setdefault(method.scope, (method, []))[1].append(each.scope)
         return list(found.values())
 
@@ -171,9 +177,9 @@ class CallGraph:
         is_used = self._has_objects(cls)
         inherited = self.attributes(cls).get(name, [])
         for each in self.derived(cls):
-            own = [b for b in each.facts.graph.attributes(each.scope).get(name, ()) if b not in inherited]
+            own = [b for b in self._at(each.scope).attributes(each.scope).get(name, ()) if b not in inherited]
             found += [(each, binding) for binding in own]
-            is_used = is_used or (not own and each.facts.graph._has_objects(each.scope))
+            is_used = is_used or (not own and self._at(each.scope)._has_objects(each.scope))
         return found, is_used
 
     def method(self, cls: Scope, name: str, above: bool = False) -> Function | None:
@@ -191,7 +197,7 @@ class CallGraph:
             if method is not None:
                 return Function(method, current.facts)
             seen.add(current.scope)
-            bases = current.facts.graph.bases(current.scope)
+            bases = self._at(current.scope).bases(current.scope)
             pending = [*(base for base in bases if isinstance(base, Class)), *pending]
         return None
 
@@ -201,7 +207,7 @@ class CallGraph:
         top: Class | None = Class(cls, self.facts)
         while top is not None and top.scope not in seen:
             seen.add(top.scope)
-            cls, bases = top.scope, top.facts.graph.bases(top.scope)
+            cls, bases = top.scope, self._at(top.scope).bases(top.scope)
             top = next((base for base in bases if isinstance(base, Class)), None)
         return cls.qualname
 
@@ -221,15 +227,15 @@ class CallGraph:
     def ancestry(self, cls: Scope) -> Iterator[str]:
         """Yield the full names of all library classes among the ancestors of a class; "" for an unknown one."""
         seen: set[Scope] = set()
-        pending: list[tuple[Facts, Scope]] = [(self.facts, cls)]
+        pending = [cls]
         while pending:
-            facts, scope = pending.pop()
+            scope = pending.pop()
             if scope in seen:
                 continue
             seen.add(scope)
-            for base in facts.graph.bases(scope):
+            for base in self._at(scope).bases(scope):
                 if isinstance(base, Class):
-                    pending.append((base.facts, base.scope))
+                    pending.append(base.scope)
                 else:
                     yield base
 
@@ -279,7 +285,7 @@ class CallGraph:
         self.facts.need_uses(_name_outside(scope) or scope.name)
         found = self.calls_of(scope)
         for other in self._callers_modules(scope):
-            found += other.graph.calls_of(scope)
+            found += other.part(CallGraph).calls_of(scope)
         self._callers[scope] = found
         return found
 
@@ -299,7 +305,14 @@ class CallGraph:
             candidates += [call for name in names if name != wanted for call in self.facts.calls.get(name, ())]
         return [call for call in candidates if self._resolves(call, scope)]
 
-    def _callers_modules(self, scope: Scope) -> list[Facts]:
+    def all_calls(self, scope: Scope) -> list[Call] | None:
+        """Return all calls of a function, or of the class that it initializes; None if there may be others."""
+        if scope not in self._all_calls:
+            self._all_calls[scope] = None
+            self._all_calls[scope] = all_calls(scope, self.facts)
+        return self._all_calls[scope]
+
+    def _callers_modules(self, scope: Scope) -> list[ProgramView]:
         """Return the other modules that may call a function, with what may call it parsed."""
         name = _name_outside(scope)
         found = self.facts.users(name) or [] if name else []
@@ -417,7 +430,7 @@ class CallGraph:
             return True
         for other in users:
             other.need_uses(name)
-        return any(each.graph._passes(scope) for each in (self.facts, *users))
+        return any(each.part(CallGraph)._passes(scope) for each in (self.facts, *users))
 
     def _passes(self, scope: Scope) -> bool:
         if self._passed_names_at != self.facts.parsed_bytes:
@@ -460,7 +473,7 @@ class CallGraph:
 
         Its class and module are included.
         """
-        return self._closure([scope], lambda each: self.facts.of(each).graph._neighbours(each))
+        return self._closure([scope], lambda each: self._at(each)._neighbours(each))
 
     def programs_of(self, scope: Scope, into: Callable[[Scope], bool] = lambda _: True) -> set[Scope]:
         """Return the functions of the tree that run in a program that runs this one.
@@ -468,8 +481,8 @@ class CallGraph:
         They are what calls it, directly or not, with its classes, and what these call. `reachable` contains the other
         users of its helpers as well. into: True for a callee that is of interest, with what it calls.
         """
-        callers = self._closure([scope], lambda each: self.facts.of(each).graph._runs_it(each))
-        return self._closure(callers, lambda each: list(filter(into, self.facts.of(each).graph._runs(each))))
+        callers = self._closure([scope], lambda each: self._at(each)._runs_it(each))
+        return self._closure(callers, lambda each: list(filter(into, self._at(each)._runs(each))))
 
     def _closure(self, start: Iterable[Scope], following: Callable[[Scope], list[Scope]]) -> set[Scope]:
         """Return some functions, and all that follow from them."""

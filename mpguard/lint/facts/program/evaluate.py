@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from mpguard.lint.facts.behaviour.options import option_values
 from mpguard.lint.facts.program import api_names
 from mpguard.lint.facts.program.keywords import item_given
 from mpguard.lint.facts.program.lattice import (
@@ -37,6 +36,7 @@ from mpguard.lint.facts.program.lattice import (
     restrict,
     tuple_of,
 )
+from mpguard.lint.facts.program.option_values import option_values
 from mpguard.lint.facts.syntax.conditions import subject
 from mpguard.lint.facts.syntax.constant_flags import SUPPORTS_BF16
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
@@ -49,11 +49,11 @@ from mpguard.lint.facts.syntax.path_condition import (
     equality,
     negated,
 )
-from mpguard.lint.facts.syntax.records import Binding, Call, Param, Scope
+from mpguard.lint.facts.syntax.records import Binding, Call, Param, Record, Scope
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.program.view import ProgramView
 
 #: How deep calls, parameters and names are followed.
 DEPTH = 24
@@ -92,7 +92,7 @@ class Values:
     Results are cached unless they are incomplete because of the calling context.
     """
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: ProgramView) -> None:
         self.facts = facts
         self._known: dict[cst.CSTNode, Alternatives] = {}
         self._search = _Search()
@@ -103,6 +103,10 @@ class Values:
     def share_search(self, other: Values) -> None:
         """Share the state of an evaluation in another module, so that cycles through both modules are detected."""
         self._search = other._search
+
+    def _at(self, record: Record | Scope) -> Values:
+        """Return the values of the file that contains a record or a scope."""
+        return self.facts.of(record).part(Values)
 
     def known(self, node: cst.CSTNode | None) -> Alternatives | None:
         """Return the alternatives of an expression that was evaluated before, or None."""
@@ -370,7 +374,7 @@ class Values:
         if scope.owner is None:
             return found
         others, is_used = self.facts.graph.overriding(scope.owner, name)
-        values = (each for cls, binding in others for each in cls.facts.values.bound(binding))
+        values = (each for cls, binding in others for each in self._at(cls.scope).bound(binding))
         return (*(found if is_used or not others else ()), *values)
 
     def _executed(self, binding: Binding) -> Alternatives:
@@ -413,7 +417,7 @@ class Values:
             if other in seen:
                 continue
             seen.add(other)
-            found = other.values._lookup_bound(path, other.module, 1 << 60)
+            found = other.part(Values)._lookup_bound(path, other.module, 1 << 60)
             if found is None:
                 pending += _starred(other)
             elif all(alternative.atom is not UNKNOWN for alternative in found):
@@ -528,7 +532,7 @@ class Values:
         given = atom.call.argument(0, "modules")
         if not isinstance(given, (cst.ListComp, cst.GeneratorExp)):
             return NOTHING_KNOWN
-        return self.facts.of(atom.call).values.evaluate(given.elt, atom.call.scope, atom.call.order)
+        return self._at(atom.call).evaluate(given.elt, atom.call.scope, atom.call.order)
 
     def _module(self, module: str) -> Alternatives:
         other = self.facts.imported(module)
@@ -539,7 +543,7 @@ class Values:
         if other is not None:
             other.need(name)
             if name in other.module.bindings:
-                return other.values.lookup(name, other.module, 1 << 60)
+                return other.part(Values).lookup(name, other.module, 1 << 60)
             if not other.source.path.endswith("__init__.py"):
                 return NOTHING_KNOWN
         inner = self.facts.imported(f"{module}.{name}" if not module.endswith(".") else module + name)
@@ -602,26 +606,28 @@ class Values:
             return (Alternative(ALWAYS, Constant(atom.value.split(":", 1)[0])),)  # the type of a `torch.device`
         if isinstance(atom, Module):
             atom.facts.need(name)
-            if name in atom.facts.module.bindings:
-                return atom.facts.values.lookup(name, atom.facts.module, 1 << 60)
+            module = atom.facts.module
+            if name in module.bindings:
+                return self._at(module).lookup(name, module, 1 << 60)
             return NOTHING_KNOWN
         if isinstance(atom, (Class, Object)):
             scope = atom.scope if isinstance(atom, Class) else atom.cls
             if scope is not None and atom.facts is not None:
-                bindings = atom.facts.graph.attributes(scope).get(name)
+                graph, values = self.facts.of(scope).graph, self._at(scope)
+                bindings = graph.attributes(scope).get(name)
                 given = self._field(atom, name) if isinstance(atom, Object) else None
                 if given is not None:
                     return given
                 if bindings:
-                    found = tuple(each for binding in bindings for each in atom.facts.values.bound(binding))
-                    return atom.facts.values.set_from_outside(name, found)
-                inherited = atom.facts.graph.inherited(scope, name)
+                    found = tuple(each for binding in bindings for each in values.bound(binding))
+                    return values.set_from_outside(name, found)
+                inherited = graph.inherited(scope, name)
                 if inherited is not None:
                     return (Alternative(ALWAYS, inherited),)
             if isinstance(atom, Object):
                 return (Alternative(ALWAYS, Method(atom, name)),)
             if name in api_names.LOADERS:
-                kind = atom.facts.class_kind(atom.scope)
+                kind = self.facts.class_kind(atom.scope)
                 return (Alternative(ALWAYS, Method(Object(kind, None, atom.scope.name, atom.scope, atom.facts), name)),)
         return NOTHING_KNOWN
 
@@ -635,7 +641,7 @@ class Values:
             return None
         if name not in cls.bindings:
             return None
-        values = self.facts.of(call).values
+        values = self._at(call)
         if name in call.keywords:
             return values.evaluate(call.keywords[name], call.scope, call.order)
         if not cls.decorators:
@@ -677,7 +683,7 @@ class Values:
         if isinstance(atom, Function):
             return self._returned_for(call, atom)
         if isinstance(atom, Class):
-            kind = atom.facts.class_kind(atom.scope)
+            kind = self.facts.class_kind(atom.scope)
             return (Alternative(ALWAYS, Object(kind, call, atom.scope.name, atom.scope, atom.facts)),)
         if isinstance(atom, Method):
             return self._method_call(atom, call)
@@ -770,7 +776,7 @@ class Values:
         return found or NOTHING_KNOWN
 
     def _returned(self, atom: Function) -> Alternatives:
-        scope, values = atom.scope, atom.facts.values
+        scope, values = atom.scope, self._at(atom.scope)
         found: list[Alternative] = []
         for each in scope.returns:
             if each.yields:
@@ -829,7 +835,7 @@ def _is_of_amp(atom: Atom) -> bool:
     return isinstance(atom, Ref) and atom.path in api_names.AUTOCASTS
 
 
-def _starred(facts: Facts) -> list[Facts]:
+def _starred(facts: ProgramView) -> list[ProgramView]:
     """Return the modules of the linted tree that a file imports with `*`, the last import first."""
     facts.need("*")
     found = (facts.imported(binding.target) for binding in facts.module.bindings.get("*", ()))

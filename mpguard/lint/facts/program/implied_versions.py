@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint.facts.behaviour.events.event import called
 from mpguard.lint.facts.syntax import imports
+from mpguard.lint.facts.syntax.view import called
 from mpguard.lint.source.strip_comments import stripped
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.program.view import ProgramView
     from mpguard.lint.facts.syntax.records import Call
 
 _Version = tuple[int, ...]
@@ -63,7 +63,7 @@ _PORT = lazy_pattern(r"^[ \t]*(?:import|from)[ \t]+(?:musa_patch|torch_musa|torc
 _NOT_PORTED: _Version = (2, 0)
 
 
-def lowest_too_high(facts: Facts, library: str) -> _Version | None:
+def lowest_too_high(facts: ProgramView, library: str) -> _Version | None:
     """Return the lowest version of a library with which a program cannot run; None if nothing bounds it.
 
     The program: the file, the modules of the tree that it imports, and those that use it and may train.
@@ -74,7 +74,7 @@ def lowest_too_high(facts: Facts, library: str) -> _Version | None:
     return min((each for module in program if not module.is_test for each in _removals(module, library)), default=None)
 
 
-def _removals(facts: Facts, library: str) -> Iterator[_Version]:
+def _removals(facts: ProgramView, library: str) -> Iterator[_Version]:
     """Yield the versions that removed what a file calls or reads. A call for old versions only bounds nothing."""
     if _PORT.search(facts.file_text):
         yield _NOT_PORTED
@@ -93,7 +93,7 @@ def _removals(facts: Facts, library: str) -> Iterator[_Version]:
                 yield from (version for argument, version in removed.items() if argument in call.keywords)
 
 
-def _calls(facts: Facts, library: str, name: str) -> Iterator[Call]:
+def _calls(facts: ProgramView, library: str, name: str) -> Iterator[Call]:
     last = name.rpartition(".")[2]
     for call in called(facts, last, *facts.aliases(last)):
         if not imports.stands_in(call) and any(

@@ -12,7 +12,7 @@ from mpguard.lint.facts.program.lattice import Alternatives, DictValue
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.program.view import ProgramView
     from mpguard.lint.facts.syntax.records import Binding, Call, Record
 
 #: How many functions that pass on their `**kwargs` are followed, and the most ways in which a call is followed.
@@ -24,7 +24,7 @@ _CHANGES = ("update", "pop", "setdefault", "clear", "popitem")
 Keywords = dict[str, Callable[[], Alternatives]]
 
 
-def passed(call: Call, facts: Facts, depth: int = _DEPTH) -> list[Keywords] | None:
+def passed(call: Call, facts: ProgramView, depth: int = _DEPTH) -> list[Keywords] | None:
     """Return the keyword arguments that a call may pass, for each way to it; None if they are not all known.
 
     `**options` passes the items of a dict with constant keys, and perhaps those that the function adds to it
@@ -44,7 +44,7 @@ def passed(call: Call, facts: Facts, depth: int = _DEPTH) -> list[Keywords] | No
     return ways
 
 
-def _items(mapping: cst.BaseExpression, at: Record, facts: Facts, depth: int) -> list[Keywords] | None:
+def _items(mapping: cst.BaseExpression, at: Record, facts: ProgramView, depth: int) -> list[Keywords] | None:
     """Return the items of a mapping, for each value that it may have."""
     path = dotted(mapping)
     added = _added(path, at, facts) if path else {}
@@ -52,7 +52,7 @@ def _items(mapping: cst.BaseExpression, at: Record, facts: Facts, depth: int) ->
     return [*known, *({**each, **added} for each in known)] if known and added else known
 
 
-def _added(path: str, at: Record, facts: Facts) -> Keywords | None:
+def _added(path: str, at: Record, facts: ProgramView) -> Keywords | None:
     """Return the items that the function adds to a mapping by name, each once.
 
     None if the file changes it in another way, or may do so by another name.
@@ -76,7 +76,7 @@ def _added(path: str, at: Record, facts: Facts) -> Keywords | None:
     return None if any(dotted(each.value) == path for each in bound) else found
 
 
-def _unchanged(mapping: cst.BaseExpression, at: Record, facts: Facts, depth: int) -> list[Keywords] | None:
+def _unchanged(mapping: cst.BaseExpression, at: Record, facts: ProgramView, depth: int) -> list[Keywords] | None:
     """Return the items that a mapping has where it is made, for each value that it may have."""
     path = dotted(mapping)
     inner = facts.call_of(mapping)
@@ -101,7 +101,7 @@ def _is_kwargs(binding: Binding) -> bool:
     return binding.kind == "param" and any(each.name == binding.key and each.kind == "double" for each in params)
 
 
-def _kwargs(binding: Binding, facts: Facts, depth: int) -> list[Keywords] | None:
+def _kwargs(binding: Binding, facts: ProgramView, depth: int) -> list[Keywords] | None:
     """Return what the calls of a function pass for its `**kwargs`."""
     scope = binding.scope
     calls = facts.callers(scope)
@@ -117,7 +117,7 @@ def _kwargs(binding: Binding, facts: Facts, depth: int) -> list[Keywords] | None
     return found
 
 
-def item_given(call: Call, name: str, facts: Facts) -> cst.BaseExpression | None:
+def item_given(call: Call, name: str, facts: ProgramView) -> cst.BaseExpression | None:
     """Return what the only `**mapping` of a call has for a name, if it is a dict literal that the file does not change.
 
     Also by the one name that the function binds it to.
@@ -137,7 +137,7 @@ def item_given(call: Call, name: str, facts: Facts) -> cst.BaseExpression | None
     return next((each.value for each in items if constant(each.key) == (name,)), None)
 
 
-def is_changed(path: str, facts: Facts) -> bool:
+def is_changed(path: str, facts: ProgramView) -> bool:
     """True if the file changes the items of a mapping."""
     return any(each.kind == "item" for scope in facts.scopes for each in scope.bindings.get(path, ())) or any(
         dotted(call.receiver) == path for name in _CHANGES for call in facts.calls.get(name, ())

@@ -1,6 +1,6 @@
 """The lattice of abstract values: what an expression may be, each alternative under its path condition.
 
-`Facts.evaluate` returns *alternatives*: `torch.float16 if args.fp16 else torch.float32` is float16 under the flag
+`SyntaxView.evaluate` returns *alternatives*: `torch.float16 if args.fp16 else torch.float32` is float16 under the flag
 `fp16` and float32 under its negation. `UNKNOWN` is the top element: it may be any value, and no rule reports it.
 """
 
@@ -16,7 +16,7 @@ from mpguard.lint.facts.syntax.path_condition import ALWAYS, MOST_CONDITIONS, Pa
 from mpguard.lint.facts.syntax.records import Call, Scope
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.syntax.view import SyntaxView
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Function:
     """A function or method of the linted tree."""
 
     scope: Scope
-    facts: Facts
+    facts: SyntaxView
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Class:
     """A class of the linted tree."""
 
     scope: Scope
-    facts: Facts
+    facts: SyntaxView
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class Object:
     call: Call | None = None
     path: str = ""
     cls: Scope | None = None
-    facts: Facts | None = None
+    facts: SyntaxView | None = None
     prepared: bool = False
 
 
@@ -94,7 +94,7 @@ class DictValue:
 class Module:
     """A module of the linted tree."""
 
-    facts: Facts
+    facts: SyntaxView
 
 
 class _Unknown:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.program.lattice import Object
-from mpguard.lint.facts.syntax.nodes import dotted
+from mpguard.lint.facts.syntax.nodes import dotted, iterated
 from mpguard.lint.facts.syntax.records import Call
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.program.view import ProgramView
     from mpguard.lint.facts.syntax.records import Scope
 
 _IMPORTS = ("from", "import")
@@ -20,7 +20,7 @@ _NO_USE = (*_IMPORTS, "def", "class")
 
 
 def mentions(
-    facts: Facts, scope: Scope, is_name: Callable[[str], object], model: Collection[Call] = frozenset()
+    facts: ProgramView, scope: Scope, is_name: Callable[[str], object], model: Collection[Call] = frozenset()
 ) -> bool:
     """True if a scope uses, binds or calls something whose name is one; an import or a definition alone is no use.
 
@@ -53,7 +53,7 @@ def mentions(
     )
 
 
-def _is_about_other(facts: Facts, call: Call, model: Collection[Call]) -> bool:
+def _is_about_other(facts: ProgramView, call: Call, model: Collection[Call]) -> bool:
     """True if the first argument of a call is another object, or a part of one: the variable of a loop over it."""
     node = call.argument(0, "module", "model")
     root = dotted(iterated(node)).split(".", 1)[0]
@@ -62,24 +62,10 @@ def _is_about_other(facts: Facts, call: Call, model: Collection[Call]) -> bool:
     return any(each is not None and _is_other(facts, each, call, model) for each in candidates)
 
 
-def _is_other(facts: Facts, node: cst.CSTNode, at: Call, model: Collection[Call]) -> bool:
+def _is_other(facts: ProgramView, node: cst.CSTNode, at: Call, model: Collection[Call]) -> bool:
     """True if an expression is a model that other calls create."""
     atoms = [each.atom for each in facts.evaluate(node, at)]
     return bool(atoms) and all(
         isinstance(atom, Object) and atom.kind == "model" and atom.call is not None and atom.call not in model
         for atom in atoms
     )
-
-
-def iterated(node: cst.CSTNode | None) -> cst.CSTNode | None:
-    """Return the object over whose parts a loop runs: `model` in `enumerate(model.layers)` and `model.children()`."""
-    while isinstance(node, (cst.Call, cst.Attribute)):
-        if isinstance(node, cst.Attribute):
-            node = node.value
-        elif isinstance(node.func, cst.Attribute):
-            node = node.func.value
-        elif node.args:
-            node = node.args[0].value
-        else:
-            return None
-    return node

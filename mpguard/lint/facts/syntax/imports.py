@@ -16,8 +16,8 @@ from mpguard.lint.facts.syntax.path_condition import Flag, Not, PathCondition
 from mpguard.lint.source.files import NEVER
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
     from mpguard.lint.facts.syntax.records import Binding, Record, Use
+    from mpguard.lint.facts.syntax.view import SyntaxView
 
 #: A condition on the version of torch, or on the presence of an attribute.
 _VERSION_CHECK = lazy_pattern(
@@ -27,14 +27,14 @@ _VERSION_CHECK = lazy_pattern(
 _TORCH_1 = lazy_pattern(r">=?\D*1\.\d")
 
 
-def imports(facts: Facts) -> Iterator[Binding]:
+def imports(facts: SyntaxView) -> Iterator[Binding]:
     """Yield every binding by an import."""
     for scope in facts.index.scopes:
         for bindings in scope.bindings.values():
             yield from (binding for binding in bindings if binding.kind in ("from", "import"))
 
 
-def renamed(facts: Facts) -> Iterator[Binding]:
+def renamed(facts: SyntaxView) -> Iterator[Binding]:
     """Yield every binding of a plain name to a dotted one: `amp = torch.cuda.amp`."""
     for scope in facts.index.scopes:
         for key, bindings in scope.bindings.items():
@@ -50,7 +50,7 @@ def by_statement(bindings: list[Binding]) -> dict[cst.CSTNode, list[Binding]]:
     return found
 
 
-def uses(facts: Facts, binding: Binding) -> list[Use]:
+def uses(facts: SyntaxView, binding: Binding) -> list[Use]:
     """Return the uses of a name that an import binds, in the scopes that see the binding."""
     scopes = facts.index.scopes if binding.scope.kind == "module" else list(binding.scope.descendants())
     return [
@@ -75,7 +75,7 @@ def stands_in(record: Record) -> bool:
     return False
 
 
-def own(facts: Facts, package: str) -> bool:
+def own(facts: SyntaxView, package: str) -> bool:
     """True if a file belongs to the source tree of a package itself, with its tests and examples: a fork of apex."""
     with tracked_fs.recording_for(facts.path):
         return _contains_package(Path(facts.path).absolute().parent, package)

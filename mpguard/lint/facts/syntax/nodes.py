@@ -144,3 +144,17 @@ def _elements(target: cst.BaseAssignTargetExpression) -> list[cst.BaseExpression
     if type(target) is cst.Tuple or type(target) is cst.List:
         return [each.value for each in target.elements]
     return [target]
+
+
+def iterated(node: cst.CSTNode | None) -> cst.CSTNode | None:
+    """Return the object over whose parts a loop runs: `model` in `enumerate(model.layers)` and `model.children()`."""
+    while isinstance(node, (cst.Call, cst.Attribute)):
+        if isinstance(node, cst.Attribute):
+            node = node.value
+        elif isinstance(node.func, cst.Attribute):
+            node = node.func.value
+        elif node.args:
+            node = node.args[0].value
+        else:
+            return None
+    return node

@@ -153,7 +153,7 @@ def right(args, model, x):
         ]
         others = [path for path in paths if weights.isdisjoint(path)]
         return len(others) < len(paths) and not any(
-            (path[0] == "self" and len(path) == 2) or not facts.training_use.modules.isdisjoint(path) for path in others
+            (path[0] == "self" and len(path) == 2) or not facts.module_names.isdisjoint(path) for path in others
         )
 
     def _fix(self, dropped: cst.BooleanOperation, call: Call, facts: Facts) -> Fix | None:

@@ -135,7 +135,9 @@ def throughput(model, images, targets, criterion, amp=True):
                 continue
             if autocast_cache.keeps_no_casts(region, facts) or autocast_cache.has_low_weights(region, event, facts):
                 continue
-            if region.kind == "accelerator_autocast" and not accelerate_precision.may_be_mixed(region.facts):
+            if region.kind == "accelerator_autocast" and not accelerate_precision.may_be_mixed(
+                facts.of(region.call or event.call)
+            ):
                 continue
             if event.kind == "framework" or facts.has_step(event.scope):
                 made = region.call
@@ -154,7 +156,7 @@ def throughput(model, images, targets, criterion, amp=True):
         for function in facts.functions(call):
             for inner in function.scope.calls:
                 plain = inner.name == "backward" and inner.receiver is not None and not inner.positional
-                if plain and not any(region.kind != "no_grad" for region in function.facts.regions(inner)):
+                if plain and not any(region.kind != "no_grad" for region in facts.regions(inner)):
                     return inner if function.facts is not facts or self._region(inner, facts) is None else None
         return None
 

@@ -96,7 +96,7 @@ def main(model, loader):
                 continue
             if autocast_cache.keeps_no_casts(found, facts) or autocast_cache.has_low_weights(found, step, facts):
                 continue
-            if found.facts.compiles() or facts.events_around("shard", step.scope):
+            if facts.of(found.call).compiles() or facts.events_around("shard", step.scope):
                 continue
             reported.add(found.call)
             expr = facts.short(step.call.node)

@@ -136,19 +136,19 @@ def main(args, loader):
                 if any(region.kind == "no_grad" for region in around):
                     continue
                 for region in around:
-                    dtype = self._dtype(region)
+                    dtype = self._dtype(region, facts)
                     if dtype is not None and region.facts is facts and region.call is not None:
                         found[region.call] = dtype
         return list(found.items())
 
-    def _dtype(self, region: Region) -> Dtype | None:
+    def _dtype(self, region: Region, facts: Facts) -> Dtype | None:
         if (
             region.kind != "autocast"
             or region.call is None
             or not launch_expectations.is_unconditional(region.guard, region.call)
         ):
             return None
-        if region.facts.enabled(region.call, region.facts.called_path(region.call)):
+        if facts.enabled(region.call, region.facts.called_path(region.call)):
             return None  # it may be disabled
         return launch_expectations.low(region.dtypes)
 

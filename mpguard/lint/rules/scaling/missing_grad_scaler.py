@@ -381,7 +381,7 @@ def _keeps_dtype(call: Call, facts: Facts) -> bool:
     """True for a call of torch that autocast does not run in low precision: a method only of what is no module."""
     if call.receiver is not None and call.name in _SHAPES:
         is_module = "model" in facts.kinds(call.receiver, call)
-        named = dotted(call.receiver).rsplit(".", 1)[-1] in facts.training_use.modules
+        named = dotted(call.receiver).rsplit(".", 1)[-1] in facts.module_names
         return not (is_module or named or facts.functions(call))
     if call.name in autocast_ops.FLOAT32_ON_CUDA and facts.called_path(call).startswith("torch."):
         return True

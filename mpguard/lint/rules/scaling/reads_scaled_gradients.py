@@ -192,17 +192,17 @@ def train(model, optimizer, loader):
             call is not None and constant(call.argument(None, "mixed_precision")) == ("fp16",) for call in calls
         )
 
-    def _only_measures(self, function: Function) -> bool:
+    def _only_measures(self, function: Function, facts: Facts) -> bool:
         """True if a function measures gradients, and changes nothing in place."""
         scopes = list(function.scope.descendants())
         changes = any(call.name.endswith("_") for scope in scopes for call in scope.calls)
         uses = [use for scope in scopes for each in scope.uses.values() for use in each if ".grad" in use.path]
-        return not changes and any(self._measures(use, function.facts) for use in uses)
+        return not changes and any(self._measures(use, facts.of(function.scope)) for use in uses)
 
     def _measures(self, use: Record, facts: Facts) -> bool:
         """True if the use of a gradient depends on its size, or a called function of another module has such a use."""
         if isinstance(use, Call):
-            return all(self._only_measures(each) for each in facts.functions(use))
+            return all(self._only_measures(each, facts) for each in facts.functions(use))
         assert isinstance(use, Use)
         node: cst.CSTNode = use.node
         _, found, after = use.path.partition(".grad")

@@ -12,7 +12,7 @@ from mpguard.lint.model import suppressions
 from mpguard.lint.model.finding import Lines
 from mpguard.lint.model.result import SYNTAX, Defect, FileCheck
 from mpguard.lint.model.rule import ConfigRule, Diagnostic, Rule
-from mpguard.lint.reachability.raising import Raising
+from mpguard.lint.reachability import Reachability
 from mpguard.lint.run import prefilter, runner
 from mpguard.lint.run.readers.context import Context, RuleOutput, not_checked, replaced_text
 from mpguard.lint.source.source import Source
@@ -70,7 +70,7 @@ def _check(data: bytes, context: Context, cells: Sequence[int]) -> FileCheck:
         diagnostics, defects = context.run_rules(rules, facts, (Unparsable,))
         about_training = [rule for rule in rules if not rule.in_tests]
         codes = {rule.code for rule in about_training}
-        if any(each.code in codes for each in diagnostics) and facts.training_use.only_measures:
+        if any(each.code in codes for each in diagnostics) and facts.measures.only_measures:
             diagnostics = [each for each in diagnostics if each.code not in codes]
             left_out += about_training
         if dict_rules:
@@ -96,16 +96,14 @@ class _Unused:
 
     def __init__(self, facts: Facts, codes: Container[str], cells: Sequence[int]) -> None:
         self._facts, self._codes = facts, codes
-        self._branches = facts.untaken_branches
-        self._raising = Raising(facts, self._branches, cells)
+        self._reachability, self._cells = facts.part(Reachability), cells
 
     def is_unused(self, diagnostic: Diagnostic) -> bool:
         if diagnostic.code in self._codes and not self._facts.project.deepspeed_config_read(self._facts.path):
             return True
         evidence = [note.span[0] for note in diagnostic.notes if note.span is not None and note.path is None]
         places = (diagnostic.span[0], *evidence)
-        parts = (self._facts.unused_definitions, self._branches, self._raising)
-        return any(part.contain(place) for part in parts for place in places)
+        return not all(self._reachability.can_run(place, self._cells) for place in places)
 
 
 def _rules_about_dicts(data: bytes, context: Context) -> list[type[ConfigRule]]:

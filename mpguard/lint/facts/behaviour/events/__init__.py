@@ -14,7 +14,6 @@ and its name in `EventKind`; `Facts.events` sorts and caches them.
 """
 
 from mpguard.lint.facts.behaviour.events import autocast, casts, checkpoints, compile, fp8, scaling, training
-from mpguard.lint.facts.behaviour.events.compile import compiled, compiled_by
 from mpguard.lint.facts.behaviour.events.event import FINDERS, Event, EventKind, Finder, finds, is_optimizer, is_scaler
 
 __all__ = [
@@ -26,8 +25,6 @@ __all__ = [
     "casts",
     "checkpoints",
     "compile",
-    "compiled",
-    "compiled_by",
     "finds",
     "fp8",
     "is_optimizer",

@@ -9,11 +9,11 @@ from mpguard.lint.facts.behaviour.events.event import Event, finds
 from mpguard.lint.facts.program import api_names
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.behaviour.view import BehaviourView
 
 
 @finds("autocast")
-def _autocasts(facts: Facts) -> Iterator[Event]:
+def _autocasts(facts: BehaviourView) -> Iterator[Event]:
     """Yield calls of an autocast with the dtypes of its region; `facts.regions` returns where it is entered."""
     aliases = facts.aliases("autocast")
     for name, calls in facts.calls.items():

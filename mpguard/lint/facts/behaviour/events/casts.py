@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint.facts.behaviour.events.event import Event, aliases, called, finds, last_name
+from mpguard.lint.facts.behaviour.events.event import Event, finds, last_name
 from mpguard.lint.facts.program import api_names
 from mpguard.lint.facts.program.dtypes import PossibleDtypes
 from mpguard.lint.facts.program.keywords import item_given
@@ -14,10 +14,11 @@ from mpguard.lint.facts.program.lattice import Class, Constant, Function, Object
 from mpguard.lint.facts.syntax.nodes import constant
 from mpguard.lint.facts.syntax.path_condition import ALWAYS
 from mpguard.lint.facts.syntax.records import Call
+from mpguard.lint.facts.syntax.view import aliases, called
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.behaviour.view import BehaviourView
 
 
 #: Methods that cast, and their dtypes.
@@ -29,7 +30,7 @@ _UNBOUND = frozenset(f"torch.{owner}.{name}" for owner in ("Tensor", "nn.Module"
 
 
 @finds("cast")
-def _casts(facts: Facts) -> Iterator[Event]:
+def _casts(facts: BehaviourView) -> Iterator[Event]:
     """Yield `x.half()`, `x.to(torch.float16)`, `x.type(...)` and the same for BF16, with their dtypes."""
     for call in called(facts, *_CASTS):
         if call.receiver is not None and not call.node.args and _is_torch(facts, call):
@@ -65,7 +66,7 @@ def _widens(dtypes: PossibleDtypes) -> bool:
     return all(dtype is Dtype.FP32 for _, dtype in dtypes)
 
 
-def _is_torch(facts: Facts, call: Call) -> bool:
+def _is_torch(facts: BehaviourView, call: Call) -> bool:
     """True if a method's receiver may be a tensor or a module.
 
     It is neither a library nor an object of another known kind, and its class defines no such method itself.
@@ -93,7 +94,7 @@ def _is_torch(facts: Facts, call: Call) -> bool:
 
 
 @finds("construct")
-def _constructs(facts: Facts) -> Iterator[Event]:
+def _constructs(facts: BehaviourView) -> Iterator[Event]:
     """Yield layers of torch that are created in a dtype: `nn.Linear(8, 8, dtype=torch.float16)`."""
     for name, calls in facts.calls.items():
         for call in calls if api_names.CAPITAL.match(name) else ():
@@ -104,7 +105,7 @@ def _constructs(facts: Facts) -> Iterator[Event]:
 
 
 @finds("load")
-def _loads(facts: Facts) -> Iterator[Event]:
+def _loads(facts: BehaviourView) -> Iterator[Event]:
     """Yield calls of `from_pretrained` and similar loaders, with the dtype of the weights."""
     for call in called(facts, *api_names.LOADERS):
         given = call.argument(None, "dtype", "torch_dtype")
@@ -116,7 +117,7 @@ def _loads(facts: Facts) -> Iterator[Event]:
 
 
 @finds("default_dtype")
-def _default_dtypes(facts: Facts) -> Iterator[Event]:
+def _default_dtypes(facts: BehaviourView) -> Iterator[Event]:
     """Yield `torch.set_default_dtype(...)` and `set_default_tensor_type(...)`, with the dtype of the tensor type."""
     for call in called(facts, "set_default_dtype", *aliases(facts, "set_default_dtype")):
         if "torch.set_default_dtype" in {path for _, path in facts.paths(call)}:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint.facts.behaviour.events.event import Event, called, finds
+from mpguard.lint.facts.behaviour.events.event import Event, finds
 from mpguard.lint.facts.syntax.records import Call
+from mpguard.lint.facts.syntax.view import called
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.behaviour.view import BehaviourView
 
 #: torch's functions for an optimizer's state -> the position of their argument `optimizers`.
 _GETS = {"get_state_dict": 1, "get_optimizer_state_dict": 1}
@@ -20,7 +21,7 @@ _SETS = {"set_state_dict": 1, "set_optimizer_state_dict": 1}
 
 
 @finds("state")
-def _states(facts: Facts) -> Iterator[Event]:
+def _states(facts: BehaviourView) -> Iterator[Event]:
     """Yield the calls that return the state of an object."""
     for call in called(facts, "state_dict"):
         if call.receiver is not None:
@@ -33,7 +34,7 @@ def _states(facts: Facts) -> Iterator[Event]:
 
 
 @finds("restore")
-def _restores(facts: Facts) -> Iterator[Event]:
+def _restores(facts: BehaviourView) -> Iterator[Event]:
     """Yield the calls that restore the state of an object."""
     for call in called(facts, "load_state_dict"):
         if call.receiver is not None:
@@ -45,5 +46,5 @@ def _restores(facts: Facts) -> Iterator[Event]:
                 yield Event("restore", call, facts, optimizer)
 
 
-def _distributed(facts: Facts, call: Call) -> bool:
+def _distributed(facts: BehaviourView, call: Call) -> bool:
     return facts.called_path(call).startswith("torch.distributed.checkpoint.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import libcst as cst
 
@@ -18,8 +18,7 @@ from mpguard.lint.facts.syntax.path_condition import PathCondition
 from mpguard.lint.facts.syntax.records import Call, Record, Scope
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.behaviour.regions import Region
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.program.view import ProgramView
 
 _OPTIMIZER = lazy_pattern(r"optim(?!.*sched)|^opt(?:_|$)|_opt$")
 
@@ -69,7 +68,7 @@ class Event:
 
     kind: EventKind
     call: Call
-    facts: Facts
+    facts: ProgramView
     subject: cst.BaseExpression | None = None
     dtypes: PossibleDtypes = ()
 
@@ -94,11 +93,6 @@ class Event:
         return self.facts.guard_of(self.call)
 
     @property
-    def regions(self) -> tuple[Region, ...]:
-        """The regions around the call, outermost first."""
-        return self.facts.regions(self.call)
-
-    @property
     def span(self) -> tuple[int, int]:
         """Start and end of the call in `Source.text`."""
         return self.call.span
@@ -114,7 +108,8 @@ class Event:
 #: In the name of a parameter that takes a class.
 _CLASS = lazy_pattern(r"cls|class|kind|type|factory|constructor")
 
-Finder = Callable[["Facts"], Iterator[Event]]
+#: A function of the behaviour of a file.
+Finder = Callable[[Any], Iterator[Event]]
 FINDERS: dict[EventKind, Finder] = {}
 
 
@@ -128,13 +123,7 @@ def finds(kind: EventKind) -> Callable[[Finder], Finder]:
     return register
 
 
-def called(facts: Facts, *wanted: str) -> Iterator[Call]:
-    """Yield the calls with one of these last names."""
-    for name in wanted:
-        yield from facts.calls.get(name, ())
-
-
-def created(facts: Facts, kind: EventKind) -> Iterator[Event]:
+def created(facts: ProgramView, kind: EventKind) -> Iterator[Event]:
     """Yield the calls that create an object of a kind.
 
     Methods and functions, whose names begin with a small letter, are excluded.
@@ -145,7 +134,7 @@ def created(facts: Facts, kind: EventKind) -> Iterator[Event]:
             if small and (call.receiver is not None or _is_function(call)):
                 continue
             if any(api_names.kind_of(path) == kind for _, path in facts.paths(call)) or any(
-                isinstance(each.atom, Class) and each.atom.facts.class_kind(each.atom.scope) == kind
+                isinstance(each.atom, Class) and facts.class_kind(each.atom.scope) == kind
                 for each in facts.evaluate(call.func, call)
                 if call.name[:1].isupper()
             ):
@@ -166,7 +155,7 @@ def _is_function(call: Call) -> bool:
     )
 
 
-def is_scaler(facts: Facts, node: cst.CSTNode, at: Record) -> bool:
+def is_scaler(facts: ProgramView, node: cst.CSTNode, at: Record) -> bool:
     """True if an expression is a GradScaler, or, if its kind is unknown, is named like one: `state["scaler"]` too."""
     kinds = facts.kinds(node, at)
     key = node.slice[0].slice if isinstance(node, cst.Subscript) and len(node.slice) == 1 else None
@@ -174,12 +163,12 @@ def is_scaler(facts: Facts, node: cst.CSTNode, at: Record) -> bool:
     return "scaler" in kinds or (kinds <= {""} and name is not None and "scaler" in str(name[0]).lower())
 
 
-def creates_optimizer(facts: Facts, call: Call) -> bool:
+def creates_optimizer(facts: ProgramView, call: Call) -> bool:
     """True for a call of a class of optimizers that is known by its full name: `torch.optim.SGD(...)`."""
     return any(api_names.kind_of(path) == "optimizer" for _, path in facts.paths(call))
 
 
-def is_optimizer(facts: Facts, node: cst.CSTNode, at: Record) -> bool:
+def is_optimizer(facts: ProgramView, node: cst.CSTNode, at: Record) -> bool:
     """True if an expression is an optimizer, or, if its kind is unknown, is named like one."""
     kinds = facts.kinds(node, at)
     if kinds & {"optimizer", "own_optimizer"}:
@@ -189,18 +178,13 @@ def is_optimizer(facts: Facts, node: cst.CSTNode, at: Record) -> bool:
     return kinds != {"apex_optimizer"} and bool(_OPTIMIZER.search(last_name(node).lower()))
 
 
-def _wraps_optimizer(facts: Facts, node: cst.CSTNode, at: Record) -> bool:
+def _wraps_optimizer(facts: ProgramView, node: cst.CSTNode, at: Record) -> bool:
     """True for an object of a class of the tree that steps and clears the gradients, as `Noam` around an Adam."""
     made = [each.atom for each in facts.evaluate(node, at) if isinstance(each.atom, Object)]
     return bool(made) and all(
         atom.kind == "own" and atom.cls is not None and atom.cls.method("step") and atom.cls.method("zero_grad")
         for atom in made
     )
-
-
-def aliases(facts: Facts, name: str) -> list[str]:
-    """Return the local names that the file gives to an object of this name."""
-    return facts.aliases(name)
 
 
 def last_name(node: cst.CSTNode) -> str:

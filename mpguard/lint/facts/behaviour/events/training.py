@@ -9,8 +9,6 @@ import libcst as cst
 
 from mpguard.lint.facts.behaviour.events.event import (
     Event,
-    aliases,
-    called,
     created,
     finds,
     is_optimizer,
@@ -20,20 +18,21 @@ from mpguard.lint.facts.behaviour.events.event import (
 from mpguard.lint.facts.program import api_names, project_words
 from mpguard.lint.facts.syntax.nodes import constant, dotted, is_super
 from mpguard.lint.facts.syntax.records import Call
+from mpguard.lint.facts.syntax.view import aliases, called
 
 if TYPE_CHECKING:
-    from mpguard.lint.facts.file import Facts
+    from mpguard.lint.facts.behaviour.view import BehaviourView
 
 
 @finds("backward")
-def _backwards(facts: Facts) -> Iterator[Event]:
+def _backwards(facts: BehaviourView) -> Iterator[Event]:
     """Yield `loss.backward()`; not one that raises, because the scaled loss has freed the graph."""
     for call in called(facts, "backward"):
         if call.receiver is not None and _plain_backward(facts, call) and not _has_no_graph(facts, call):
             yield Event("backward", call, facts, call.receiver)
 
 
-def _has_no_graph(facts: Facts, call: Call) -> bool:
+def _has_no_graph(facts: BehaviourView, call: Call) -> bool:
     """True if `scaler.scale(loss).backward()` stands before the `loss.backward()` of the same loss."""
     loss = dotted(call.receiver)
     bound = [each.order for each in call.scope.bindings.get(loss, ())]
@@ -51,7 +50,7 @@ def _has_no_graph(facts: Facts, call: Call) -> bool:
     )
 
 
-def _plain_backward(facts: Facts, call: Call) -> bool:
+def _plain_backward(facts: BehaviourView, call: Call) -> bool:
     """True for `loss.backward()`, as opposed to `engine.backward(loss)` and that of an autograd function."""
     if call.positional and constant(call.positional[0]) is None and not isinstance(call.positional[0], cst.Call):
         return False
@@ -64,7 +63,7 @@ def _plain_backward(facts: Facts, call: Call) -> bool:
 
 
 @finds("framework")
-def _frameworks(facts: Facts) -> Iterator[Event]:
+def _frameworks(facts: BehaviourView) -> Iterator[Event]:
     """Yield backward passes that a framework runs: `accelerator.backward(loss)`, `self.manual_backward(loss)`."""
     for call in called(facts, "backward", "manual_backward"):
         if not _plain_backward(facts, call):
@@ -72,7 +71,7 @@ def _frameworks(facts: Facts) -> Iterator[Event]:
 
 
 @finds("step")
-def _steps(facts: Facts) -> Iterator[Event]:
+def _steps(facts: BehaviourView) -> Iterator[Event]:
     """Yield `optimizer.step()`."""
     for call in called(facts, "step"):
         if (
@@ -84,19 +83,19 @@ def _steps(facts: Facts) -> Iterator[Event]:
 
 
 @finds("accelerator")
-def _accelerators(facts: Facts) -> Iterator[Event]:
+def _accelerators(facts: BehaviourView) -> Iterator[Event]:
     """Yield the calls that create an `Accelerator`."""
     yield from created(facts, "accelerator")
 
 
 @finds("trainer")
-def _trainers(facts: Facts) -> Iterator[Event]:
+def _trainers(facts: BehaviourView) -> Iterator[Event]:
     """Yield the calls that create a framework's trainer."""
     yield from created(facts, "trainer")
 
 
 @finds("initialize")
-def _initializes(facts: Facts) -> Iterator[Event]:
+def _initializes(facts: BehaviourView) -> Iterator[Event]:
     """Yield `deepspeed.initialize(...)`."""
     for call in called(facts, "initialize", *aliases(facts, "initialize")):
         if any(api_names.kind_of(path) == "engine" for _, path in facts.paths(call)):
@@ -104,7 +103,7 @@ def _initializes(facts: Facts) -> Iterator[Event]:
 
 
 @finds("prepare")
-def _prepares(facts: Facts) -> Iterator[Event]:
+def _prepares(facts: BehaviourView) -> Iterator[Event]:
     """Yield `accelerator.prepare(...)`."""
     for call in called(facts, "prepare", "prepare_model", "prepare_optimizer", *aliases(facts, "prepare")):
         receiver = call.receiver if call.receiver is not None else _method_of(facts, call)
@@ -115,14 +114,14 @@ def _prepares(facts: Facts) -> Iterator[Event]:
             yield Event("prepare", call, facts, receiver)
 
 
-def _method_of(facts: Facts, call: Call) -> cst.BaseExpression | None:
+def _method_of(facts: BehaviourView, call: Call) -> cst.BaseExpression | None:
     """Return `accelerator` for a call of `prepare = accelerator.prepare`."""
     bound = [each.value for each in facts.bindings(call.name, call, call.guard) if each.kind == "assign"]
     return bound[0].value if len(bound) == 1 and isinstance(bound[0], cst.Attribute) else None
 
 
 @finds("shard")
-def _shards(facts: Facts) -> Iterator[Event]:
+def _shards(facts: BehaviourView) -> Iterator[Event]:
     """Yield FSDP wrappers: `FullyShardedDataParallel(model)`, `fully_shard(model)`."""
     wanted = ("FullyShardedDataParallel", "fully_shard")
     for call in called(facts, *wanted, *(other for name in wanted for other in aliases(facts, name))):
@@ -131,7 +130,7 @@ def _shards(facts: Facts) -> Iterator[Event]:
 
 
 @finds("policy")
-def _policies(facts: Facts) -> Iterator[Event]:
+def _policies(facts: BehaviourView) -> Iterator[Event]:
     """Yield FSDP's policy objects: `MixedPrecision(...)` of FSDP1, `MixedPrecisionPolicy(...)` of FSDP2."""
     wanted = ("MixedPrecision", "MixedPrecisionPolicy")
     for call in called(facts, *wanted, *(other for name in wanted for other in aliases(facts, name))):
@@ -141,7 +140,7 @@ def _policies(facts: Facts) -> Iterator[Event]:
 
 
 @finds("arguments")
-def _arguments(facts: Facts) -> Iterator[Event]:
+def _arguments(facts: BehaviourView) -> Iterator[Event]:
     """Yield `TrainingArguments(...)` of transformers, and the classes that trl and others derive from it."""
     for name, calls in facts.calls.items():
         if not name.endswith(("TrainingArguments", "Config")):
