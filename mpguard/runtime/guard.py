@@ -423,7 +423,7 @@ class Guard(StepCounter):
         if due:
             progress.switches = self.switches
             self._looking.add(progress)
-            self.record(whole=False, in_step=in_step)
+            self.record(whole=False, in_step=in_step, again=True)
             self.recorder.begin_gap(optimizer, updated_by(optimizer))
 
     def _close_round(self) -> None:
@@ -442,11 +442,12 @@ class Guard(StepCounter):
         self._looking.discard(progress)
         with self.recorder.ignoring_collectives():
             inspection = self.inspect(optimizer, progress, model)
-            failures = inspection.failures
+            failures, unknown = inspection.failures, self.recorder.account.unknown
             self.budget.spent += progress.cost
             if agreed and progress.agrees:
                 proposal = progress.propose(self.budget)
-                report = consensus.Report(failures, inspection.fingerprint, next_look=proposal)
+                proposal = progress.applied + 1 if unknown else proposal
+                report = consensus.Report(failures, inspection.fingerprint, next_look=proposal, again=unknown)
                 point = f"look/{progress.number}/{progress.applied}"
                 agreement = consensus.agree(point, report, consensus.LOOK_TIMEOUT)
                 failures = agreement.failures
@@ -455,7 +456,9 @@ class Guard(StepCounter):
                     progress.agrees = False
                     self.reporter.report_missing(progress, agreement.missing)
         if agreed and not progress.agrees:
-            progress.next_look = progress.propose(self.budget)
+            progress.next_look = progress.applied + 1 if unknown else progress.propose(self.budget)
+        elif unknown and not agreed:
+            progress.switches = -1  # it is inspected again by this rank
         self._close_round()
         self.conclude_check(inspection, progress, failures, agreed=agreed and progress.agrees)
 

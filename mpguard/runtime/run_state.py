@@ -140,16 +140,19 @@ class RunState:
             self._unstepped.discard(optimizer)
         return state.progress
 
-    def record(self, *, whole: bool, in_step: bool = False) -> None:
+    def record(self, *, whole: bool, in_step: bool = False, again: bool = False) -> None:
         """Start a recorder for the next step, unless one is recording.
 
         whole: True between the steps of all optimizers. After the step of one, the others may step for gradients that
-        were not recorded. in_step: True while an optimizer's `step` runs, see `StepAccount.restart`.
+        were not recorded. in_step: True while an optimizer's `step` runs, see `StepAccount.restart`. again: True for a
+        later check of an optimizer that was proven.
         """
         if not self.recorder.active:
             self.recorder = Recorder(self.recorder, self.optimizers)
-            self.recorder.start(self.plan.policy, in_step=in_step)
+            self.recorder.start(self.plan.policy, in_step=in_step, again=again)
             self._recording, self._whole = self._recording + 1, whole
+        elif not again:
+            self.recorder.account.trusts_graphs(False)
 
     def next_round(self, optimizer: Any, seen: Observed) -> str:
         """Return the name of the next agreement: the same on all ranks, also after one of them loads a checkpoint.

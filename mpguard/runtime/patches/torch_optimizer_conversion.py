@@ -62,7 +62,8 @@ def _counted_step(hooked: AnyFunction) -> AnyFunction:
         guard = guards.current()
         if guard is not None:
             guard.step_begins(self)
-        with account.step_of(self):
+        closure = any(map(callable, (*args, *kwargs.values())))
+        with account.step_of(self, trains=closure):
             result = hooked(self, *args, **kwargs)
         guard = guards.current()
         if guard is not None:

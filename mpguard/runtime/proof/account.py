@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import threading
 import time
 from collections import Counter
@@ -18,9 +17,11 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from mpguard.runtime.proof import profiler, trace
+from mpguard.runtime.proof.compiled_graphs import CompiledGraphs
 from mpguard.runtime.proof.inferred import Inferred
+from mpguard.runtime.proof.products import Work
 from mpguard.runtime.proof.ranges import Ranges
-from mpguard.runtime.proof.trace import GraphNode, OperatorTrace, Overflow, Unaligned, Work
+from mpguard.runtime.proof.trace import GraphNode, OperatorTrace, Overflow, Unaligned
 
 if TYPE_CHECKING:
     import torch
@@ -34,9 +35,6 @@ LONG_CALLS = 5_000
 
 #: Nodes of autograd's graph whose modules are remembered for backward passes that come later.
 REMEMBERED_NODES = 200_000
-
-#: The module that inductor imports to record CUDA graphs.
-CUDA_GRAPHS = "torch._inductor.cudagraph_trees"
 
 
 @dataclasses.dataclass
@@ -96,7 +94,10 @@ class StepAccount:
         self._recording: profiler.Recording | None = None
         self.reason: str = "" if previous is None else previous.reason
         self.weights: set[tuple[int, ...]] = set() if previous is None else previous.weights
-        self.graphs: trace.CompiledGraphs = trace.CompiledGraphs() if previous is None else previous.graphs
+        self.graphs: CompiledGraphs = CompiledGraphs() if previous is None else previous.graphs
+        #: True if a recording without shapes is enough: all products were those of compiled graphs with a hash.
+        self._compiled_only: bool = previous is not None and previous.is_compiled_only
+        self._shapes = True
         self.te_dtype: str | None = None
         self._ranges: Ranges = Ranges(self._called, named=previous is None or previous._ranges.named)
         #: True if a range of the program was open when the profiler stopped: see `_cut`.
@@ -113,6 +114,9 @@ class StepAccount:
         """Forget what was recorded."""
         self._number = 0
         self._gave_way = False
+        self._eager = False
+        #: True if something was recorded without shapes that cannot be told without them.
+        self.unknown = False
         self._passes: list[_Pass] = []
         self._pending: list[tuple[Work, frozenset[GraphNode], int]] = []
         self._frozen: Counter[Work] = Counter()
@@ -145,7 +149,7 @@ class StepAccount:
             return
         self._calls, self._paused = 0, False
         with self._reporting_failures():
-            self._recording, self._thread = profiler.start(), threading.get_ident()
+            self._recording, self._thread = profiler.start(shapes=self._shapes), threading.get_ident()
             if self.running:
                 self._ranges.install()
 
@@ -216,6 +220,7 @@ class StepAccount:
     def _called(self, *, outermost: bool) -> None:
         """Count the call of a module, and read the events after `LONG_CALLS`. outermost: no module calls it."""
         self._calls += 1
+        profiler.record_on()
         if not outermost or self._open is not None or threading.get_ident() != self._thread:
             return
         if self._paused and _gradients_enabled():
@@ -236,7 +241,7 @@ class StepAccount:
 
     def range_without_data(self) -> contextlib.AbstractContextManager[Any]:
         """Return a range for operators on fake tensors, which are no part of the training."""
-        return trace.outside() if self.running else contextlib.nullcontext()
+        return profiler.muted()
 
     @contextlib.contextmanager
     def _reporting_failures(self) -> Any:
@@ -265,15 +270,25 @@ class StepAccount:
             self._blocked = any(not name.startswith(trace.IGNORED) for name in unfinished)
             _steps.cut = bool(unfinished)
             closures = frozenset(begun if resume else ())
-            graphs = self.graphs if CUDA_GRAPHS in sys.modules else None
-            found = trace.read(events, self.weights, self.te_dtype, closures, graphs)
+            found = trace.read(events, self.weights, self.te_dtype, closures, self.graphs, shapes=recording.shapes)
+            self._eager |= found.eager
+            self.unknown |= found.unknown
             if resume and not unfinished:
-                self._recording = profiler.start()
+                self._recording = profiler.start(shapes=self._shapes)
                 self._ranges.reopen(opened)
             self._resume |= resume and _steps.cut and not self._blocked
             self._seconds += time.monotonic() - began
             return found
         return None
+
+    @property
+    def is_compiled_only(self) -> bool:
+        """True if the products of the last step were those of compiled graphs with a hash, all of which are known."""
+        return any(each.trained for each in self._passes) and not self._eager and not self.unknown
+
+    def trusts_graphs(self, trusts: bool) -> None:
+        """Record without shapes from now on, where the last step shows that this is enough; else with shapes."""
+        self._shapes = not (trusts and self._compiled_only)
 
     def take_seconds(self) -> float:
         """Return for how long events were read since the last call."""
@@ -292,6 +307,7 @@ class StepAccount:
 
         inferred: what its graph implies.
         """
+        profiler.record_on()
         self._open = _Pass(inferred)
         known: dict[int, bool] = {}
         for optimizer in optimizers:
@@ -396,7 +412,7 @@ class StepAccount:
             whole.unscaled |= each.accumulates and not each.scaled
             whole.scaled |= each.scaled
             whole.inferred.add(each.inferred)
-        if any(each.missed for each in passes):  # the products of a part of a step prove nothing
+        if self.unknown or any(each.missed for each in passes):  # the products of a part of a step prove nothing
             whole.reason = self._prevented()
             return whole
         for each in passes:
@@ -419,6 +435,8 @@ class StepAccount:
         """Return why a step could not be recorded."""
         if self.reason:
             return self.reason
+        if self.unknown:
+            return "other code was compiled since it was recorded; the next step is recorded again"
         if self._gave_way:
             return "another profiler runs"
         if self._open is not None or self._resume:
@@ -482,12 +500,17 @@ _steps = _Steps()
 
 
 @contextlib.contextmanager
-def step_of(optimizer: Any) -> Iterator[None]:
-    """Record the step of an optimizer around its range; one may call another."""
+def step_of(optimizer: Any, *, trains: bool) -> Iterator[None]:
+    """Record the step of an optimizer around its range; one may call another.
+
+    trains: False if it has no closure: then its operators, which may be more than those of the model, are recorded from
+    the first call of a module on only.
+    """
     step = _Step(optimizer)
     _steps.running.append(step)
     try:
-        yield
+        with contextlib.nullcontext() if trains else profiler.muted():
+            yield
     finally:
         _steps.running.remove(step)
         _steps.cut = _steps.cut and bool(_steps.running)

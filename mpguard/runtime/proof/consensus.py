@@ -61,13 +61,14 @@ class Report:
 
     failures: its own. fingerprint: what must be the same on all ranks at one moment. next_look: the step of the next
     look, which rank 0 decides. moment: counts backward passes; a rank that has skipped steps reports about another
-    moment than the others.
+    moment than the others. again: True if this rank needs that look: it could not tell what ran.
     """
 
     failures: list[Failure]
     fingerprint: Fingerprint | None = None
     next_look: int | None = None
     moment: int | None = None
+    again: bool = False
 
     def data(self) -> dict[str, Any]:
         """Return the report as plain data, for `_read_report`."""
@@ -214,7 +215,8 @@ def _read_report(text: bytes) -> Report:
     known = {field.name for field in dataclasses.fields(Fingerprint)}
     plain = fields.get("fingerprint")
     fingerprint = Fingerprint(**{name: plain[name] for name in known & plain.keys()}) if plain is not None else None
-    return Report(_read_failures(fields["failures"]), fingerprint, fields.get("next_look"), fields.get("moment"))
+    failures, again = _read_failures(fields["failures"]), bool(fields.get("again"))
+    return Report(failures, fingerprint, fields.get("next_look"), fields.get("moment"), again)
 
 
 def _read_agreement(fields: dict[str, Any]) -> Agreement:
@@ -241,16 +243,16 @@ def _poll(
     called before each pause with the seconds that have passed.
     """
     began = time.monotonic()
-    pause = max(0.001, pollers / POLLS_PER_SECOND)
-    longest = max(0.1, pause)
+    shortest = max(0.001, pollers / POLLS_PER_SECOND)
+    longest = max(0.1, shortest)
     while not condition():
         waited = time.monotonic() - began
         if waited >= wait:
             return False
         if on_wait is not None:
             on_wait(waited)
+        pause = min(max(shortest, waited / 8), longest)  # at most an eighth of what it waits for is lost
         time.sleep(min(pause, max(0.0, wait - waited)))
-        pause = min(2 * pause, longest)
     return True
 
 
@@ -273,7 +275,8 @@ def _collect(store: Any, point: str, own: Report, wait: float) -> Agreement:
         for other, text in zip(present, _get_all(store, [f"mpguard/{point}/{each}" for each in present]), strict=True):
             reports[other] = _read_report(text)
     absent = [other for other in others if reports[other] is None]
-    agreement = Agreement(combine(reports), absent, own.next_look)
+    needed = [each.next_look for each in reports if each is not None and each.again and each.next_look is not None]
+    agreement = Agreement(combine(reports), absent, min(needed, default=own.next_look))
     with contextlib.suppress(Exception):
         wait = READ_TIMEOUT if agreement.failures else 0
         _publish(store, point, agreement.data(), len(others) - len(absent), wait)
@@ -374,4 +377,5 @@ def _gather(report: Report, size: int) -> Agreement:
         return Agreement(report.failures, [], report.next_look)
     reports: list[Any] = [None] * size
     dist.all_gather_object(reports, report)
-    return Agreement(combine(reports), [], reports[0].next_look)
+    needed = [each.next_look for each in reports if each.again]
+    return Agreement(combine(reports), [], min(needed, default=reports[0].next_look))

@@ -28,10 +28,9 @@ from mpguard.runtime.proof.handoffs import Witness
 from mpguard.runtime.proof.inferred import ATTENTION, UNNAMED, Inferred
 from mpguard.runtime.proof.models import models_of
 from mpguard.runtime.proof.optimizer_state import state_dtypes
-from mpguard.runtime.proof.products import bits, short
+from mpguard.runtime.proof.products import Work, bits, short
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
-from mpguard.runtime.proof.trace import Work
 from mpguard.runtime.proof.witness import describe
 from mpguard.runtime.ranks import idle_ranks, world_size
 

@@ -7,6 +7,7 @@ the operator's name; their work follows from the shapes of the operands. Importi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -24,6 +25,24 @@ class Operator:
     factors: tuple[int, ...]
     work: Callable[[Shapes], int]
     attention: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Products of one place. dtype: None if it is not known, in a kernel that is no operator of torch.
+
+    module: the number of the module in which they ran; None if unknown. name: of the kernel whose dtype is not known.
+    by_script: True in a region in which the script has switched autocast off. evaluated: True in a call of a trained
+    model without gradients.
+    """
+
+    dtype: str | None
+    attention: bool = False
+    module: int | None = None
+    compiled: bool = False
+    name: str = ""
+    by_script: bool = False
+    evaluated: bool = False
 
 
 def _matrix(left: int, right: int) -> Operator:
@@ -179,6 +198,7 @@ def dtype_of(known: Operator, dtypes: Sequence[str]) -> str | None:
     return min(floats or found, key=bits, default=None)
 
 
+@functools.cache
 def short(dtype: Any) -> str:
     """Return the policy's short name of a torch dtype; torch's own name for a dtype that the policy does not have."""
     known = Dtype.of(dtype)

@@ -24,9 +24,9 @@ from mpguard.runtime.proof.hand_updates import HandUpdates
 from mpguard.runtime.proof.inferred import Inferred, products_behind
 from mpguard.runtime.proof.master_values import MasterValues
 from mpguard.runtime.proof.products import short
+from mpguard.runtime.proof.profiler import muted
 from mpguard.runtime.proof.samples import safely
 from mpguard.runtime.proof.shards import Shards
-from mpguard.runtime.proof.trace import outside
 
 if TYPE_CHECKING:
     import torch
@@ -85,11 +85,13 @@ class Recorder:
         self.activations = 0  # elements that functions of autograd have exchanged: ranks have parts of one model
         self._collectives = CollectiveListener(self._record_collective)
 
-    def start(self, policy: Policy, *, in_step: bool = False) -> None:
+    def start(self, policy: Policy, *, in_step: bool = False, again: bool = False) -> None:
         """Start to record. Needs torch. The patches of backward, GradScaler and dynamo call the active recorder.
 
-        in_step: True while an optimizer's `step` runs: products are recorded after it.
+        in_step: True while an optimizer's `step` runs: products are recorded after it. again: True if the optimizers
+        that step next were proven.
         """
+        self.account.trusts_graphs(again)
         self.active = self.listened = True
         if policy.fp8_weight_cache:
             importlib.import_module("mpguard.nn.fp8.weight_cache")
@@ -222,7 +224,7 @@ class Recorder:
     # -- collectives -------------------------------------------------------------------------
 
     def _record_collective(self, call: Collective) -> None:
-        with outside():
+        with muted():
             self.gradients.record_collective(call)
             self.activations += sum(each.numel() for each in call.tensors) if call.origin == "function" else 0
             if call.origin == "script" and call.outputs and self.gradients.reduced:

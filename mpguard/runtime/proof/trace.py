@@ -7,6 +7,7 @@ the node's backward run inside an event with the same number. So a product reach
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,12 +15,11 @@ from typing import Any
 
 from mpguard.policy.dtype import Dtype
 from mpguard.runtime.proof import products
+from mpguard.runtime.proof.compiled_graphs import GRAPH_CALL, NO_HASH, CompiledGraphs, GraphCall
+from mpguard.runtime.proof.products import Work
 
 #: The beginning of the name of a range that a module opens; the rest is its number.
 MODULE = "mpguard::module "
-
-#: The name of a range around operators that are no part of the training: mpguard's own, and those on fake tensors.
-OUTSIDE = "mpguard::outside"
 
 #: The beginning of the name of a range around what a script computes without autocast; the rest is its number.
 WITHOUT_AUTOCAST = "mpguard::without autocast "
@@ -32,15 +32,11 @@ EVALUATION = "mpguard::evaluation "
 FROM_CACHE, DISPATCH_MODE = "mpguard::from cache", "PythonDispatchMode"
 
 #: Ranges whose operators are no part of the training: compilation runs the operators with fake tensors.
-IGNORED = ("Optimizer.", "DistributedOptimizer.", OUTSIDE)
+IGNORED = ("Optimizer.", "DistributedOptimizer.")
 COMPILING = "(dynamo_timed)"
 
 #: Functions of autograd around compiled code, and the range of a compiled graph.
 COMPILED = ("CompiledFunction", "Torch-Compiled Region", "## Call CompiledFxGraph")
-
-#: The beginning of the name of the range around a call of code that inductor has compiled; the rest is a hash of the
-#: code and of its inputs' dtypes and shapes, or None where inductor has made none.
-GRAPH_CALL, NO_HASH = "## Call CompiledFxGraph", "## Call CompiledFxGraph None "
 
 #: Functions of autograd whose products are in FP8, in software where FP8 is emulated.
 FP8_FUNCTIONS = ("matmul_with_hp_or_float8_args", "EmulatedGroupedMM", "mx_mm")
@@ -62,6 +58,9 @@ NO_KERNELS = ("aten::", "autograd::", "torchao::triton_", "c10d", MODULE, *OWN, 
 #: no sparse products: they do not count.
 SPARSE = "aten::_nnz"
 
+#: The operator that copies to another dtype.
+COPY = "aten::copy_"
+
 #: The operator that writes a number into a tensor of another dtype, where it may be infinite. Others raise an error.
 WHERE = "aten::where"
 
@@ -76,24 +75,6 @@ FUNCTION, BACKWARD = 0, 1
 
 #: A node of autograd's graph: the thread of its forward pass, and its sequence number.
 GraphNode = tuple[int, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """Products of one place. dtype: None if it is not known, in a kernel that is no operator of torch.
-
-    module: the number of the module in which they ran; None if unknown. name: of the kernel whose dtype is not known.
-    by_script: True in a region in which the script has switched autocast off. evaluated: True in a call of a trained
-    model without gradients.
-    """
-
-    dtype: str | None
-    attention: bool = False
-    module: int | None = None
-    compiled: bool = False
-    name: str = ""
-    by_script: bool = False
-    evaluated: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +103,9 @@ class OperatorTrace:
     opaque: FLOPs of the kernels that are no operators, by their nodes; their backward does twice as much. likely: those
     that multiply by a trained matrix if their node has taken one: all of their operands have the shape of one.
     converted: elements that were copied to another dtype in backward, by the dtypes before and after. overflows:
-    numbers that do not fit. unaligned: FP8 products of the backward pass, with the node that they belong to.
+    numbers that do not fit. unaligned: FP8 products of the backward pass, with the node that they belong to. eager:
+    True if there are products outside of compiled graphs whose name has a hash. unknown: True if something was recorded
+    without shapes that cannot be told without.
     """
 
     forward: list[tuple[Work, frozenset[GraphNode], int]] = dataclasses.field(default_factory=list)
@@ -134,13 +117,8 @@ class OperatorTrace:
     converted: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
     overflows: set[Overflow] = dataclasses.field(default_factory=set)
     unaligned: list[tuple[Unaligned, GraphNode | None]] = dataclasses.field(default_factory=list)
-
-
-def outside() -> Any:
-    """Return a range for operators that are no part of the training. Without a profiler it does nothing."""
-    from torch._C._profiler import _RecordFunctionFast
-
-    return _RecordFunctionFast(OUTSIDE)
+    eager: bool = False
+    unknown: bool = False
 
 
 def from_cache() -> Any:
@@ -150,30 +128,74 @@ def from_cache() -> Any:
     return _RecordFunctionFast(FROM_CACHE)
 
 
-class _Event:
-    """An event with what it inherits from the events around it."""
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """What the name of an event tells. module: its number, of a module's range. known: what an operator multiplies."""
+
+    module: int | None
+    by_script: bool
+    evaluated: bool
+    ignored: bool
+    engine: bool
+    known: products.Operator | None
+    attention: bool
+    compiled: bool
+    fp8: bool
+    kernel: bool
+    graph: bool
+    fact: bool
+
+
+@functools.lru_cache(maxsize=8192)
+def _kind_of(name: str) -> _Kind:
+    known = products.operator(name)
+    return _Kind(
+        module=int(name[len(MODULE) :]) if name.startswith(MODULE) else None,
+        by_script=name.startswith(WITHOUT_AUTOCAST),
+        evaluated=name.startswith(EVALUATION),
+        ignored=name.startswith(IGNORED) or name.endswith(COMPILING),
+        engine=name.startswith("autograd::engine::evaluate_function"),
+        known=known,
+        attention=(name.startswith("aten::") and "_attention" in name) or (known is not None and known.attention),
+        compiled=name.startswith(COMPILED),
+        fp8=name.startswith(FP8_FUNCTIONS),
+        kernel=not name.startswith(NO_KERNELS),
+        graph=name.startswith(GRAPH_CALL),
+        fact=name in (FROM_CACHE, SPARSE, COPY, WHERE),
+    )
+
+
+class _Place:
+    """Where an event is: what it has from the events around it, many of which share a place."""
 
     __slots__ = (
-        "attention", "backward", "by_script", "cached", "call", "compiled", "end", "evaluated", "fp8", "ignored",
-        "inside", "known", "module", "multiplies", "name", "node", "outer", "raw", "sparse",
+        "attention", "backward", "by_script", "call", "compiled", "evaluated", "fp8", "ignored", "inside", "module",
     )  # fmt: skip
 
-    def __init__(self, raw: Any, name: str, end: int, outer: _Event | None) -> None:
-        self.raw, self.name, self.end, self.outer = raw, name, end, outer
+    def __init__(self, around: _Place | None = None) -> None:
+        if around is not None:
+            for name in self.__slots__:
+                setattr(self, name, getattr(around, name))
+            return
+        self.ignored = self.attention = self.compiled = self.fp8 = self.inside = self.by_script = False
+        self.evaluated = False
+        self.module: int | None = None
+        self.backward: GraphNode | None = None
+        self.call: GraphCall | None = None
+
+
+class _Event:
+    """An event, with the one around it."""
+
+    __slots__ = ("cached", "end", "kind", "known", "multiplies", "name", "node", "outer", "place", "raw", "sparse")
+
+    def __init__(self, raw: Any, name: str, end: int, outer: _Event | None, outside: _Place) -> None:
+        self.raw, self.name, self.end, self.outer, self.kind = raw, name, end, outer, _kind_of(name)
+        self.place: _Place = outside if outer is None else outer.place
         self.known: products.Operator | None = None
         self.node: GraphNode | None = None
         self.multiplies = self.sparse = False  # a product ran inside; it multiplies a sparse matrix
         self.cached = False  # its result was kept, unless a product ran inside
-        if outer is None:
-            self.ignored = self.attention = self.compiled = self.fp8 = self.inside = self.by_script = False
-            self.evaluated = False
-            self.module: int | None = None
-            self.backward: GraphNode | None = None
-            self.call: GraphCall | None = None
-            return
-        self.ignored, self.attention, self.compiled = outer.ignored, outer.attention, outer.compiled
-        self.fp8, self.inside, self.module, self.backward = outer.fp8, outer.inside, outer.module, outer.backward
-        self.call, self.by_script, self.evaluated = outer.call, outer.by_script, outer.evaluated
 
     def mark_cached(self) -> None:
         """Mark the operator around the range `FROM_CACHE`, and what is between them."""
@@ -190,157 +212,152 @@ class _Event:
             around = around.outer
 
 
-@dataclasses.dataclass(frozen=True)
-class GraphCall:
-    """A call of compiled code. products: those whose operators ran in it, with their FLOPs."""
-
-    event: _Event
-    products: list[tuple[Work, int]] = dataclasses.field(default_factory=list)
-
-
-class CompiledGraphs:
-    """The products of compiled code, by the name of the range around its calls.
-
-    In a replay of a CUDA graph (`mode="reduce-overhead"`) no operator runs. It launches the kernels of the call that
-    was recorded, so it has the products of an earlier call of the same code, in which operators ran.
-    """
-
-    def __init__(self) -> None:
-        self._products: dict[str, list[tuple[Work, int]]] = {}
-
-    def __contains__(self, name: str) -> bool:
-        """True if a call with products was seen."""
-        return name in self._products
-
-    def replayed(self, call: GraphCall) -> list[tuple[Work, int]]:
-        """Return the products of a call whose operators did not run; remember them if all did."""
-        name = call.event.name
-        known = self._products.get(name, [])
-        if len(call.products) >= len(known):
-            if call.products and not name.startswith(NO_HASH):
-                self._products[name] = call.products
-            return []
-        ran = Counter(_kind(work) for work, _ in call.products)
-        missing = []
-        for work, flops in known:
-            if ran[_kind(work)]:
-                ran[_kind(work)] -= 1
-            else:
-                missing.append((work, flops))
-        return missing
-
-
-def _kind(work: Work) -> tuple[str | None, bool, str]:
-    return work.dtype, work.attention, work.name
-
-
 def read(
     events: Iterable[Any],
     weights: set[tuple[int, ...]],
     te_dtype: str | None,
     closures: frozenset[int] = frozenset(),
     graphs: CompiledGraphs | None = None,
+    *,
+    shapes: bool = True,
 ) -> OperatorTrace:
     """Return the products among the events of a profiler.
 
     weights: shapes of the matrices that are trained, to recognize kernels that multiply by one. te_dtype: the dtype in
     which layers of Transformer Engine multiply; None if they do as their operands say. closures: when the steps of
     optimizers began that are not finished yet: in them a closure trains. graphs: what compiled code has multiplied in
-    earlier calls; those of these events are added.
+    earlier calls; those of these events are added. shapes: False if the events have no shapes and dtypes.
     """
     graphs = CompiledGraphs() if graphs is None else graphs
-    ordered = sorted(
-        ((event.start_thread_id(), event.start_ns(), -event.end_ns(), number, event)
-         for number, event in enumerate(events) if not event.is_async()),
-    )  # fmt: skip
     trace = OperatorTrace()
-    nested: list[_Event] = []
-    candidates: list[_Event] = []
-    calls: list[GraphCall] = []
     creators: dict[GraphNode, _Event] = {}
-    thread = None
-    for tid, start, end, _, raw in ordered:
-        if tid != thread:
-            thread, nested = tid, []
-        while nested and nested[-1].end <= start:
-            nested.pop()
-        event = _Event(raw, raw.name(), -end, nested[-1] if nested else None)
-        nested.append(event)
-        _classify(event, tid, trace, creators)
-        if start in closures and event.name.startswith(IGNORED):
-            event.ignored = False
-        if event.ignored:
-            continue
-        if event.name.startswith(GRAPH_CALL):
-            event.call = GraphCall(event)
-            calls.append(event.call)
-        _add_fact(event, trace)
-        if event.known is not None or _may_be_a_kernel(event):
-            candidates.append(event)
+    candidates, calls, copies = _nested(events, trace, creators, closures, None if shapes else graphs)
     for event in candidates:
         if event.known is not None:
             event.mark_multiplying()
     for call in calls:
         if call.event.name in graphs:
             call.event.mark_multiplying()
-    for event in candidates:
-        if not (event.multiplies or event.sparse or event.cached):
-            _add(event, trace, creators, weights, te_dtype)
+    candidates = [each for each in candidates if not (each.multiplies or each.sparse or each.cached)]
+    if shapes:
+        for event in candidates:
+            _add(event, trace, creators, weights, te_dtype, graphs=graphs)
+        graphs.conversions[copies] = trace.converted
+    else:
+        known = all(_is_known(graphs, each) for each in (*candidates, *(call.event for call in calls)))
+        trace.unknown = not known or copies not in graphs.conversions
+        trace.converted = graphs.conversions.get(copies, trace.converted)
     for call in calls:
-        for work, flops in graphs.replayed(call):
-            _place(dataclasses.replace(work, module=call.event.module), flops, call.event, trace, creators)
+        for work, flops in graphs.replayed(call, shapes=shapes):
+            _add_work(dataclasses.replace(work, module=call.event.place.module), flops, call.event, trace, creators)
     for node, event in creators.items():
-        trace.origins[node] = Work(None, event.attention, event.module, event.compiled, by_script=event.by_script)
+        place = event.place
+        trace.origins[node] = Work(None, place.attention, place.module, place.compiled, by_script=place.by_script)
     return trace
 
 
-def _add_fact(event: _Event, trace: OperatorTrace) -> None:
+def _is_known(graphs: CompiledGraphs, event: _Event) -> bool:
+    """True if what an event multiplies is known without its shapes."""
+    call = event.place.call
+    if call is not None:
+        return graphs.is_known(call.event.name)
+    return event.known is None and event.name in graphs.harmless
+
+
+def _nested(
+    events: Iterable[Any],
+    trace: OperatorTrace,
+    creators: dict[GraphNode, _Event],
+    closures: frozenset[int],
+    graphs: CompiledGraphs | None,
+) -> tuple[list[_Event], list[GraphCall], int]:
+    """Return what may multiply, the calls of compiled graphs, and the number of copies in backward passes.
+
+    The last event that has the number of a node is its creator. graphs: those whose operators are left out; None if
+    shapes were recorded.
+    """
+    ordered = sorted(
+        ((event.start_thread_id(), event.start_ns(), -event.end_ns(), number, event)
+         for number, event in enumerate(events) if not event.is_async()),
+    )  # fmt: skip
+    candidates: list[_Event] = []
+    calls: list[GraphCall] = []
+    nested: list[_Event] = []
+    outside, copies, thread = _Place(), 0, None
+    for tid, start, end, _, raw in ordered:
+        if tid != thread:
+            thread, nested = tid, []
+        while nested and nested[-1].end <= start:
+            nested.pop()
+        around = nested[-1].place.call if nested and graphs is not None else None
+        if around is not None and graphs is not None and graphs.is_known(around.event.name):
+            continue
+        event = _Event(raw, raw.name(), -end, nested[-1] if nested else None, outside)
+        nested.append(event)
+        kind = event.kind
+        _classify(event, tid, trace, creators, closure=start in closures)
+        if event.place.ignored:
+            continue
+        if kind.graph:
+            event.place = _Place(event.place)
+            event.place.call = GraphCall(event)
+            calls.append(event.place.call)
+        if kind.fact:
+            copies += event.place.inside and event.place.call is None and event.name == COPY
+            _add_fact(event, trace, shapes=graphs is None)
+        if event.known is not None or (kind.kernel and raw.scope() == FUNCTION):
+            candidates.append(event)
+    return candidates, calls, copies
+
+
+def _add_fact(event: _Event, trace: OperatorTrace, *, shapes: bool) -> None:
     """Add what an event shows about the products around it, or about the values that it writes."""
     if event.name == FROM_CACHE:
         event.mark_cached()
     elif event.name == SPARSE and event.outer is not None:
         event.outer.sparse = True
-    elif event.inside and event.name == "aten::copy_":
+    elif not shapes:
+        return
+    elif event.place.inside and event.name == COPY:
         _add_conversion(event.raw, trace)
     elif event.name == WHERE:
         _add_overflow(event, trace)
 
 
-def _classify(event: _Event, thread: int, trace: OperatorTrace, creators: dict[GraphNode, _Event]) -> None:
-    """Set what an event is, from its name, its scope and its sequence number."""
-    name, scope, number = event.name, event.raw.scope(), event.raw.sequence_nr()
-    if name.startswith(MODULE):
-        event.module = int(name[len(MODULE) :])
-    elif name.startswith(WITHOUT_AUTOCAST):
-        event.by_script = True
-    elif name.startswith(EVALUATION):
-        event.evaluated = True
-    elif name.startswith(IGNORED) or name.endswith(COMPILING):
-        event.ignored = True
+def _classify(
+    event: _Event, thread: int, trace: OperatorTrace, creators: dict[GraphNode, _Event], *, closure: bool
+) -> None:
+    """Set what an event is, from its name, its scope and its sequence number. closure: True if it is no part of what
+    is ignored."""
+    kind, scope = event.kind, event.raw.scope()
+    if kind.module is not None or kind.by_script or kind.evaluated or kind.ignored:
+        place = event.place = _Place(event.place)
+        place.module = place.module if kind.module is None else kind.module
+        place.by_script |= kind.by_script
+        place.evaluated |= kind.evaluated
+        place.ignored = (place.ignored or kind.ignored) and not (closure and event.name.startswith(IGNORED))
     elif scope == BACKWARD:
+        place = event.place = _Place(event.place)
+        number = event.raw.sequence_nr()
         if number >= 0:
-            event.backward = event.raw.fwd_thread_id(), number
-            trace.evaluated.add(event.backward)
-        event.inside, event.module, event.by_script = True, None, False
-        event.compiled, event.attention = name.startswith(COMPILED), False
-        event.fp8 = name.startswith(FP8_FUNCTIONS)
-    elif name.startswith("autograd::engine::evaluate_function"):
-        event.inside = True
+            place.backward = event.raw.fwd_thread_id(), number
+            trace.evaluated.add(place.backward)
+        place.inside, place.module, place.by_script = True, None, False
+        place.compiled, place.attention, place.fp8 = kind.compiled, False, kind.fp8
+    elif kind.engine:
+        event.place = _Place(event.place)
+        event.place.inside = True
     elif scope == FUNCTION:
-        event.known = products.operator(name)
-        event.attention |= name.startswith("aten::") and "_attention" in name
-        event.attention |= event.known is not None and event.known.attention
-        event.compiled |= name.startswith(COMPILED)
-        event.fp8 |= name.startswith(FP8_FUNCTIONS)
-        if number >= 0 and not event.ignored:
+        event.known = kind.known
+        if kind.attention or kind.compiled or kind.fp8:
+            place = event.place = _Place(event.place)
+            place.attention |= kind.attention
+            place.compiled |= kind.compiled
+            place.fp8 |= kind.fp8
+        number = event.raw.sequence_nr()
+        if number >= 0 and not event.place.ignored:
             event.node = thread, number
-            # Several operators can have the number; the last one creates the node, after which it is counted up.
             creators[thread, number] = event
-
-
-def _may_be_a_kernel(event: _Event) -> bool:
-    """True for functions of autograd and operators of other libraries: their kernels may be no operators of torch."""
-    return event.raw.scope() == FUNCTION and not event.name.startswith(NO_KERNELS)
 
 
 def _nodes(event: _Event, creators: dict[GraphNode, _Event]) -> frozenset[GraphNode]:
@@ -360,29 +377,35 @@ def _add(
     creators: dict[GraphNode, _Event],
     weights: set[tuple[int, ...]],
     te_dtype: str | None,
+    *,
+    graphs: CompiledGraphs,
 ) -> None:
-    """Add an event to a trace if it is a product."""
-    name = ""
+    """Add an event to a trace if it is a product. graphs: get the names of those that are none."""
+    name, place = "", event.place
+    in_graph = place.call is not None and not place.call.event.name.startswith(NO_HASH)
     if event.known is not None:
+        trace.eager |= not in_graph
         dtype = products.dtype_of(event.known, event.raw.dtypes())
         flops = products.work_of(event.known, _input_shapes(event.raw))
         if dtype is None or not flops:
             return
-        dtype = "fp8" if event.fp8 else dtype
-        if dtype == "fp8" and event.inside and event.name in FP8_MATRIX:
+        dtype = "fp8" if place.fp8 else dtype
+        if dtype == "fp8" and place.inside and event.name in FP8_MATRIX:
             _add_unaligned(event, trace, weights)
     else:
         flops = _kernel_work(event.raw.shapes(), event.raw.dtypes(), weights)
         if not flops:
-            _add_likely(event, trace, creators, weights)
+            if not _add_likely(event, trace, creators, weights):
+                graphs.harmless.add(event.name)
             return
         te = event.name in TE_FUNCTIONS
         dtype = (te_dtype or _operand(event.raw.dtypes())) if te else None
         name = "" if te else event.name
-    work = Work(dtype, event.attention, event.module, event.compiled, name, event.by_script, event.evaluated)
-    nodes = _place(work, flops, event, trace, creators)
-    if event.call is not None:
-        event.call.products.append((work, flops))
+    trace.eager |= not in_graph
+    work = Work(dtype, place.attention, place.module, place.compiled, name, place.by_script, place.evaluated)
+    nodes = _add_work(work, flops, event, trace, creators)
+    if place.call is not None:
+        place.call.products.append((work, flops))
     if event.known is None and event.node in nodes:
         assert event.node is not None
         trace.opaque[event.node] = work, flops
@@ -390,23 +413,29 @@ def _add(
 
 def _add_likely(
     event: _Event, trace: OperatorTrace, creators: dict[GraphNode, _Event], weights: set[tuple[int, ...]]
-) -> None:
-    """Add a function whose operands all have the shape of a trained matrix: its node shows if one of them is one."""
+) -> bool:
+    """Add a function whose operands all have the shape of a trained matrix: its node shows if one of them is one.
+
+    Return False for another function.
+    """
     both = zip(event.raw.shapes(), event.raw.dtypes(), strict=False)
     tensors = [tuple(shape) for shape, dtype in both if shape and products.kineto_dtype(dtype)]
     square = [shape for shape in tensors if shape in weights]
-    if event.inside or event.node is None or creators.get(event.node) is not event or len(square) < 2:
-        return
-    work = Work(None, event.attention, event.module, event.compiled, event.name, event.by_script)
+    place = event.place
+    if place.inside or event.node is None or creators.get(event.node) is not event or len(square) < 2:
+        return False
+    work = Work(None, place.attention, place.module, place.compiled, event.name, place.by_script)
     trace.likely[event.node] = work, 2 * square[0][0] * math.prod(square[1])
+    trace.eager = True
+    return True
 
 
-def _place(
+def _add_work(
     work: Work, flops: int, event: _Event, trace: OperatorTrace, creators: dict[GraphNode, _Event]
 ) -> frozenset[GraphNode]:
     """Add the products of an event to those of its pass. Return the nodes of a forward pass that they belong to."""
-    if event.inside:
-        trace.backward.append((work, event.backward, flops))
+    if event.place.inside:
+        trace.backward.append((work, event.place.backward, flops))
         return frozenset()
     nodes = _nodes(event, creators)
     trace.forward.append((work, nodes, flops))
@@ -433,14 +462,14 @@ def _add_overflow(event: _Event, trace: OperatorTrace) -> None:
     dtype = found[0] if found else ""
     for value in event.raw.concrete_inputs() if dtype else ():
         if isinstance(value, float) and math.isfinite(value) and abs(value) > LARGEST[dtype]:
-            trace.overflows.add(Overflow(event.module, value, dtype))
+            trace.overflows.add(Overflow(event.place.module, value, dtype))
 
 
 def _add_unaligned(event: _Event, trace: OperatorTrace, weights: set[tuple[int, ...]]) -> None:
     """Add the FP8 product that is the gradient of a weight, if it sums over a number of rows that no kernel takes."""
     (height, rows), (_, width) = event.raw.shapes()[:2]
     if rows % FP8_MULTIPLE and ((height, width) in weights or (width, height) in weights):
-        trace.unaligned.append((Unaligned(event.module, rows), event.backward))
+        trace.unaligned.append((Unaligned(event.place.module, rows), event.place.backward))
 
 
 def _operand(dtypes: Sequence[str]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -18,10 +19,10 @@ from short_programs import needs_bf16_lstm, run
 from torch import nn
 from wrong_programs import WRONG
 
-from mpguard.runtime.proof import account, profiler, trace
+from mpguard.runtime.proof import account, compiled_graphs, profiler, trace
 from mpguard.runtime.proof.account import StepAccount
 from mpguard.runtime.proof.inferred import Inferred
-from mpguard.runtime.proof.trace import Work
+from mpguard.runtime.proof.products import Work
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +102,7 @@ print("trained")
 """
 BROKEN = """
 from mpguard.runtime.proof import trace
-def read(*_): raise ValueError("an event of another kind")
+def read(*_, **__): raise ValueError("an event of another kind")
 trace.read = read
 m = net(); train(m, adam(m)); print("trained")
 """
@@ -218,7 +219,7 @@ def test_a_replay_of_a_cuda_graph_has_the_products_of_the_recorded_call(
 ) -> None:
     weight, x = nn.Parameter(torch.randn(16, 8)), torch.randn(4, 8)
     monkeypatch.setattr(CompiledFunction, "graphs", hashes)
-    monkeypatch.setitem(sys.modules, account.CUDA_GRAPHS, ModuleType(account.CUDA_GRAPHS))
+    monkeypatch.setitem(sys.modules, compiled_graphs.CUDA_GRAPHS, ModuleType(compiled_graphs.CUDA_GRAPHS))
     size = 2 * 4 * 8 * 16
     step = lambda: CompiledFunction.apply(x, weight).sum()  # noqa: E731
     first = StepAccount()
@@ -228,6 +229,122 @@ def test_a_replay_of_a_cuda_graph_has_the_products_of_the_recorded_call(
     unknown = recorded(step, weight)
     assert {work.dtype for work in unknown.trained} == {None}, "it was never seen recorded"
     assert again.trained == (unknown.trained if "None" in hashes else {Work("bf16", compiled=True): 2 * size})
+
+
+def _without_shapes(first: StepAccount, step: Callable[[], torch.Tensor], weight: nn.Parameter) -> account.Products:
+    """Return what the account after `first` finds that trusts the graphs which that has seen."""
+    again = StepAccount(first)
+    again.trusts_graphs(True)
+    assert first.is_compiled_only is not again._shapes
+    return recorded(step, weight, whole=again)
+
+
+CHANGED = "other code was compiled since it was recorded"
+
+
+def test_compiled_graphs_that_are_known_need_no_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = nn.Parameter(torch.randn(16, 8)), torch.randn(4, 8)
+    first = StepAccount()
+    step = lambda: CompiledFunction.apply(x, weight).sum()  # noqa: E731
+    whole = recorded(step, weight, whole=first)
+    again = _without_shapes(first, step, weight)
+    assert again.trained == whole.trained and not again.reason and again.frozen == whole.frozen
+    monkeypatch.setattr(CompiledFunction, "graphs", ("forward", "another"))
+    assert CHANGED in _without_shapes(first, step, weight).reason
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda result, x: result + (x @ torch.randn(8, 1)).sum(),  # a product outside of the graphs
+        lambda result, _: result.to(torch.bfloat16).float(),  # its gradient is copied
+        lambda result, _: Doubled.apply(result),  # a function that may multiply in a kernel of its own
+    ],
+)
+def test_what_runs_outside_of_compiled_graphs_needs_shapes(change: Callable[..., torch.Tensor]) -> None:
+    weight, x = nn.Parameter(torch.randn(16, 8)), torch.randn(4, 8)
+    first = StepAccount()
+    step = lambda: CompiledFunction.apply(x, weight).sum()  # noqa: E731
+    recorded(step, weight, whole=first)
+    assert CHANGED in _without_shapes(first, lambda: change(step(), x), weight).reason
+
+
+def test_a_program_with_products_outside_of_compiled_graphs_is_recorded_with_shapes() -> None:
+    weight, x = nn.Parameter(torch.randn(16, 8)), torch.randn(4, 8)
+    first = StepAccount()
+    step = lambda: CompiledFunction.apply(x, weight).sum() + (x @ weight.t()).sum()  # noqa: E731
+    whole = recorded(step, weight, whole=first)
+    assert not first.is_compiled_only and _without_shapes(first, step, weight).trained == whole.trained
+
+
+#: A model whose products are those of a "compiled graph"; from the fourth step on it is another one, in FP32.
+RECOMPILED = """
+from mpguard.runtime import progress
+progress.EVERY_STEP = True
+class CompiledFunction(torch.autograd.Function):
+    dtype = torch.bfloat16
+    @classmethod
+    def multiply(cls, left, right):
+        with torch._C._profiler._RecordFunctionFast(f"## Call CompiledFxGraph {cls.dtype} ##"):
+            return torch.mm(left.to(cls.dtype), right.to(cls.dtype)).float()
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        return CompiledFunction.multiply(x, weight.t())
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, CompiledFunction.multiply(gradient.t(), ctx.saved_tensors[0])
+class Net(nn.Module):
+    def __init__(s): super().__init__(); s.weight = nn.Parameter(torch.randn(32, 32) / 6)
+    def forward(s, x): return CompiledFunction.apply(x, s.weight)
+m = Net(); o = adam(m)
+for number in range(1, 8):
+    if number == CHANGED: CompiledFunction.dtype = torch.float32
+    train(m, o, 1); print("step", number)
+"""
+
+
+@pytest.mark.parametrize(("changed", "steps"), [(4, 4), (99, 7)])
+def test_code_that_was_compiled_again_is_recorded_at_the_next_step(tmp_path: Path, changed: int, steps: int) -> None:
+    ended = run(tmp_path, RECOMPILED.replace("CHANGED", str(changed)))
+    made = proof(tmp_path / "proof.json")
+    assert ended.stdout.splitlines()[-1] == f"step {steps}", transcript(ended)
+    assert bool(ended.returncode) is (changed < 8) and ("mpguard: not in force: step 5: compute" in ended.stderr) is (
+        changed < 8
+    ), transcript(ended)
+    assert made["run"][0]["looks"] == list(range(1, changed if changed < 8 else 8)), made["run"]
+
+
+class Doubled(torch.autograd.Function):
+    """A function of a script."""
+
+    @staticmethod
+    def forward(_ctx, x):  # type: ignore[no-untyped-def]
+        return 2 * x
+
+    @staticmethod
+    def backward(_ctx, gradient):  # type: ignore[no-untyped-def]
+        return 2 * gradient
+
+
+def test_the_operators_of_a_step_are_not_recorded_up_to_a_module_that_is_called_in_it() -> None:
+    layer, x, events = nn.Linear(8, 8), torch.randn(4, 8), []
+    whole = StepAccount()
+    whole.start()
+    try:
+        with account.step_of(None, trains=False):
+            x @ x.t()
+            layer(x)
+        with profiler.muted(), profiler.muted():
+            x @ x.t()
+        x.t() @ x
+        whole._recording, recording = None, whole._recording
+        assert recording is not None
+        whole._ranges.remove()
+        events = [event.name() for event in recording.stop()[0]]
+    finally:
+        whole.stop()
+    assert (events.count("aten::addmm"), events.count("aten::matmul")) == (1, 1), events
 
 
 def test_a_long_evaluation_before_a_step_is_not_recorded_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
