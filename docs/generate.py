@@ -24,7 +24,7 @@ from types import ModuleType
 
 from mpguard import cli, targets
 from mpguard.lint.model import rule_docs
-from mpguard.policy import Policy, hardware
+from mpguard.policy import BACKENDS, EMULATED, Policy, hardware
 from mpguard.policy.recipes import recipe, recipes
 from mpguard.targets.settings import show
 
@@ -35,6 +35,9 @@ NOTE = "<!-- Written by docs/generate.py. Do not edit: change the code that it r
 
 #: One GPU for each generation that a recipe can depend on.
 GPUS = ("V100", "A100", "H100", "B200")
+
+#: One GPU for each generation on which scaling recipes of FP8 differ.
+FP8_GPUS = {"A100": "Ampere", "L40S": "Ada", "H100": "Hopper", "B200": "Blackwell", "RTX5090": "consumer Blackwell"}
 
 
 def pages() -> dict[str, str]:
@@ -123,11 +126,35 @@ def recipes_page() -> str:
         "`fp8_param: auto`, `fp4_param: auto`: a wish, granted where the optimizer and the strategy can, else off and"
         " reported: [Parameters in FP8](fp8.md#parameters-in-fp8).",
         _table(rows),
+        "## Scaling recipes",
+        "What `fp8_recipe` and the entries of [`fp8_modules`](fp8.md#a-recipe-per-module) may name, with each library"
+        " that has it. GPU columns: as above, for BF16 compute. In software: with `fp8_emulate: true`, or `mpguard"
+        " launch --emulate`, on any GPU and on a CPU: the values of the hardware, not its speed. Sizes: features of a"
+        " layer must be multiples of this, others stay in the compute dtype; rows are padded to it. `_with_gw_hp`: the"
+        " product of the weight's gradient is in the compute dtype; `_with_bwd_hp`: the whole backward pass is.",
+        _table(_scaling_rows()),
         "Any field can be changed under `fp8_config.mpguard_overrides` in mp.yaml, or with"
         ' `mpguard.recipe("bf16_mixed").replace(grad_reduce_in_fp32=False)`. The fields are described in the docstring'
         " of `mpguard.Policy`. Fields that are not listed below have their default values.",
         *sections,
     )
+
+
+def _scaling_rows() -> Iterator[list[str]]:
+    """Yield a row for each scaling recipe and library: its formats and sizes, the GPUs that run it, and software."""
+    gpus = [f"{name} ({generation})" for name, generation in FP8_GPUS.items()]
+    yield ["recipe", "library", "formats", "sizes", *gpus, "in software"]
+    for recipe_name, backends in BACKENDS.items():
+        for backend in backends:
+            forms = ["e4m3"] if backend == "torchao" and recipe_name != "tensorwise" else []
+            forms = ["e2m1"] if recipe_name == "nvfp4" else forms or ["hybrid", "e4m3"]
+            low = {"fp4": "e2m1"} if recipe_name == "nvfp4" else {"fp8": forms[0], "fp8_recipe": recipe_name}
+            policy = Policy.of({"bf16": True, "backend": backend, **low})
+            able = ["no" if hardware.named(gpu).refuses(policy) else "yes" for gpu in FP8_GPUS]
+            software = "yes" if backend == "torchao" and recipe_name in EMULATED else "no"
+            sizes = str(hardware.needs_of(recipe_name, backend).multiple)
+            library = "Transformer Engine" if backend == "te" else backend
+            yield [f"`{recipe_name}`", library, ", ".join(forms), sizes, *able, software]
 
 
 def _recipe_cells(policy: Policy) -> list[str]:

@@ -211,11 +211,12 @@ def _fp8_width(policy: Policy, gpu: str) -> int:
     Up to Hopper, and on consumer GPUs, FP8 products need the weight transposed too.
     """
     recipe = policy.low_bit_recipe
-    if recipe is None or ("torchao" in policy.backends and not policy.fp8_weight_cache):
+    taken = policy.backends[:1] if recipe == "blockwise" else policy.backends  # torchao's is taken without another only
+    if recipe is None or ("torchao" in taken and not policy.fp8_weight_cache):
         return 0
     capability = hardware.named(architecture(gpu)).capability or (9, 0)
     plain = (10, 0) <= capability < (12, 0)
-    return 1 if plain and recipe not in ("mxfp8", "nvfp4") else 2
+    return 1 if plain and not recipe.startswith(("mxfp8", "nvfp4")) else 2
 
 
 def _block_names(config: ModelConfig) -> list[str]:

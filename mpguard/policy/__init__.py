@@ -5,6 +5,7 @@ from mpguard.policy.fp8_modules import BACKWARD_HIGH, NONE, Fp8Recipe, ModuleRec
 from mpguard.policy.policy import (
     BACKENDS,
     DEFAULT_FP8_EXCLUDE,
+    EMULATED,
     FIELD_NAMES,
     FLOAT8_LINEAR,
     Backend,
@@ -16,6 +17,7 @@ __all__ = [
     "BACKENDS",
     "BACKWARD_HIGH",
     "DEFAULT_FP8_EXCLUDE",
+    "EMULATED",
     "FIELD_NAMES",
     "FLOAT8_LINEAR",
     "NONE",

@@ -45,8 +45,9 @@ EMULATED = (*FLOAT8_LINEAR, "mxfp8")
 
 _MXFP8 = ("mxfp8", "mxfp8_with_bwd_hp")
 
-#: Recipes that exist in E4M3 only: where `fp8_modules` gives them to layers, `fp8: hybrid` is E4M3 in these.
-E4M3_ONLY = ("rowwise", "rowwise_with_gw_hp", *_MXFP8)
+#: Recipes that `fp8_modules` gives in E4M3 where `fp8` is "hybrid": the format in which the libraries have them, or in
+#: which they are defined.
+_IN_E4M3 = ("rowwise", "rowwise_with_gw_hp", *_MXFP8)
 
 #: Modules that stay out of FP8 by default: output heads and MoE routers lose accuracy
 #: (accelerate's Transformer Engine path converts `lm_head`; axolotl patches routers out).
@@ -110,7 +111,8 @@ class Policy:
         fp8_exclude: name patterns (`fnmatch`, on the qualified module name) kept out of FP8.
         fp8_modules: a recipe per module: a list of `{"pattern": "*.mlp.*", "recipe": "rowwise"}`, where the first
             pattern that matches the qualified name of a layer decides, and `none` keeps it out of FP8. Layers that
-            none matches have `fp8_recipe`. All recipes must be of one backend, and delayed scaling stands alone.
+            none matches have `fp8_recipe`. All recipes must be of one backend, and delayed scaling stands alone. Where
+            `fp8` is "hybrid", rowwise and MXFP8 layers are E4M3 in both directions.
         fp8_head: the output head in FP8 too.
         fp8_experts: the experts of a mixture in FP8 too: E4M3 with a scale per row, whatever `fp8_recipe`.
         fp8_fast_accum: fast accumulation in the gradient products as well.
@@ -433,6 +435,8 @@ class Policy:
         if not self.recipes:
             return ()
         able = [each for each in BACKENDS[self.recipes[0]] if all(each in BACKENDS[other] for other in self.recipes)]
+        if "blockwise" in self.recipes and self.backend == "auto" and (self.fp16 or self.fp8 != "e4m3"):
+            able = [each for each in able if each == "te"] or able  # torchao has it in E4M3, and with BF16, only
         if self.fp8_emulate:
             emulated = self.backend != "te" and all(each in EMULATED for each in self.recipes)
             return ("torchao",) if "torchao" in able and emulated else ()
@@ -448,7 +452,8 @@ class Policy:
         """Return the policy that the layers of one of `recipes` have: as if all layers had it."""
         if recipe == self.low_bit_recipe:
             return self if not self.fp8_modules else self.replace(fp8_modules=(), name=self.name)
-        form = "e4m3" if recipe in E4M3_ONLY else self.fp8
+        of_torchao = recipe == "blockwise" and self.backend == "torchao"
+        form = "e4m3" if recipe in _IN_E4M3 or of_torchao else self.fp8
         return self.replace(fp8_modules=(), fp8_recipe=recipe, fp8=form, name=self.name)
 
     @property

@@ -29,8 +29,8 @@ def header(plan: Plan) -> str:
     if plan.processes:
         parts.append(f"{plan.processes} process{'es' if plan.processes > 1 else ''}")
     if plan.policy.fp8_emulate and plan.policy.low_bit_recipe:
-        what = hardware.NEEDS[plan.policy.low_bit_recipe].what
-        parts.append(f"{what} emulated: its numbers, not its speed")
+        what = dict.fromkeys(hardware.NEEDS[recipe].what for recipe in plan.policy.recipes)
+        parts.append(f"{' and '.join(what)} emulated: its numbers, not its speed")
     return " · ".join([*parts, str(hardware.detect())])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import types
 from typing import Any
 
 import pytest
@@ -188,3 +190,52 @@ def test_block_scaling_of_torchao_is_refused_here_with_the_reason() -> None:
     both = hardware.Hardware("H100", (9, 0), 1, (13, 0), {**libraries, "te": "2.20"})
     assert hardware.backend_of(asked.replace(backend="auto"), both) == "te", "torchao's is a prototype"
     assert filters.multiple("blockwise", "torchao") == 128 and filters.multiple("blockwise", "te") == 16
+
+
+@dataclasses.dataclass
+class Float8CurrentScaling:
+    """As Transformer Engine's recipe, by the fields that are compared."""
+
+    fp8_format: Any = dataclasses.field(default_factory=lambda: types.SimpleNamespace(name="HYBRID"))
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+
+@dataclasses.dataclass
+class Float8BlockScaling:
+    fp8_format: Any = dataclasses.field(default_factory=lambda: types.SimpleNamespace(name="E4M3"))
+    backward_override: str | None = None
+
+
+class TeLinear(nn.Module):
+    """As a layer of Transformer Engine after a forward pass, which leaves the recipe in `fp8_meta`."""
+
+    __module__ = "transformer_engine.stand_in"
+
+    def __init__(self, recipe: Any) -> None:
+        super().__init__()
+        self.weight, self.fp8_meta, self.fp8 = nn.Parameter(torch.zeros(16, 16)), {"recipe": recipe}, recipe is not None
+
+
+def test_the_recipe_of_each_layer_of_transformer_engine_is_read() -> None:
+    entries = [{"pattern": "up", "recipe": "tensorwise_with_bwd_hp"}, {"pattern": "gate", "recipe": "tensorwise"}]
+    asked = mpguard.Policy(bf16=True, fp8="e4m3", fp8_recipe="blockwise", backend="te", fp8_modules=entries)
+    e4m3 = types.SimpleNamespace(name="E4M3")
+    ran: dict[str, Any] = {
+        "up": Float8CurrentScaling(e4m3, backward_override="high_precision"),
+        "gate": Float8CurrentScaling(e4m3),
+        "down": Float8BlockScaling(),
+    }
+    for name, other, text in (
+        ("up", None, ""),
+        ("up", ran["gate"], "up ran in tensorwise, asked: tensorwise_with_bwd_hp"),
+        ("gate", ran["up"], "gate ran in tensorwise_with_bwd_hp, asked: tensorwise"),
+        ("down", Float8CurrentScaling(), "down ran in other, asked: blockwise"),
+        ("down", "none", "down ran in other, asked: blockwise"),
+    ):
+        layers = ran if other is None else {**ran, name: None if other == "none" else other}
+        model = nn.ModuleDict({each: TeLinear(recipe) for each, recipe in layers.items()})
+        seen = Observed(fp8=fp8.find_fp8_layers(list(model.named_modules()), asked, [{"recipe": "any"}]))
+        row = {each.name: each for each in compare(seen, Plan(asked))}["fp8 recipe"]
+        assert row.verdict is (Verdict.WRONG if text else Verdict.AS_ASKED) and text in row.found, row
