@@ -70,7 +70,7 @@ from mpguard.lint.facts.file import Facts
 from mpguard.lint.model.rule import BaseRule, Rule, rules
 from mpguard.lint.model.selection import Selectors
 from mpguard.lint.project.project import Project
-from mpguard.lint.project.references import is_copied_example
+from mpguard.lint.project.questions.copies import is_copied_example
 from mpguard.lint.project.requirements import required
 from mpguard.lint.reachability.raising import Raising
 from mpguard.lint.reachability.untaken import UntakenBranches

@@ -17,8 +17,8 @@ from mpguard.lint.facts.domain.training_use import TrainingUse
 from mpguard.lint.facts.domain.view import DomainView
 from mpguard.lint.facts.domain.wrappers import WrapperFacts
 from mpguard.lint.facts.syntax.constant_flags import SUPPORTS_BF16, apply_constant_flags
-from mpguard.lint.project import references
 from mpguard.lint.project.api import ProjectApi
+from mpguard.lint.project.questions import settings
 from mpguard.lint.source.source import Source
 from mpguard.lint.source.strip_comments import stripped
 
@@ -65,7 +65,7 @@ class Facts(DomainView):
     def may_update_scaler(self) -> bool:
         """True if the file, or other code of its project, may update a GradScaler that the file steps with."""
         code = stripped(self.file_text).encode("utf-8", "surrogateescape")
-        return references.updates(code) or self.project.scaler_updated_elsewhere(self.path)
+        return settings.updates(code) or self.project.scaler_updated_elsewhere(self.path)
 
     @cached_property
     def may_keep_masters(self) -> bool:

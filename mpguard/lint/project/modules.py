@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mpguard.core import tracked_fs
 from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint.project import references, summaries, tree
+from mpguard.lint.project import packages, summaries, tree
 from mpguard.lint.source.files import NOTEBOOK, is_ignored
 from mpguard.lint.source.source import Source
 from mpguard.lint.source.text import Unparsable
@@ -233,7 +233,7 @@ def _has(folder: str, name: str) -> bool:
 def _is_built(folder: str, name: str, top: str) -> bool:
     """True if a package is the one at the top of a project that builds it."""
     package = os.path.join(folder, name, "__init__.py")
-    return folder == top and tracked_fs.is_file(package) and references.is_installable(Path(top))
+    return folder == top and tracked_fs.is_file(package) and packages.is_installable(Path(top))
 
 
 def _folders_around(folder: str, top: str) -> Iterator[str]:

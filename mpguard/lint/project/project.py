@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Literal
 
 from mpguard.core import settings, tracked_fs
 from mpguard.core.errors import ConfigError, MpguardError
-from mpguard.lint.project import launch_configs, launch_lines, named_gpu, references, siblings, summaries, tree
+from mpguard.lint.project import launch_configs, launch_lines, named_gpu, packages, siblings, summaries, tree
 from mpguard.lint.project.api import ProjectApi
 from mpguard.lint.project.launch_configs import LaunchConfig
 from mpguard.lint.project.launch_lines import Launch
+from mpguard.lint.project.questions import answered, ask, copies, uses
+from mpguard.lint.project.questions import settings as settings_read
+from mpguard.lint.project.questions.asked import Question
 from mpguard.lint.project.requirements import Required, required
 from mpguard.lint.project.siblings import LARGEST_CONFIG
 from mpguard.lint.source.files import MARKDOWN, NOTEBOOK, PYTHON, matches
@@ -307,6 +310,17 @@ class Project(ProjectApi):
             self._by_path[found.path] = found
         return found
 
+    def _ask(self, path: str, question: Question, name: str = "", otherwise: bool = False, whole: bool = False) -> bool:
+        """Answer a question about the project of a file; outside of a project, the answer is `otherwise`.
+
+        whole: a folder that the user has named is as good as a project.
+        """
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(file.parent)
+            known = tree.is_whole(top) if whole else tree.is_project(top)
+            return ask(top, file, question, name) if known else otherwise
+
     def imported_elsewhere(self, path: str, name: str) -> bool:
         """True if another file of the tree may import a name from a module; see `summaries.may_import`."""
         file = Path(path).absolute()
@@ -328,9 +342,9 @@ class Project(ProjectApi):
         file = Path(path).absolute()
         with tracked_fs.recording_for(path):
             top = tree.top_of(file.parent)
-            if not tree.is_project(top) or references.may_use(top, file, name):
+            if not tree.is_project(top) or ask(top, file, uses.may_use, name):
                 return True
-            return references.exports_all(file) and references.is_installable(top)
+            return packages.exports_all(file) and packages.is_installable(top)
 
     def all_users_of(self, path: str, name: str) -> list[Facts] | None:
         """Return the facts of all other modules that may use a top-level name of a file; None if they are not known.
@@ -340,8 +354,8 @@ class Project(ProjectApi):
         file = Path(path).absolute()
         with tracked_fs.recording_for(path):
             top = tree.top_of(file.parent)
-            files = references.users(top, file, name) if tree.is_whole(top) else None
-            if files is None or (references.exports_all(file) and references.is_installable(top)):
+            files = answered(top, file, uses.users, name) if tree.is_whole(top) else None
+            if not isinstance(files, list) or (packages.exports_all(file) and packages.is_installable(top)):
                 return None
         if len(files) > summaries.MOST_USERS or not all(each.endswith(PYTHON) for each in files):
             return None
@@ -351,74 +365,48 @@ class Project(ProjectApi):
 
     def method_used_elsewhere(self, path: str, name: str) -> bool:
         """True if other code may use a method of this name of a class of a file; outside of a project, it may."""
-        file = Path(path).absolute()
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(file.parent)
-            return not tree.is_project(top) or references.may_call(top, file, name)
+        return self._ask(path, uses.may_call, name, otherwise=True)
 
     def subclassed_elsewhere(self, path: str, name: str) -> bool:
         """True if a class of another file may derive from a class of a file; outside of a project, it may.
 
         Unlike `derived_elsewhere`, this resolves imports.
         """
-        file = Path(path).absolute()
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(file.parent)
-            return not tree.is_whole(top) or references.may_derive(top, file, name)
+        return self._ask(path, uses.may_derive, name, otherwise=True, whole=True)
 
     def attribute_set_elsewhere(self, path: str, name: str) -> bool:
         """True if other code may set an attribute of this name; outside of a project, it may."""
-        file = Path(path).absolute()
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(file.parent)
-            return not tree.is_whole(top) or references.may_set(top, file, name)
+        return self._ask(path, uses.may_set, name, otherwise=True, whole=True)
 
     def mentioned_beside(self, path: str, name: str, paths: Iterable[str]) -> bool:
         """True if code in the folder that contains a file and others, but not in the file, has a name."""
-        file = Path(path).absolute()
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(file.parent)
-            folder = Path(os.path.commonpath([file.parent, *(Path(each).absolute().parent for each in paths)]))
-            return not tree.is_project(top) or references.may_mention(top, file, name, folder)
+        folder = os.path.commonpath([Path(each).absolute().parent for each in (path, *paths)])
+        return self._ask(path, uses.may_mention, f"{name} {folder}", otherwise=True)
 
     def keyword_given_elsewhere(self, path: str, name: str) -> bool:
         """True if other code gives something a keyword argument of this name; outside of a project, it may."""
-        file = Path(path).absolute()
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(file.parent)
-            return not tree.is_project(top) or references.may_give(top, file, name)
+        return self._ask(path, uses.may_give, name, otherwise=True)
 
     def is_replaced(self, path: str, name: str) -> bool:
         """True if another file that imports a module has its own definition of a function of this name."""
-        file = Path(path).absolute()
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(file.parent)
-            return tree.is_project(top) and references.is_replaced(top, file, name)
+        return self._ask(path, uses.is_replaced, name)
 
     def attribute_set_from_outside(self, path: str, name: str) -> bool:
         """True if a file that uses another one assigns to an attribute of this name, other than of `self`."""
-        file = Path(path).absolute()
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(file.parent)
-            return tree.is_project(top) and references.may_set_from_outside(top, file, name)
+        return self._ask(path, uses.may_set_from_outside, name)
 
     def scaler_updated_elsewhere(self, path: str) -> bool:
         """True if other code may update a GradScaler that a file steps with; outside of a project, it may."""
-        file = Path(path).absolute()
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(file.parent)
-            return not tree.is_whole(top) or references.may_update_scaler(top, file)
+        return self._ask(path, settings_read.may_update_scaler, otherwise=True, whole=True)
 
     def compiled_elsewhere(self, path: str) -> bool:
         """True if other code may compile a model that a file gets; outside of a project, it may."""
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(Path(path).absolute().parent)
-            return not tree.is_whole(top) or references.may_compile(top)
+        return self._ask(path, settings_read.may_compile, otherwise=True, whole=True)
 
     def looked_up(self, path: str) -> bool:
         """True if code of the project of a file may get a class by a name that is not in the code."""
         with tracked_fs.recording_for(path):
-            return references.may_look_up(tree.top_of(Path(path).absolute().parent))
+            return ask(tree.top_of(Path(path).absolute().parent), "", uses.may_look_up)
 
     def is_library(self, path: str) -> bool:
         """True if a file is in a package that other projects may install, and use."""
@@ -429,89 +417,69 @@ class Project(ProjectApi):
             top, package = tree.top_of(folder), folder
             while package != top and tracked_fs.is_file(package.parent / "__init__.py"):
                 package = package.parent
-            return references.is_installable(top) and (package == top or references.builds_from(top, package.parent))
+            return packages.is_installable(top) and (package == top or packages.builds_from(top, package.parent))
 
     def is_all_code(self, path: str) -> bool:
         """True if a file is the only Python file of its project, which has no notebook either."""
-        file = Path(path).absolute()
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(file.parent)
-            return tree.is_project(top) and references.is_all_code(top, file)
+        return self._ask(path, uses.is_all_code)
 
     def asks_for(self, path: str, word: str) -> bool:
         """True if a script, config or text of the project contains a word; outside of a project that is unknown."""
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(Path(path).absolute().parent)
-            return not tree.is_project(top) or references.may_ask_for(top, word)
+        return self._ask(path, settings_read.may_ask_for, word, otherwise=True)
 
     def drops_option(self, path: str, name: str) -> bool:
         """True if no code of the project of a file reads an option; outside of a project, it may."""
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(Path(path).absolute().parent)
-            return tree.is_project(top) and not references.may_read_option(top, name)
+        return not self._ask(path, settings_read.may_read_option, name, otherwise=True)
 
     def passes_option(self, path: str, name: str) -> bool:
         """True if a script, config or text of the project of a file passes an option that asks for low precision."""
         with tracked_fs.recording_for(path):
-            return references.passes_option(tree.top_of(Path(path).absolute().parent), name)
+            return ask(tree.top_of(Path(path).absolute().parent), "", settings_read.passes_option, name)
 
     def gives_option(self, path: str, name: str, value: str) -> bool:
         """True if a config or script of the project of a file gives an option this value."""
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(Path(path).absolute().parent)
-            return tree.is_project(top) and references.gives_option(top, name, value)
+        return self._ask(path, settings_read.gives_option, f"{name} {value}")
 
     def gives_unhandled(self, path: str, name: str, value: str) -> bool:
         """True if a config or script of the project gives an option a value that no code of the project mentions."""
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(Path(path).absolute().parent)
-            given = tree.is_project(top) and references.gives_option(top, name, value)
-            return given and not references.may_handle_value(top, value)
+        return self.gives_option(path, name, value) and not self._ask(path, settings_read.may_handle_value, value)
 
     def unread_keys(self, path: str) -> list[tuple[str, str]]:
         """Return the configs that a file names with a key for low precision that no code names, each with the key."""
         file = Path(path).absolute()
         with tracked_fs.recording_for(path):
             top = tree.top_of(file.parent)
-            return references.unread_keys(top, file) if tree.is_project(top) else []
+            found = answered(top, file, settings_read.unread_keys) if tree.is_project(top) else None
+        pairs = [each.rpartition(":") for each in found] if isinstance(found, list) else []
+        return [(config, key) for config, _, key in pairs]
 
     def is_copied_example(self, path: str) -> bool:
         """True if a file is an example of another project, of which its own contains a copy, and does not run it."""
         with tracked_fs.recording_for(path):
-            return references.is_copied_example(Path(path).absolute())
+            return copies.is_copied_example(Path(path).absolute())
 
     def is_in_copy(self, path: str) -> bool:
         """True if a file is in a copy of another package, with another kind of license, below the top of a project."""
         file = Path(path).absolute()
         with tracked_fs.recording_for(path):
             top = tree.outermost(file.parent)
-            return tree.is_project(top) and references.is_in_copy(file, top, by_terms=True)
+            return tree.is_project(top) and copies.is_in_copy(file, top, by_terms=True)
 
     def launches_with_deepspeed_only(self, path: str) -> bool:
         """True if the project has accelerate configs, and all of them choose DeepSpeed."""
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(Path(path).absolute().parent)
-            return tree.is_project(top) and references.configs_choose_deepspeed(top)
+        return self._ask(path, settings_read.configs_choose_deepspeed)
 
     def deepspeed_config_read(self, path: str) -> bool:
         """True if something in the project may read the DeepSpeed config that a file is, or contains."""
-        file = Path(path).absolute()
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(file.parent)
-            return not tree.is_project(top) or references.may_read_deepspeed(top, file)
+        return self._ask(path, settings_read.may_read_deepspeed, otherwise=True)
 
     def deepspeed_config_read_as_json(self, path: str) -> bool:
         """True if something in the project may read a DeepSpeed config by a stricter reader than DeepSpeed's."""
-        file = Path(path).absolute()
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(file.parent)
-            return not tree.is_project(top) or references.may_read_deepspeed_as_json(top, file)
+        return self._ask(path, settings_read.may_read_deepspeed_as_json, otherwise=True)
 
     def reads_deepspeed_key(self, path: str, key: str) -> bool:
         """True if code of the project of a DeepSpeed config reads a key of such configs itself."""
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(Path(path).absolute().parent)
-            return tree.is_project(top) and references.may_read_deepspeed_key(top, Path(path).absolute(), key)
+        return self._ask(path, settings_read.may_read_deepspeed_key, key)
 
     def parser_of(self, path: str, size: int) -> Callable[[str], Tree]:
         """Return what parses the statements of a file, once for its own check and for those of files that use it."""

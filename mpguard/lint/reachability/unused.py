@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint.project import references
+from mpguard.lint.project.questions import uses
 from mpguard.lint.source.strip_comments import stripped
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def is_unused_module(facts: ProgramView) -> bool:
     stem = Path(facts.path).stem
     return (
         facts.path.endswith(".py")
-        and stem not in references.BY_TOOLS
+        and stem not in uses.BY_TOOLS
         and not facts.is_test
         and not facts.may_train
         and all(_is_preparation(call, facts) for call in facts.module.calls)
@@ -169,11 +169,7 @@ class UnusedDefinitions:
         Or by those who copy them, if the file only defines, and is all the code of its project.
         """
         facts = self._facts
-        if (
-            Path(facts.path).stem in references.BY_TOOLS
-            or facts.is_test
-            or _BY_NAME.search(facts.file_text) is not None
-        ):
+        if Path(facts.path).stem in uses.BY_TOOLS or facts.is_test or _BY_NAME.search(facts.file_text) is not None:
             return True
         only_defines = all(_is_preparation(call, facts) for call in facts.module.calls)
         return only_defines and facts.project.is_all_code(facts.path)
@@ -194,7 +190,7 @@ class UnusedDefinitions:
             return False
         return (
             name is None
-            or name in references.ENTRIES
+            or name in uses.ENTRIES
             or chunk.text.startswith("@")
             or self._is_public(chunk, name)
             or self._is_looked_up(chunk)

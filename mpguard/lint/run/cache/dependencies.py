@@ -81,9 +81,9 @@ class Dependencies:
         now = tree_state.of_project(top) if what == "referenced" else tree_state.of_modules(top)
         if now is not None and now == before:
             return True
-        from mpguard.lint.project import references, summaries
+        from mpguard.lint.project import questions, summaries
 
-        asked = references if what == "referenced" else summaries
+        asked = questions if what == "referenced" else summaries
         if asked.answer(top, file, question) != answer:
             return False
         seen[1] = now  # the next run need not search
