@@ -76,6 +76,8 @@ class Job:
         if self.at_launch:
             return []
         found = targets.get(self.kind).not_carried(self.policy, self.strategy)
+        if self.kind == "accelerate":  # whose file has mpguard's own keys: the launch applies these fields
+            found = [field for field in found if field not in capabilities.CONVERTER_FIELDS]
         sharded = self.kind not in capabilities.GUARDED_TARGETS and (self.strategy or "").startswith("fsdp")
         if sharded and not self.policy.grad_reduce_in_fp32:  # accelerate's FSDP reduces in the compute dtype (S13)
             found = [field for field in found if field != "grad_reduce_in_fp32"]

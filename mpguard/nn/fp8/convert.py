@@ -21,7 +21,7 @@ from mpguard.nn import compile as compilation
 from mpguard.nn import fp32
 from mpguard.nn.fp8 import experts, filters, weights
 from mpguard.nn.fp8.amax_history import restore_pending
-from mpguard.nn.fp8.module_patterns import wrong_patterns
+from mpguard.nn.fp8.module_patterns import note_matches, wrong_patterns
 from mpguard.nn.fp8.padding import Padded, Padding, PaddingState
 from mpguard.nn.fp8.report import Conversion
 from mpguard.policy import hardware
@@ -94,6 +94,7 @@ def convert_named(model: nn.Module, modules: filters.Named, policy: Policy) -> C
             f"convert: `{policy.name}` keeps blocks at the ends in {policy.compute_dtype}, and the model has no "
             "ModuleList or Sequential of blocks. Name the layers in fp8_exclude, and set first_last_layers_bf16=False"
         )
+    note_matches(modules, policy)
     of_experts = experts.reasons(modules, policy) if policy.fp8_experts else {}
     reasons, recipes = {**filters.reasons(modules, policy), **of_experts}, filters.recipes(modules, policy)
     names: dict[int, str] = {}

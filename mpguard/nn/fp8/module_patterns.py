@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatch
 
 from mpguard.core.errors import near
 from mpguard.nn.fp8 import filters
-from mpguard.policy.fp8_modules import NONE, entry_for
+from mpguard.policy.fp8_modules import NONE, ModuleRecipe, entry_for
 from mpguard.policy.policy import Policy
 
 #: How many names a message shows.
 _SHOWN = 3
 
+#: `fp8_modules` of a policy -> its patterns that have matched a layer of a model that this process has converted. A
+#: pattern may be for another model than the one that is examined: a generator and a discriminator share a policy.
+_matched: dict[tuple[ModuleRecipe, ...], set[str]] = {}
 
-def wrong_patterns(modules: filters.Named, policy: Policy, reasons: Mapping[int, str]) -> list[str]:
+
+def note_matches(modules: filters.Named, policy: Policy) -> None:
+    """Note which patterns of `fp8_modules` match a layer of a model that is converted."""
+    names = [name for name, module in modules if filters.is_linear(module) or filters.is_experts(module)]
+    found = {each.pattern for each in policy.fp8_modules if any(fnmatch(name, each.pattern) for name in names)}
+    _matched.setdefault(policy.fp8_modules, set()).update(found)
+
+
+def for_other_models(policy: Policy) -> frozenset[str]:
+    """Return the patterns of `fp8_modules` that have matched a layer of a model of this process."""
+    return frozenset(_matched.get(policy.fp8_modules, ()))
+
+
+def wrong_patterns(
+    modules: filters.Named, policy: Policy, reasons: Mapping[int, str], others: Collection[str] = ()
+) -> list[str]:
     """Return what is wrong with entries of `fp8_modules`, each as a text that names the pattern; empty if nothing is.
 
     An entry is wrong if it matches no layer, if earlier ones decide all layers that it matches, or if none of its
-    layers can have its recipe. reasons: those of `filters.reasons`, and of experts.
+    layers can have its recipe. reasons: those of `filters.reasons`, and of experts. others: patterns that may
+    match none here.
     """
     if not policy.fp8_modules:
         return []
@@ -32,6 +51,8 @@ def wrong_patterns(modules: filters.Named, policy: Policy, reasons: Mapping[int,
         what = f"`{entry.pattern}`"
         matched = [key for key, own in names.items() if any(fnmatch(name, entry.pattern) for name in own)]
         own = [key for key in matched if decided[key] == entry]
+        if not matched and entry.pattern in others:
+            continue
         if not matched:
             every = [name for own_names in names.values() for name in own_names]
             wrong.append(f"{what} matches no layer{_hint(entry.pattern, every, modules)}")

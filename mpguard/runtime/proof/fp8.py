@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.nn.fp8 import filters
 from mpguard.nn.fp8.filters import is_converted, is_linear, is_of, is_torchao, matches, pattern_around
-from mpguard.nn.fp8.module_patterns import wrong_patterns
+from mpguard.nn.fp8.module_patterns import for_other_models, wrong_patterns
 from mpguard.policy.fp8_modules import entry_for
 from mpguard.policy.policy import DEFAULT_FP8_EXCLUDE, Policy
 from mpguard.runtime.proof.products import short
@@ -132,9 +132,27 @@ def find_fp8_layers(
         or matches(name, policy.kept_out_of_fp8)
         or pattern_around(name, policy.fp32_modules) is not None
     ]
-    if backend == "torchao":
-        configs = [module.config for _, module in layers["torchao"]]
-        emulated = [is_emulated(module) for _, module in [*layers["torchao"], *converted]]
+    _add_recipe_in_force(found, layers["torchao"], converted, te_recipes, policy)
+    if policy.fp8_modules:
+        _add_recipes(found, layers[backend], modules, policy)
+    names = [name for name, _ in modules]
+    # The default patterns may match nothing: not every model has a router.
+    users = [pattern for pattern in policy.fp8_exclude if pattern not in DEFAULT_FP8_EXCLUDE]
+    found.unmatched = [pattern for pattern in users if not any(fnmatch(name, pattern) for name in names)]
+    return found
+
+
+def _add_recipe_in_force(
+    found: Fp8Layers,
+    layers: list[tuple[str, Any]],
+    converted: list[tuple[str, nn.Module]],
+    te_recipes: list[dict[str, Any]],
+    policy: Policy,
+) -> None:
+    """Add the recipe of the layers, and if they are emulated. layers: of torchao. converted: experts."""
+    if found.backend == "torchao":
+        configs = [module.config for _, module in layers]
+        emulated = [is_emulated(module) for _, module in [*layers, *converted]]
         found.emulated = all(emulated)
         if configs:
             found.recipe = {
@@ -147,13 +165,6 @@ def find_fp8_layers(
         found.entered = bool(te_recipes) and len(inside) == len(te_recipes)
         found.recipe = inside[0] if inside else {}
         found.mixed = not policy.fp8_modules and any(recipe != found.recipe for recipe in inside)
-    if policy.fp8_modules:
-        _add_recipes(found, layers[backend], modules, policy)
-    names = [name for name, _ in modules]
-    # The default patterns may match nothing: not every model has a router.
-    users = [pattern for pattern in policy.fp8_exclude if pattern not in DEFAULT_FP8_EXCLUDE]
-    found.unmatched = [pattern for pattern in users if not any(fnmatch(name, pattern) for name in names)]
-    return found
 
 
 def _add_recipes(
@@ -163,7 +174,7 @@ def _add_recipes(
     from mpguard.nn.fp8 import experts
 
     reasons = filters.reasons(modules, policy) | (experts.reasons(modules, policy) if policy.fp8_experts else {})
-    found.patterns = wrong_patterns(modules, policy, reasons)
+    found.patterns = wrong_patterns(modules, policy, reasons, for_other_models(policy))
     asked = filters.recipes(modules, policy)
     known = {recipe: _signature(policy.with_recipe(recipe), found.backend) for recipe in policy.recipes}
     counts = Counter[str]()

@@ -16,6 +16,7 @@ from torch import nn
 import mpguard
 from mpguard.core.errors import NotInForce, PolicyError
 from mpguard.nn.fp8 import filters
+from mpguard.nn.fp8.convert import convert_named
 from mpguard.nn.fp8.module_patterns import similar
 from mpguard.nn.fp8.torchao import TorchaoFloat8Linear
 from mpguard.nn.fp8.torchao_mxfp8 import TorchaoMXFP8Linear
@@ -151,6 +152,18 @@ def test_a_pattern_that_decides_nothing_is_refused_by_convert_and_by_the_proof(
     assert row.verdict is Verdict.WRONG
     with pytest.raises(PolicyError, match=message):
         raise PolicyError(row.found)
+
+
+def test_a_pattern_may_be_for_another_model_of_the_run() -> None:
+    """A generator and a discriminator have one policy, and a proof each."""
+    asked = policy({"pattern": "*.qkv", "recipe": "rowwise"}, {"pattern": "critic", "recipe": "none"})
+    body, critic = Model(), nn.ModuleDict({"critic": nn.Linear(32, 32), "value": nn.Linear(32, 32)})
+    for model in (body, critic):
+        modules = list(model.named_modules())
+        convert_named(model, modules, asked)
+    step(body)
+    for model in (body, critic):
+        assert "fp8_modules" not in rows_of(model, asked)
 
 
 def test_similar_patterns() -> None:
