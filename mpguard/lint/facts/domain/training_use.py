@@ -29,7 +29,7 @@ from mpguard.lint.facts.program.dtypes import AnyDtype, PossibleDtypes, as_dtype
 from mpguard.lint.facts.program.lattice import Class, Function, Object, Ref
 from mpguard.lint.facts.program.mentions import mentions
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
-from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, compatible, negated
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
 from mpguard.policy.dtype import Dtype
 
@@ -453,6 +453,23 @@ class TrainingUse:
                 if training is not None and not self._cast_back(event):
                     self._weights[dtype].append(Weights(event, dtype, guards[0], training))
         return self._weights[dtype]
+
+    def in_dtype_of_checkpoint(self) -> list[Weights]:
+        """Return the models of transformers that are trained, and loaded without a dtype.
+
+        transformers 5 loads them in the dtype in which they were saved, mostly BF16; older versions in FP32.
+        """
+        found = []
+        for event in self.facts.events("load"):
+            of_library = any(path.startswith("transformers.") for _, path in self.facts.paths(event.call))
+            if event.dtypes or event.call.starred or not of_library or event.call.name != "from_pretrained":
+                continue
+            if event.call.argument(None, "dtype", "torch_dtype") is not None or not self.is_module(event):
+                continue
+            training = self._loaded(event, Dtype.BF16, ALWAYS)
+            if training is not None and not self.has_adapters(event.key, event.call) and not self._cast_back(event):
+                found.append(Weights(event, Dtype.BF16, ALWAYS, training))
+        return found
 
     def has_layers_in(self, dtype: AnyDtype, node: cst.CSTNode | None, at: Record) -> bool:
         """True if a model, or its parameters, is a layer created in a dtype, or its class creates layers in it."""

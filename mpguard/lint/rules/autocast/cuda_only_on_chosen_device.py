@@ -11,26 +11,30 @@ class CudaOnlyOnChosenDevice(Rule):
     ## What it does
     Reports `torch.autocast("cuda")` and `torch.amp.GradScaler("cuda")`, also in the spellings of `torch.cuda.amp`,
     that no condition limits, in code that trains and moves its model to a device which it chooses among CUDA and
-    another accelerator (`torch.backends.mps.is_available()`, `torch.xpu.is_available()`).
+    another accelerator (`torch.backends.mps.is_available()`, `torch.xpu.is_available()`, `torch.accelerator`).
 
     ## Why is this bad
     On the other device a region for `"cuda"` does nothing: the run is FP32, slower, with twice the memory. A GradScaler
     for `"cuda"` disables itself where there is no CUDA, with a warning: FP16 gradients are then not scaled, and those
     below 6e-8 become zero (pytorch/pytorch#147731).
 
+    A region for `"cuda"` that switches autocast off does nothing there either: inside a region of the other device its
+    part, such as a head that must be in FP32, is computed in 16 bits.
+
     ## Known limits
-    Preview. Not reported: a region or scaler with `enabled=`, one under any condition, and a device that another file
-    chooses.
+    Not reported: a region or scaler whose `enabled=` is not known, one under any condition, and a device that another
+    file chooses.
     """
 
     code, name = "MPG317", "cuda-only-on-chosen-device"
     severity = "warning"
-    preview = True
     message = "`{call}` is for CUDA, and the device is chosen: on another one it {effect}"
     help = "pass the type of the device: `device.type`"
     triggers = (
-        any_of(b"mps.is_available(", b"xpu.is_available(", b"npu.is_available(", b"hpu.is_available("),
-        any_of(b"cuda.is_available("),
+        any_of(
+            b"mps.is_available(", b"xpu.is_available(", b"npu.is_available(", b"hpu.is_available(", b"torch.accelerator"
+        ),
+        any_of(b"cuda.is_available(", b"torch.accelerator"),
         any_of(b"autocast", b"GradScaler"),
     )
     examples = (
@@ -119,11 +123,17 @@ for x in loader:
             return
         found = [(event, "does nothing") for event in facts.events("autocast")]
         found += [(event, "is disabled") for event in facts.events("scaler")]
+        followed = [event for event in facts.events("autocast") if not _is_for_cuda(event.call, facts)]
         for event, effect in found:
             call = event.call
-            if not event.guard and not facts.is_inference(call) and _for_cuda(call, facts):
+            off = constant(call.keywords.get("enabled")) == (False,)
+            if off and not followed:
+                continue  # no region is on there, which it could switch off
+            if not event.guard and not facts.is_inference(call) and _for_cuda(call, facts, off=off):
                 notes = (Note("the model, or its input, is moved to the chosen device here", moved.span),)
-                yield self.at(call, call=facts.short(call.node), effect=effect, notes=notes)
+                yield self.at(
+                    call, call=facts.short(call.node), effect="leaves autocast on" if off else effect, notes=notes
+                )
 
 
 def _to_chosen(call: Call) -> bool:
@@ -131,10 +141,19 @@ def _to_chosen(call: Call) -> bool:
     return any(dotted(given).rsplit(".", 1)[-1].endswith("device") for given in call.positional)
 
 
-def _for_cuda(call: Call, facts: Facts) -> bool:
-    """True if a region or a scaler is for CUDA, whatever the device is, and is never switched off."""
+def _for_cuda(call: Call, facts: Facts, *, off: bool) -> bool:
+    """True if a region or a scaler is for CUDA, whatever the device is, and always does the same.
+
+    off: it is a region with `enabled=False`.
+    """
+    if call.starred or ("enabled" in call.keywords and not off):
+        return False
+    return _is_for_cuda(call, facts)
+
+
+def _is_for_cuda(call: Call, facts: Facts) -> bool:
     path = facts.called_path(call)
-    if call.starred or "enabled" in call.keywords or not path.startswith("torch."):
+    if not path.startswith("torch."):
         return False
     if path.startswith("torch.cuda.amp."):
         return not call.positional
