@@ -3,10 +3,11 @@
     python benchmarks/step_account.py [--before FOLDER] [--processes 1 2] [--checks 20] [--width 768]
                                       [--out benchmarks/results/step_account.json]
 
---before: the source of another mpguard, which is measured in turn with this one (`git archive REVISION mpguard | tar x
--C FOLDER`). A check is the time of the step before it, which begins to record, and of the step itself, less that of two
-steps without one; the result has medians over all checks of a process. On the CPU `check_ms` is CPU time of rank 0,
-which does not count when a busy machine runs something else, and no waiting for other ranks; `wall_ms` counts both.
+--before: the source of another mpguard, which is measured in turn with this one (`git archive REVISION mpguard plugins
+| tar x -C FOLDER`). A check is the time of the step before it, which begins to record, and of the step itself, less
+that of two steps without one; the result has medians over all checks of a process. On the CPU `check_ms` is CPU time of
+rank 0, which does not count when a busy machine runs something else, and no waiting for other ranks; `wall_ms` counts
+both.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def measured(source: Path | None, words: list[str], processes: int) -> dict[str,
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MPGUARD_")}
-    environment |= {"OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": str(source)} if source else {})
+    environment |= {"OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": f"{source}:{source}/plugins"} if source else {})
     done = subprocess.run([*command, __file__, *words], env=environment, check=False, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"the run failed:\n{done.stderr}")

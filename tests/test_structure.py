@@ -248,3 +248,79 @@ def test_only_tests_that_start_deepspeed_compile_its_operator() -> None:
     }
     assert {"runtime/test_frameworks.py", "nn/fp8/test_resume.py", "runtime/proof/test_step.py"} <= needed
     assert not any(name.startswith(("lint/", "core/", "policy/", "server/")) for name in needed)
+
+
+#: Where something of a library is replaced, and why that is in order; all else is in the table of `core/patches.py`.
+REPLACED = {
+    ("core/patches.py", "setattr"): "applies the patches of part OWN",
+    ("runtime/patches/fit.py", "setattr"): "applies all other patches",
+    ("runtime/patches/torch_optimizer_conversion.py", "step"): "in the patch of `Optimizer._patch_step_function`",
+    ("nn/fp8/convert.py", "__class__"): "a layer of the model becomes an FP8 layer, as the policy asks",
+    ("nn/fp8/experts.py", "__class__"): "experts of the model become FP8 experts",
+    ("nn/grad_scaler.py", "__class__"): "checks the patch of `GradScaler.update` before",
+    ("runtime/exit_hooks.py", "excepthook"): "a hook that Python documents",
+    ("runtime/patches/import_hooks.py", "__loader__"): "the import system's own attribute of a module",
+    ("runtime/containment.py", "__traceback__"): "of an exception, to leave out own frames",
+    ("nn/compile.py", "recompile_limit"): "an option of torch that is for its users",
+    ("nn/compile.py", "compile_threads"): "an option of torch that is for its users",
+    ("doctor/probe.py", "allow_tf32"): "an option, in a process of its own",
+    ("runtime/launch/worker.py", "argv"): "the script gets its own arguments",
+    ("server/start.py", "stdout"): "nothing but messages may be written to it",
+    ("cli/__init__.py", "setattr"): "a stream that is closed",
+}
+
+
+def _replacements(code: str) -> Iterator[str]:
+    """Yield the attributes that a file sets of what it has imported, and those with two underscores of anything."""
+    tree = ast.parse(code)
+    imports = [each for each in ast.walk(tree) if isinstance(each, (ast.Import, ast.ImportFrom))]
+    own = {"mpguard", "mpguard_plugins"}
+    libraries = {
+        (alias.asname or alias.name).partition(".")[0]
+        for each in imports
+        if (each.module if isinstance(each, ast.ImportFrom) else each.names[0].name or "").partition(".")[0] not in own
+        for alias in each.names
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr":
+            owner = node.args[0]
+            if isinstance(owner, ast.Name) and owner.id in {*libraries, "owner", "kind"}:
+                yield "setattr"
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)):
+            continue
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            for each in target.elts if isinstance(target, ast.Tuple) else [target]:
+                if not isinstance(each, ast.Attribute):
+                    continue
+                root: ast.expr = each
+                while isinstance(root, ast.Attribute):
+                    root = root.value
+                of_library = isinstance(root, ast.Name) and root.id in libraries
+                of_class = isinstance(root, ast.Call) and getattr(root.func, "id", "") == "type"
+                dunder = each.attr.startswith("__") and each.attr not in ("__name__", "__wrapped__", "__doc__")
+                if of_library or of_class or dunder:
+                    yield each.attr
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("import os\nos._exit = leave", ["_exit"]),
+        ("from torch import nn\nnn.Module.forward = forward", ["forward"]),
+        ("import sys\nsys.excepthook, sys.exit = hook, leave", ["excepthook", "exit"]),
+        ("def swap(scaler, kind): scaler.__class__ = kind\ntype(kind).step = kind", ["__class__", "step"]),
+        ("from mpguard.core import patches\npatches.known = 1\nself.step = 2", []),
+    ],
+)
+def test_replacements_are_found(code: str, found: list[str]) -> None:
+    assert sorted(_replacements(code)) == sorted(found)
+
+
+def test_nothing_of_a_library_is_replaced_outside_of_the_table_of_patches() -> None:
+    found = {
+        (path.relative_to(PACKAGE).as_posix(), name)
+        for path in PACKAGE.rglob("*.py")
+        if "lint" not in path.parts
+        for name in _replacements(path.read_text(encoding="utf-8"))
+    }
+    assert found == REPLACED.keys()

@@ -7,19 +7,24 @@ Importing this module imports no library.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.metadata
+import inspect
+import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar
 
 from mpguard.core.tested import DISTRIBUTIONS, SHOWN, TESTED, Window
 
+log = logging.getLogger("mpguard")
+
 #: A function of a library, or a wrapper of one.
 AnyFunction = Callable[..., Any]
 
 _Wrap = TypeVar("_Wrap", bound=AnyFunction)
 
-#: The parts of mpguard that apply patches. OWN: applied by the module that declares it, at a time that it chooses.
+#: The parts of mpguard that apply patches. OWN: applied with `apply_own` by the module that declares it.
 PROOF, WATCHING, OWN = "proof", "watching", "own"
 
 
@@ -137,6 +142,48 @@ def adjustment(
         return apply
 
     return collect
+
+
+def resolve(patch: Patch, module: Any) -> tuple[Any, str, Any]:
+    """Return the owner of a patch's target, the name in it, and the target, None if it is not there."""
+    *path, name = patch.target.split(".")
+    owner = module
+    for part in path:
+        owner = getattr(owner, part, None)
+    return owner, name, getattr(owner, name, None)
+
+
+def misfit(patch: Patch, module: Any) -> str | None:
+    """Return why a patch cannot be applied to a module; None if it can."""
+    original = resolve(patch, module)[2]
+    if original is None:
+        return f"there is no {patch.target} in {patch.module}"
+    missing = [name for name in patch.needs if name not in inspect.signature(original).parameters]
+    return f"{patch.name} has no parameter {', '.join(missing)}" if missing else None
+
+
+def fits(wrap: AnyFunction) -> bool:
+    """Return True if the patch of a wrapper, of part OWN, can be applied; else log what is lost."""
+    own = next(each for each in PATCHES if each.wrap is wrap)
+    reason = misfit(own, importlib.import_module(own.module))
+    line = record_not_applied(own, reason) if reason is not None else None
+    if line is not None:
+        log.warning("mpguard: %s", line)
+    return reason is None
+
+
+def apply_own(wrap: AnyFunction) -> None:
+    """Apply the patch of a wrapper, of part OWN, once per process, if the library has what it needs."""
+    own = next(each for each in PATCHES if each.wrap is wrap)
+    owner, name, original = resolve(own, importlib.import_module(own.module))
+    if getattr(original, _APPLIED, None) is not wrap and fits(wrap):
+        wrapped = wrap(original)
+        setattr(wrapped, _APPLIED, wrap)
+        setattr(owner, name, wrapped)
+
+
+#: The attribute of what `apply_own` has wrapped: its wrapper.
+_APPLIED = "applied_by_mpguard"
 
 
 def installed(library: str) -> str:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from mpguard.core.errors import NotInForce
-from mpguard.core.patches import OWN, patch
+from mpguard.core.patches import OWN, apply_own, patch
 from mpguard.runtime import lost_ranks, meter, run_end
 from mpguard.runtime.containment import contained, report_own_failure, without_wrappers
 from mpguard.runtime.crashes import print_cause
@@ -105,7 +105,27 @@ def _exit_with_proof(original: Callable[[int], NoReturn]) -> Callable[[int], NoR
 
 def patch_os_exit() -> None:
     """Patch `os._exit` so that a failed run cannot exit 0 by skipping atexit handlers."""
-    os._exit = _exit_with_proof(os._exit)  # type: ignore[assignment]
+    apply_own(_exit_with_proof)
+
+
+@patch(
+    "sys:exit",
+    needs=(),
+    reason="an atexit handler does not get the status of the script, which decides if the run is concluded",
+    lost="a run that ends by `sys.exit` with another status than 0 is concluded like one that has succeeded",
+    check=checks.leaves,
+    part=OWN,
+)
+def _exit_noting_status(original: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+    def exit(status: Any = None) -> NoReturn:
+        if _installed is not None:
+            _installed.note_status(status)
+        original(status)
+
+    return exit
+
+
+_installed: ExitHooks | None = None
 
 
 class ExitHooks:
@@ -117,8 +137,9 @@ class ExitHooks:
         self.status, self.step_calls = 0, 0
 
     def install(self) -> None:
-        """Replace `sys.excepthook` and `sys.exit`, and register an atexit handler."""
-        former, leave = sys.excepthook, sys.exit
+        """Replace `sys.excepthook`, patch `sys.exit`, and register an atexit handler."""
+        global _installed
+        former, _installed = sys.excepthook, self
         self.guard.spawned = is_started_by_script()
 
         def hook(kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
@@ -130,13 +151,14 @@ class ExitHooks:
                 former(kind, error, without_wrappers(error).__traceback__)
                 print_cause(error)
 
-        def exit(status: Any = None) -> NoReturn:
-            self.status = 0 if status is None else status if isinstance(status, int) else 1
-            self.step_calls = self.guard.step_calls
-            leave(status)
-
-        sys.excepthook, sys.exit = hook, exit
+        sys.excepthook = hook
+        apply_own(_exit_noting_status)
         atexit.register(self._at_exit)
+
+    def note_status(self, status: Any) -> None:
+        """Keep the status that the script has given to `sys.exit`."""
+        self.status = 0 if status is None else status if isinstance(status, int) else 1
+        self.step_calls = self.guard.step_calls
 
     def _at_exit(self) -> None:
         # If optimizer steps followed `sys.exit`, the script caught the SystemExit: its status does not count.

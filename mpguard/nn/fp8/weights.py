@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mpguard.core.errors import MpguardWarning, NotInForce
-from mpguard.core.patches import OWN, patch
+from mpguard.core.patches import OWN, apply_own, patch
 from mpguard.nn.compile import untraced
 from mpguard.nn.fp8 import amax_history
 from mpguard.nn.fp8.padding import PaddingState
@@ -104,7 +104,7 @@ def to_fp8_weights(layer: nn.Linear, fp8_weight: Any) -> None:
     exact.inner = frozenset(vars(fp8_weight))
     _swap(layer.weight, fp8_weight, frozenset())
     _register_step_hooks()
-    patch_ddp()
+    apply_own(broadcast_masters)
 
 
 def to_plain_weights(layer: nn.Linear) -> None:
@@ -284,10 +284,3 @@ def share(module: nn.Module, group: Any = None) -> None:
             dist.broadcast(value, first, group=group)
             if exact is not None:
                 exact.put(tensor, value)
-
-
-@functools.cache
-def patch_ddp() -> None:
-    """Patch DDP so that it broadcasts exact values; once per process."""
-    kind: Any = nn.parallel.DistributedDataParallel
-    kind.__init__ = broadcast_masters(kind.__init__)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -386,6 +387,14 @@ def fused_adam() -> None:
 
     with contextlib.suppress(RuntimeError):  # without a GPU it raises once it has been entered
         FusedAdam(_linear().parameters())
+
+
+def leaves() -> None:
+    """`sys.exit` raises with the status that is given."""
+    try:
+        sys.exit(3)
+    except SystemExit as error:
+        assert error.code == 3, "`sys.exit` has another status"
 
 
 def ends_at_once() -> None:

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import importlib
 import importlib.machinery
-import inspect
 import json
 import mmap
 import sys
@@ -20,14 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpguard.core.patches import PATCHES, AnyFunction, Obsolete, Patch
+from mpguard.core.patches import PATCHES, AnyFunction, Obsolete, Patch, misfit, resolve
 
 #: The states of a patch.
 APPLIES, OBSOLETE, ABSENT, LOST = "applies", "obsolete", "library absent", "does not apply"
 
 #: The modules whose import fills the table. By name: those of `watching` are not imported in a run without it.
 TABLES = (
-    "mpguard.runtime.patches.table", "mpguard.runtime.exit_hooks", "mpguard.nn.fp8.weights",
+    "mpguard.runtime.patches.table", "mpguard.runtime.exit_hooks", "mpguard.nn.fp8.weights", "mpguard.nn.grad_scaler",
     "mpguard.watching.patches",
 )  # fmt: skip
 
@@ -57,6 +56,9 @@ def read(patches: Iterable[Patch], paths: Sequence[str]) -> Iterator[Fit]:
     """
     for patch in patches:
         path = _file(patch.module, tuple(paths))
+        if patch.module in sys.builtin_module_names:
+            yield Fit(patch, APPLIES)
+            continue
         if path is None:
             absent = _file(patch.library, tuple(paths)) is None
             reason = "" if absent else f"there is no module {patch.module}"
@@ -131,24 +133,6 @@ def _missing(patch: Patch, found: dict[str, frozenset[str] | None]) -> str | Non
 # -- with the library ----------------------------------------------------------------------------
 
 
-def signature(patch: Patch, module: Any) -> str | None:
-    """Return why a patch cannot be applied to a module; None if it can."""
-    original = resolve(patch, module)[2]
-    if original is None:
-        return f"there is no {patch.target} in {patch.module}"
-    missing = [name for name in patch.needs if name not in inspect.signature(original).parameters]
-    return f"{patch.name} has no parameter {', '.join(missing)}" if missing else None
-
-
-def resolve(patch: Patch, module: Any) -> tuple[Any, str, Any]:
-    """Return the owner of a patch's target, the name in it, and the target, None if it is not there."""
-    *path, name = patch.target.split(".")
-    owner = module
-    for part in path:
-        owner = getattr(owner, part, None)
-    return owner, name, getattr(owner, name, None)
-
-
 def replace(owner: Any, name: str, original: Any, wrapped: Any) -> None:
     """Replace a function, also in the modules that have imported it by name already."""
     setattr(owner, name, wrapped)
@@ -194,7 +178,7 @@ def behaviours(patches: Sequence[Patch]) -> Iterator[Fit]:
 def _signature_here(patch: Patch) -> tuple[str, str | None]:
     """Return the state of a patch as far as its module and signature show it, with the reason."""
     try:
-        reason = signature(patch, importlib.import_module(patch.module))
+        reason = misfit(patch, importlib.import_module(patch.module))
     except ModuleNotFoundError as error:
         if error.name == patch.library:
             return ABSENT, None
@@ -248,7 +232,7 @@ def _established(patch: Patch, traced: Sequence[Patch], reason: str | None) -> F
     applied = [
         (each, each.wrap)
         for each in traced
-        if each.module == patch.module and signature(each, importlib.import_module(each.module)) is None
+        if each.module == patch.module and misfit(each, importlib.import_module(each.module)) is None
     ]
     try:
         with _with(applied):

@@ -71,10 +71,10 @@ def apply_patch(patch: Patch, module: ModuleType, containment: Containment = PRO
 
     containment: of the part of mpguard that the patch belongs to.
     """
-    owner, name, original = fit.resolve(patch, module)
+    owner, name, original = patches.resolve(patch, module)
     if getattr(original, containment.mark, False):
         return
-    reason = fit.signature(patch, module)
+    reason = patches.misfit(patch, module)
     if reason is not None:
         _report(patch, reason)
         return
