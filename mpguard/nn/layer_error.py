@@ -22,7 +22,7 @@ import torch
 from mpguard.nn.number_formats import OperandRole, largest, rounded
 
 #: How many rows of activations and gradients, and how many outputs of a layer, are measured at most.
-ROWS, COLUMNS = 4096, 1024
+ROWS, COLUMNS = 4096, 512
 
 #: The size of the groups of rows that are measured together: formats have a scale for up to so many values.
 GROUP = 128
@@ -96,8 +96,9 @@ def weight_gradient_errors(
     of_tensor = of_columns.amax()
     columns = sampled(of_columns.t(), COLUMNS)
     rows = sampled(sampled(gradient, ROWS).t(), COLUMNS)  # (out, rows): whole groups of outputs
-    left = _Operand("gradient", rows.float(), of_tensor, columns)
-    right = _Operand("input", kept.rows.t().float(), kept.of_tensor, kept.of_columns.t()) if trained else None
+    left = _Operand("gradient", rows.float().contiguous(), of_tensor, columns)
+    inputs = kept.rows.t().float().contiguous()
+    right = _Operand("input", inputs, kept.of_tensor, kept.of_columns.t()) if trained else None
     return _errors(left, right, formats)
 
 
@@ -137,7 +138,8 @@ def _errors(left: _Operand, right: _Operand | None, formats: Iterable[str]) -> d
 
 def _energies(exact: torch.Tensor, held: torch.Tensor) -> list[torch.Tensor]:
     """Return the energy of the values and of their error."""
-    return [exact.square().sum(dtype=torch.float64), (held - exact).square().sum(dtype=torch.float64)]
+    norm = torch.linalg.vector_norm
+    return [norm(exact).double().square(), norm(held - exact).double().square()]
 
 
 def _decibels(signal: float, noise: float) -> float | None:

@@ -60,13 +60,17 @@ def largest(matrix: torch.Tensor, dim: int | None = None) -> torch.Tensor:
 
 
 def _counted(matrix: torch.Tensor, scaled: torch.Tensor, most: float, values: torch.Tensor) -> Rounded:
-    underflow = ((values == 0) & (matrix != 0)).sum()
-    return Rounded(values, underflow, (scaled.abs() > most).sum())
+    return Rounded(values, _underflow(matrix, values), torch.count_nonzero(scaled.abs() > most))
+
+
+def _underflow(matrix: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return how many values that are not zero have become zero: a zero stays one."""
+    return torch.count_nonzero(matrix) - torch.count_nonzero(values)
 
 
 def _bf16(matrix: torch.Tensor, _role: OperandRole, _largest: torch.Tensor, _of_rows: torch.Tensor) -> Rounded:
     values = matrix.bfloat16().float()
-    return Rounded(values, ((values == 0) & (matrix != 0)).sum(), torch.zeros((), device=matrix.device))
+    return Rounded(values, _underflow(matrix, values), torch.zeros((), device=matrix.device))
 
 
 def _fp8_scale(largest: torch.Tensor, most: float, *, power_of_two: bool = False) -> torch.Tensor:
