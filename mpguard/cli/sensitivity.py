@@ -14,6 +14,7 @@ sensitivity, and accelerate's, before SCRIPT. Exit status: 0 measured, 1 the pro
 from __future__ import annotations
 
 import argparse
+import collections
 import importlib.util
 import json
 import math
@@ -105,9 +106,9 @@ def run(options: argparse.Namespace) -> int:
     if options.format == "json":
         print(json.dumps({**report.as_json(), "proposal": proposal.as_json()}, indent=2, allow_nan=False))
     else:
-        write_lines(_lines(report, chosen, proposal, options))
+        write_lines(_lines(report, chosen, proposal, options, tried))
     if tried:
-        print_line(f"mpguard sensitivity: nothing is written: the proposal was tried, and {tried}")
+        print_line(f"mpguard sensitivity: nothing is written: the proposal was tried, and {tried}. See {folder}")
         return 1
     return 128 + received[0] if received else 0
 
@@ -173,7 +174,7 @@ def _write_page(report: Sensitivity, proposal: Proposal, path: Path) -> None:
 
 
 def _lines(
-    report: Sensitivity, chosen: SensitivityPlan, proposal: Proposal, options: argparse.Namespace
+    report: Sensitivity, chosen: SensitivityPlan, proposal: Proposal, options: argparse.Namespace, tried: str
 ) -> Iterator[Line]:
     if report.interrupted:
         yield [("Interrupted: this was measured by then.", "yellow")]
@@ -184,7 +185,7 @@ def _lines(
     for name, reason in _unmeasured(report):
         yield [(f"{printable(name)}: ", "bold"), (printable(f"not measured: {reason}"), "")]
     yield from folded(_overhead(report), 2, columns())
-    for line in _proposed(report, chosen, proposal, options):
+    for line in _proposed(report, chosen, proposal, options, tried):
         yield from folded(line, 2, columns())
 
 
@@ -249,9 +250,15 @@ def _overhead(report: Sensitivity) -> Line:
 
 
 def _proposed(
-    report: Sensitivity, chosen: SensitivityPlan, proposal: Proposal, options: argparse.Namespace
+    report: Sensitivity, chosen: SensitivityPlan, proposal: Proposal, options: argparse.Namespace, tried: str
 ) -> Iterator[Line]:
     below = [layer for layer in report.measured if not layer.left_out and _is_below(layer.snr(report.recipe), proposal)]
+    reasons = collections.Counter(layer.left_out for layer in report.measured if layer.left_out)
+    if reasons:
+        yield [(f"Kept out of FP8: {', '.join(f'{printable(why)} ({n})' for why, n in reasons.items())}.", "dim")]
+    if all(layer.left_out for layer in report.measured):
+        yield [(f"The policy has no layer in {chosen.recipe}: no fp8_modules is needed.", "bold")]
+        return
     if not below:
         yield [(f"All layers of {chosen.recipe} keep {proposal.bound:g} dB: no fp8_modules is needed.", "bold")]
         return
@@ -260,8 +267,10 @@ def _proposed(
     yield [("fp8_modules: ", ""), (_as_yaml(proposal.modules), "")]
     worst = "" if proposal.worst is None else f"; the worst of them keeps {proposal.worst:.1f} dB"
     yield [(f"{proposal.share:.1%} of the products of FP8 layers stay in FP8{worst}.", "")]
-    if options.write is not None and not report.interrupted:
-        yield [(f"It was tried: proven in force. Written to {options.write}.", "")]
+    if tried:
+        yield [(f"It was tried, and does not work: {printable(tried)}. Nothing is written.", "red")]
+    elif options.write is not None and not report.interrupted:
+        yield [(f"It was tried, and is proven in force. Written to {options.write}.", "green")]
     elif chosen.is_configured and chosen.configured.fp8:
         yield [("Not tried: --write FILE runs it, and writes it if it is proven in force.", "dim")]
 

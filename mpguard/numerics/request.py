@@ -236,7 +236,6 @@ def tried(request: SensitivityRequest, candidate: TuneCandidate, folder: Path) -
 
     Without a GPU the formats of torchao are computed in software.
     """
-    fields = dict(candidate.overrides)
     assert candidate.policy is not None  # `candidate_of` has made it
     if not launcher.has_accelerator():
         try:
@@ -248,4 +247,4 @@ def tried(request: SensitivityRequest, candidate: TuneCandidate, folder: Path) -
     else:
         argv = list(request.argv)
     runs = trial.Trials(folder, argv, request.arguments, warmup=3, steps=TRIED_STEPS, limit=request.limit)
-    return runs.measure(dataclasses.replace(candidate, overrides=fields), 1)
+    return runs.measure(candidate, 1)

@@ -20,6 +20,7 @@ from paths import PROGRAMS, REPOSITORY
 from processes import command, mp_yaml, started, transcript
 
 from mpguard.cli import main
+from mpguard.document import mp_yaml as keys
 
 SCRIPT = PROGRAMS / "outliers.py"
 EXAMPLES = REPOSITORY / "examples"
@@ -34,9 +35,14 @@ def measured(folder: Path, *words: object, status: int = 0, **keys: Any) -> dict
     return found
 
 
-def test_a_plain_loop(tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    found = measured(tmp_path, "--steps", 4, "--every", 2, "--html", page, SCRIPT, "--out", "{out}")
+def test_the_proposal_is_tried_and_written(tmp_path: Path) -> None:
+    """A plain loop, whose file is in the folder that it is given."""
+    overrides = "{backend: torchao, first_last_layers_bf16: false, compile: false}"
+    section = f"{{mpguard_recipe: bf16_with_fp8_current_scaling_mixed, mpguard_overrides: {overrides}}}  # ours"
+    page, config = tmp_path / "page.html", tmp_path / "mp.yaml"
+    options = ("--steps", 4, "--every", 2, "--html", page, "--write", config)
+    words = (*options, SCRIPT, "--eager", "--out", "{out}")
+    found = measured(tmp_path, *words, mixed_precision="fp8", fp8_config=section)
     assert found["recipe"] == "tensorwise"
     assert found["steps"] == 4
     names = [each["layer"] for each in found["layers"]]
@@ -45,10 +51,14 @@ def test_a_plain_loop(tmp_path: Path) -> None:
     worst = found["layers"][0]
     assert worst["layer"] == "blocks.1.down", "its input has outliers"
     assert worst["formats"]["tensorwise"]["underflow"]["input"] > 0.1
-    assert [each["pattern"] for each in found["proposal"]["fp8_modules"]] == ["blocks.1.down"]
+    assert found["proposal"]["fp8_modules"] == [{"pattern": "blocks.1.down", "recipe": "none"}]
     assert 0 < found["overhead"]["seconds"] < found["overhead"]["total"]
     assert "blocks.1.down" in page.read_text()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mp.yaml", "page.html"], "the script's file is in {out}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mp.yaml", "page.html"]
+    assert [each.plain() for each in keys.load_policy(config).fp8_modules] == found["proposal"]["fp8_modules"]
+    text = config.read_text()
+    assert "# ours" in text
+    assert "# mpguard sensitivity: " in text
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
 
-    def make(recipe: str = "bf16_mixed", **fields: Any) -> SensitivityRequest:
-        config = mp_yaml(tmp_path, recipe=recipe)
+    def make(configured: str = "bf16_mixed", **fields: Any) -> SensitivityRequest:
+        config = mp_yaml(tmp_path, recipe=configured)
         return SensitivityRequest(config, ["--config", str(config), "train.py"], 0, **fields)
 
     return make
