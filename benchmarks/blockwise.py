@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import statistics
 import sys
@@ -96,6 +97,11 @@ class Arm:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
+    def free(self) -> None:
+        """Free what only a step needs: gradients and the optimizer's states, which the next step makes again."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.state.clear()
+
 
 def timed(step: Callable[[], None]) -> float:
     """Return the milliseconds of a step on the GPU; on a CPU those of the clock."""
@@ -120,6 +126,8 @@ def distance(found: Any, exact: Any) -> float:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Build the arms, compare their first passes, and time them in turns."""
+    import torch
+
     begun = time.monotonic()
     size, batch = TINY if options.tiny else (SIZE, BATCH)
     arms: dict[str, Arm] = {}
@@ -130,7 +138,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if arms and not options.tiny and left < SECONDS_OF_ARM:
             results[name] = {"failed": f"left out: {left:.0f} s were left of {options.seconds:.0f}"}
             continue
-        started = time.monotonic()
+        started, arm = time.monotonic(), None
         try:
             arm = Arm(name, fields, size, batch)
             output = arm.forward_backward()
@@ -139,8 +147,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for _ in range(WARM_UP):
                 arm.step()
             synchronize()
+            arm.free()
         except Exception as error:  # any error of a library is a result
             results[name] = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
+            del arm, error
+            gc.collect()
+            if device() == "cuda":
+                torch.cuda.empty_cache()
             continue
         exact = tensors if exact is None else exact
         errors = [round(distance(found, each), 5) for found, each in zip(tensors, exact, strict=True)]
@@ -152,8 +165,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for number in range(ROUNDS):
         names = list(arms) if number % 2 == 0 else list(reversed(arms))
         for name in names:
-            arms[name].step()  # the first step after another arm's pays for its caches
+            arms[name].step()  # it makes the optimizer's states, and pays for the caches of the arm before
             times[name] += [timed(arms[name].step) for _ in range(STEPS)]
+            arms[name].free()
     for name, each in times.items():
         base = times[BASELINE]
         results[name] |= {

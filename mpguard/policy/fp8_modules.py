@@ -102,10 +102,10 @@ def entry_for(names: Iterable[str], entries: Iterable[ModuleRecipe]) -> ModuleRe
     return next((each for each in entries if any(fnmatch(name, each.pattern) for name in names)), None)
 
 
-def as_text(entries: Iterable[Any]) -> str:
-    """Return entries as text for messages: `*.mlp.* rowwise, *.attn.* tensorwise`; many of them as their number."""
+def as_text(entries: Iterable[Any], most: int | None = None) -> str:
+    """Return entries as text: `*.mlp.* rowwise, *.attn.* tensorwise`; more than `most` of them as their number."""
     entries = list(entries)
-    if len(entries) > 4:
+    if most is not None and len(entries) > most:
         return f"{len(entries)} patterns"
     return ", ".join(
         f"{each['pattern']} {each['recipe']}" if isinstance(each, Mapping) else str(each) for each in entries

@@ -524,7 +524,7 @@ class Policy:
         merged = {**self.settings(), **changes}
         _check_names(merged)
         if "name" not in changes:
-            listed = ", ".join(f"{key}={_text(key, value)}" for key, value in changes.items())
+            listed = ", ".join(f"{key}={_text(key, value, 4)}" for key, value in changes.items())
             merged["name"] = f"{self.name} with {listed}" if listed else self.name
         for name, twin in _TWINS.items():
             if name in changes and twin not in changes:
@@ -602,8 +602,8 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
-def _text(name: str, value: Any) -> str:
-    """Return the value of a field as text."""
+def _text(name: str, value: Any, most: int | None = None) -> str:
+    """Return the value of a field as text; more than `most` patterns of `fp8_modules` as their number."""
     if name == "fp8_modules" and isinstance(value, (list, tuple)):
-        return f"[{as_text(value)}]"
+        return f"[{as_text(value, most)}]"
     return str(_plain(value))

@@ -32,6 +32,14 @@ def test_the_entries_survive_the_text_form_and_a_replace() -> None:
     assert recipe("hopper_bf16_with_fp8_mixed").replace(fp8_modules=[MLP]).name.endswith("[*.mlp.* rowwise]")
 
 
+def test_a_name_has_few_patterns_and_a_field_all() -> None:
+    """Ranks compare the text of a field, so that it must not be shortened."""
+    many = [{"pattern": f"layers.{number}.*", "recipe": "none"} for number in range(9)]
+    policy = recipe("hopper_bf16_with_fp8_mixed").replace(fp8_modules=many)
+    assert policy.name.endswith("with fp8_modules=[9 patterns]")
+    assert policy.format_field("fp8_modules").count("none") == 9
+
+
 def test_the_first_match_decides_for_all_names_of_a_layer() -> None:
     entries = module_recipes([{"pattern": "*.0.*", "recipe": "none"}, MLP])
     assert entry_for(["layers.0.mlp.up"], entries) == entries[0]

@@ -152,12 +152,13 @@ def _add_recipe_in_force(
     """Add the recipe of the layers, and if they are emulated. layers: of torchao. converted: experts."""
     if found.backend == "torchao":
         configs = [module.config for _, module in layers]
+        plain = [each for each in configs if not hasattr(each, "recipe")]  # the others have no such switch
         emulated = [is_emulated(module) for _, module in [*layers, *converted]]
         found.emulated = all(emulated)
         if configs:
             found.recipe = {
                 "recipe": " and ".join(dict.fromkeys(map(_torchao_recipe, configs))),
-                FAST_ACCUMULATION: all(map(_accumulates_fast, configs)),
+                FAST_ACCUMULATION: bool(plain) and all(map(_accumulates_fast, plain)),
             }
         found.mixed = any(each != found.emulated for each in emulated)
     else:
@@ -335,9 +336,7 @@ def _plain(value: Any) -> Any:
 
 
 def _accumulates_fast(config: Any) -> bool:
-    """True if the gradient products of a `Float8LinearConfig` accumulate fast; others have no such switch."""
-    if hasattr(config, "recipe"):
-        return False
+    """True if the gradient products of a `Float8LinearConfig` accumulate fast."""
     return bool(config.gemm_config_grad_input.use_fast_accum and config.gemm_config_grad_weight.use_fast_accum)
 
 
