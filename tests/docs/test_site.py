@@ -300,7 +300,7 @@ def test_a_guide_shows_what_is_printed(page: str, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "mpguard", "apply", "bf16_mixed", "config.yml"]
         shown = text.split("to look first\n")[1].split("$ mpguard lint")[0]
     else:
-        (tmp_path / "x.py").write_text(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)[1])
+        (tmp_path / "x.py").write_text(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)[-1])
         command = [sys.executable, "x.py"]
         shown = text.split("```text\n")[1].split("```")[0]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=seconds(100))
