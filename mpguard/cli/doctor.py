@@ -2,10 +2,10 @@
 
 mpguard doctor                 problems, and a table of recipes and strategies
 mpguard doctor --fix-hints     with the command, or the setting, that removes each problem
-mpguard doctor --fast          without importing libraries and computing small products
+mpguard doctor --fast          without importing libraries and computing small matmuls
 mpguard doctor --recipe NAME   one recipe, with the reason for each strategy
 
-Libraries are imported, and small products computed, in child processes with a time limit: a crash or
+Libraries are imported, and small matmuls computed, in child processes with a time limit: a crash or
 a hang is a row of the report. Needs neither torch nor a GPU. Exit status: 0 no problem, 1 problems were
 found, 2 could not run.
 """
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     if options.recipe is not None:
         recipe(options.recipe)  # raises for an unknown name
     if not options.fast and options.format == "text" and sys.stderr.isatty():
-        print("Importing libraries and computing small products ...", file=sys.stderr)
+        print("Importing libraries and computing small matmuls ...", file=sys.stderr)
     report = diagnose(probe=not options.fast)
     if options.format == "json":
         print(json.dumps(report.as_json(), indent=2))

@@ -46,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--watch",
         choices=WATCH_LEVELS,
         help="look for NaN, skipped steps, underflow and divergence: light (default) costs less than 1 %% of a step, "
-        "full looks at each step before it is applied",
+        "full checks each step before it is applied",
     )
     parser.add_argument("--watch-json", metavar="FILE", help="rank 0 writes steps and events of the watch to this file")
     parser.add_argument(

@@ -266,7 +266,7 @@ def _proposed(
     yield [(f"{count} are below {proposal.bound:g} dB in {chosen.recipe}. Proposal:", "bold")]
     yield [("fp8_modules: ", ""), (_as_yaml(proposal.modules), "")]
     worst = "" if proposal.worst is None else f"; the worst of them keeps {proposal.worst:.1f} dB"
-    yield [(f"{proposal.share:.1%} of the products of FP8 layers stay in FP8{worst}.", "")]
+    yield [(f"{proposal.share:.1%} of the matmuls of FP8 layers stay in FP8{worst}.", "")]
     if tried:
         yield [(f"It was tried, and does not work: {printable(tried)}. Nothing is written.", "red")]
     elif options.write is not None and not report.interrupted:

@@ -38,7 +38,7 @@ from mpguard.core.errors import MpguardError
 ALPHA = 0.05
 #: Runs from the same weights differ by less than this, relative, in the first records of their losses.
 SAME_START, _FIRST = 0.0005, 3
-#: Weights or products that are rounded to BF16 or FP8 may differ by this much, if the changes of the losses from
+#: Weights or matmuls that are rounded to BF16 or FP8 may differ by this much, if the changes of the losses from
 #: record to record are as good as equal in the first ones (correlation; other weights: at most 0.97, E5M2: 0.997).
 ROUNDED_START, _SAME_CHANGES, _EARLY = 0.01, 0.995, 50
 #: The fewest runs of an arm whose seeds or order differ, and the fewest equal records that count as equality.

@@ -5,7 +5,7 @@
     machine     GPU, driver and CUDA, from `nvidia-smi` and /proc
     packages    installed packages, and the pairs of versions that are known to fail (known_bad.json)
     accelerators  devices of other makers, as torch and accelerate name them
-    probe       a program that imports libraries and computes a small product per format, in a process of its own
+    probe       a program that imports libraries and computes a small matmul per format, in a process of its own
     probes      runs it with a time limit: a crash or a hang is a result
     problems    causes, each with the command or the setting that removes it
     cells       recipe x backend x strategy: works here, or why not

@@ -90,9 +90,9 @@ def _reason(
         return f"{_MODULE[backend]} cannot be imported: {library}", ""
     kind = f"{backend}:{policy.low_bit_recipe}" if backend != "-" else f"product:{_format(policy)}"
     if (product := _failed(outcomes, kind)) is not None:
-        return f"a small product failed: {product}", ""
+        return f"a small matmul failed: {product}", ""
     outcome = outcomes.get(kind)
-    return "", f"a small product ran: {outcome.detail}" if outcome is not None else ""
+    return "", f"a small matmul ran: {outcome.detail}" if outcome is not None else ""
 
 
 def _format(policy: Policy) -> str:

@@ -13,7 +13,7 @@ from mpguard.runtime.patches import windows
 
 
 def diagnose(system: System | None = None, *, probe: bool = True) -> Diagnosis:
-    """Return the report of a machine; by default this one. probe: import libraries and compute small products."""
+    """Return the report of a machine; by default this one. probe: import libraries and compute small matmuls."""
     system = System() if system is None else system
     here = machine.inspect(system)
     installed = packages.inspect(system)

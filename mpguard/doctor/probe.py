@@ -1,4 +1,4 @@
-"""Import libraries and compute small products, one probe after the other: the program that `probes` runs as a child.
+"""Import libraries and compute small matmuls, one probe after the other: the program that `probes` runs as a child.
 
 It imports nothing of mpguard, so that it runs next to any set of packages. Each probe prints a line when it starts and
 a line of JSON when it ends; whatever is missing afterwards, the process crashed or hung in.
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-#: Names of GPU kernels that are matrix products, and of those in FP8.
+#: Names of GPU kernels that are matmuls, and of those in FP8.
 _PRODUCT = re.compile(r"gemm|nvjet|cutlass|gemv", re.IGNORECASE)
 _FP8 = re.compile(r"e4m3|e5m2|nvjet_(sm\d+_)?[qr]{2}|fp8|float8|f8|mxf8|nvf4|e2m1", re.IGNORECASE)
 
@@ -52,7 +52,7 @@ def _accelerator() -> str | None:
 
 
 def product(kind: str) -> str:
-    """Compute a product in a dtype, compare it with FP64, and return the kernel that computed it."""
+    """Compute a matmul in a dtype, compare it with FP64, and return the kernel that computed it."""
     import torch
 
     where = _accelerator() or "cpu"
@@ -66,7 +66,7 @@ def product(kind: str) -> str:
     exact = left.cpu().double() @ right.cpu().double()
     error = float((found.cpu().double() - exact).abs().max() / exact.abs().max())
     if not error < 0.02:
-        raise RuntimeError(f"the product in {kind} differs by {error:.1%} from the one in FP64")
+        raise RuntimeError(f"the matmul in {kind} differs by {error:.1%} from the one in FP64")
     return kernel or f"on the {where.upper()}"
 
 
@@ -125,12 +125,12 @@ def _trained(model: Any, where: str, forward: Callable[[Any], Any] | None = None
     if not all(bool(torch.isfinite(each.float()).all()) for each in (output, x.grad, *gradients)):
         raise RuntimeError("the output or a gradient is not finite")
     if where == "cuda" and not kernel:
-        raise RuntimeError("no FP8 kernel ran: the product was computed in another format")
+        raise RuntimeError("no FP8 kernel ran: the matmul was computed in another format")
     return kernel or "in software"
 
 
 def _profiled(function: Callable[[], Any], wanted: re.Pattern[str] = _PRODUCT) -> tuple[Any, str]:
-    """Return a function's result, and the name of a GPU kernel that matches: of a product, if one does."""
+    """Return a function's result, and the name of a GPU kernel that matches: of a matmul, if one does."""
     import torch
 
     if not torch.cuda.is_available():

@@ -21,7 +21,7 @@ class MachineProblem:
 class RecipeCell:
     """A recipe with a backend (`-` without FP8) and a strategy: works here, or why not.
 
-    shown: a small product has been computed here; otherwise `works` follows from hardware and versions alone.
+    shown: a small matmul has been computed here; otherwise `works` follows from hardware and versions alone.
     """
 
     recipe: str

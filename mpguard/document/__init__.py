@@ -181,10 +181,9 @@ def read(path: Path, format: Format | None = None) -> Document:
     """Read a config file. Text that is not UTF-8 is a problem. Raises `ConfigError` if the file cannot be opened."""
     try:
         data = tracked_fs.read(path)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file{did_you_mean_file(str(path))}") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+        similar = did_you_mean_file(str(path)) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}{similar}") from None
     return decode(data, str(path), format)
 
 

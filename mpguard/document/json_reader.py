@@ -153,7 +153,7 @@ class _Reader(JsonScanner):
         at = super().skip_space(at)
         while comment := _COMMENT.match(self.text, at):
             message = "invalid JSON: JSON has no comments. Remove this one"
-            if all(each.span[0] != at for each in self.problems):  # a place may be looked at twice
+            if all(each.span[0] != at for each in self.problems):  # a place may be checked twice
                 self.problems.append(Problem(message, comment.span(), hjson=True))
             at = super().skip_space(comment.end())
         return at

@@ -28,7 +28,7 @@ def token_ids(tape: Tape, tokens: int) -> Value:
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Attention with a product each for queries, keys, values and the result, whose names are given.
+    """Attention with a matmul each for queries, keys, values and the result, whose names are given.
 
     scaled: queries are multiplied by a number. key_bias: keys have a bias if the others have; without one, in Whisper,
     the result is laid out as copied queries are, and copied too.
@@ -62,6 +62,6 @@ def mlp(tape: Tape, x: Value, names: tuple[str, str], sizes: tuple[int, int, str
 
 
 def tied_head(tape: Tape, x: Value, name: str, sizes: tuple[int, int], rows: int) -> Value:
-    """The product with the embedding, whose sizes are given, and the loss in FP32."""
+    """The matmul with the embedding, whose sizes are given, and the loss in FP32."""
     logits = tape.product(x, tape.parameter(name, sizes, "embedding"), rows * sizes[0])
     return tape.cross_entropy(logits, rows, full=True)

@@ -1,7 +1,7 @@
-"""What torch.compile leaves of a tape: its partitioner saves the inputs of products, and computes the rest again.
+"""What torch.compile leaves of a tape: its partitioner saves the inputs of matmuls, and computes the rest again.
 
 The rules are those that AOTAutograd's min-cut partitioner (torch/_functorch/partitioners.py) follows for transformers:
-what a product or attention reads is saved, since it must exist in the backward pass anyway; the residual stream is
+what a matmul or attention reads is saved, since it must exist in the backward pass anyway; the residual stream is
 saved once for each block part; results of norms, activations and casts are computed again from those.
 """
 
@@ -39,7 +39,7 @@ def fuse(tape: Tape) -> Tape:
 
 
 def _share_casts(tape: Tape) -> None:
-    """Cast each value to a dtype once: autocast does it for every product."""
+    """Cast each value to a dtype once: autocast does it for every matmul."""
     first: dict[tuple[Storage, int], Storage] = {}
     instead: dict[Storage, Storage] = {}
     for op in tape.ops:

@@ -21,7 +21,7 @@ class DecoderStyle:
 
     qkv_bias, out_bias, mlp_bias: the default, and the key that overrides it.
     qk_norm: of each head, or of all heads together.
-    fused: the products of queries, keys and values are one, and so are those of the MLP; or the MLP's alone.
+    fused: the matmuls of queries, keys and values are one, and so are those of the MLP; or the MLP's alone.
     gated: the MLP has a gate.
     before, after: norms on the inputs of attention and MLP, and on their results.
     parallel: attention and MLP have one input.
@@ -30,7 +30,7 @@ class DecoderStyle:
     halves with cosines that each layer repeats, or that each row has. turned: the layers that have it.
     scaled: the embedding, the residual branches, the logits, the queries are multiplied by a number.
     eager: attention is no fused kernel, because scores are bounded (`cap`), or heads have a sink.
-    latent: keys and values are made of one narrow product.
+    latent: keys and values are made of one narrow matmul.
     joins: queries are joined from parts, so the result of attention, which is laid out as they are, is copied.
     experts: the keys of their number. router: a softmax of all experts, of the chosen ones, or a sigmoid.
     """
@@ -253,7 +253,7 @@ class Decoder:
         return self.config.flag(bias[1], bias[0]) if bias[1] else bias[0]
 
     def _latent_attention(self, x: Value, turns: list[Value]) -> Value:
-        """Attention whose keys and values are made of a narrow product, with a common part that has positions."""
+        """Attention whose keys and values are made of a narrow matmul, with a common part that has positions."""
         tape, config, hidden, heads, tokens = self.tape, self.config, self.hidden, self.heads, self.batch.tokens
         plain, turned = config.size("qk_nope_head_dim"), config.size("qk_rope_head_dim")
         narrow, value = config.size("kv_lora_rank"), config.size("v_head_dim")
@@ -369,7 +369,7 @@ class Decoder:
         return number not in self.config.numbers("mlp_only_layers") and (number + 1) % step == 0
 
     def _experts(self, x: Value) -> Value:
-        """Experts by grouped products: each token is copied for each of its experts. mpguard lowers their inputs."""
+        """Experts by grouped matmuls: each token is copied for each of its experts. mpguard lowers their inputs."""
         tape, config, hidden, tokens = self.tape, self.config, self.hidden, self.batch.tokens
         number = config.size(*self.style.experts)
         width = config.size("moe_intermediate_size", "intermediate_size")

@@ -17,7 +17,7 @@ class EncoderStyle:
     """How a family of encoders differs from BERT.
 
     rows: each row has positions of its own. kinds: the default number of token types. attention: by a fused kernel, or
-    with scores to which a bias of each distance is added, or with products of contents and positions.
+    with scores to which a bias of each distance is added, or with matmuls of contents and positions.
     """
 
     rows: bool = False
@@ -155,7 +155,7 @@ class Encoder:
         return tape.dropout(tape.linear(y, _NAMES[3], hidden, hidden, True), self.dropped)
 
     def _scores(self, a: Value, b: Value, columns: int) -> Value:
-        """Return the products of the rows of two values, head by head."""
+        """Return the matmuls of the rows of two values, head by head."""
         tape = self.tape
         return tape.matmul(a, b, self.heads * self.batch.tokens * columns)
 

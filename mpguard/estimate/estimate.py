@@ -208,7 +208,7 @@ def _tape(request: Request) -> Tape:
 def _fp8_width(policy: Policy, gpu: str) -> int:
     """Return the bytes that Transformer Engine saves for an element of a weight; 0 with torchao, or without FP8.
 
-    Up to Hopper, and on consumer GPUs, FP8 products need the weight transposed too.
+    Up to Hopper, and on consumer GPUs, FP8 matmuls need the weight transposed too.
     """
     recipe = policy.low_bit_recipe
     taken = policy.backends[:1] if recipe == "blockwise" else policy.backends  # torchao's is taken without another only

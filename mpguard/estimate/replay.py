@@ -222,7 +222,7 @@ class Replay:
             self._end_of_kernel()
 
     def _end_of_kernel(self) -> None:
-        """Free what a kernel has read: each operator is one, or the fused ones between two products are."""
+        """Free what a kernel has read: each operator is one, or the fused ones between two matmuls are."""
         for storage in self._fused:
             self._release(storage)
         self._fused.clear()

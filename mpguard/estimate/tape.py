@@ -19,7 +19,7 @@ from mpguard.estimate.weights import Kind, Weight
 #: Bytes of an element: FP32, the 16-bit compute dtype, integers (of indices), masks.
 FULL, HALF, INDEX, MASK = 4, 2, 8, 1
 
-#: Rows of FP8 products are multiples of it.
+#: Rows of FP8 matmuls are multiples of it.
 PADDED = 16
 
 #: Operators that torch.compile never fuses with others.
@@ -72,7 +72,7 @@ class TapeDtypes:
     """How a model computes.
 
     weights: bytes of an element of the parameters that the forward pass sees; compute: bytes of an element of what
-    matrix products read. They differ under autocast, which casts both for each product. fp8: bytes that Transformer
+    matmuls read. They differ under autocast, which casts both for each matmul. fp8: bytes that Transformer
     Engine saves for an element of the weight of an FP8 layer; 0 without it (torchao's layers save what others save).
     fp8_layers, fp8_experts: which Linear layers, and which experts, are FP8: functions of name, inputs and outputs.
     row: tokens in a row if attention with grouped queries stores all scores in FP32, as on CUDA, which has no other
@@ -92,7 +92,7 @@ class TapeDtypes:
 
     @property
     def autocast(self) -> bool:
-        """True if weights and inputs are cast for each product."""
+        """True if weights and inputs are cast for each matmul."""
         return self.weights != self.compute
 
 
@@ -209,7 +209,7 @@ class Tape:
         return self._new("repeat", [x], (times * x.count, x.width))
 
     def matmul(self, a: Value, b: Value, count: int) -> Value:
-        """A product of two values that are no weights."""
+        """A matmul of two values that are no weights."""
         a, b = (self.cast(each, self.precision.compute) for each in (a, b))
         return self._new("attention", [a, b], (count, a.width), [a, b])
 
@@ -314,7 +314,7 @@ class Tape:
         width: int | None = None,
         convolution: bool = False,
     ) -> Value:
-        """A product with a weight, which saves the input and the weight. width: of the result, if autocast is off.
+        """A matmul with a weight, which saves the input and the weight. width: of the result, if autocast is off.
         convolution: it saves its weight even if the input needs no gradient.
         """
         width = self.precision.compute if width is None or self.precision.autocast else width
@@ -331,7 +331,7 @@ class Tape:
     def expert_product(
         self, x: Value, name: str, stacked: tuple[int, int, int], *, transposed: bool = False, bias: bool = False
     ) -> Value:
-        """A grouped product of rows with the matrices of their experts. stacked: experts, outputs and inputs.
+        """A grouped matmul of rows with the matrices of their experts. stacked: experts, outputs and inputs.
         transposed: a weight has its inputs first.
 
         In FP8 the rows of each expert are padded to multiples of 16, and the weights are saved as they are; the
@@ -380,7 +380,7 @@ class Tape:
         return self._saving_output("attention", [q, k, v, *more], (q.count, q.width), saved, workspace=workspace)
 
     def _scored_attention(self, q: Value, k: Value, v: Value, count: int) -> Value:
-        """Attention as two products and a softmax, with `count` scores."""
+        """Attention as two matmuls and a softmax, with `count` scores."""
         k, v = (self._new("repeat", [each], (q.count, each.width)) for each in (k, v))
         q, k = (self.pointwise(each, "mul", "") for each in (q, k))
         scores = self._new("attention", [q, k], (count, q.width), [q, k])
@@ -423,7 +423,7 @@ class Tape:
         return self.copy(self._new("attention", [weights, v], (q.count, v.width), [weights, v]))
 
     def eager_weights(self, scores: Value, v: Value, *, full: bool, width: int | None = None, mask: int = 0) -> Value:
-        """The softmax of scores, and its product with the values. mask: elements of a mask that is kept."""
+        """The softmax of scores, and its matmul with the values. mask: elements of a mask that is kept."""
         if mask:
             scores = self._new("masked_fill", [scores], (scores.count, scores.width), [self.constant(mask, MASK)])
         full_softmax = full or (self.precision.autocast and self.precision.cuda)

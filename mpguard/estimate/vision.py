@@ -18,10 +18,10 @@ from mpguard.estimate.tape import FULL, INDEX, Tape, Value
 class TowerStyle:
     """How a family of vision towers differs from CLIP's.
 
-    class_token: a further row stands for the image. bias: of the patches' product. table: there is a table of
+    class_token: a further row stands for the image. bias: of the patches' matmul. table: there is a table of
     positions; else they are rotary, and images have any size. first_norm, last_norm: on what blocks get, and on what
     they return. pooled: a head with attention pools the rows. rms: norms have no mean. gated: the MLP has a gate.
-    fused: queries, keys and values are one product. frames: images of which a patch is made. keys: the names of sizes.
+    fused: queries, keys and values are one matmul. frames: images of which a patch is made. keys: the names of sizes.
     """
 
     class_token: bool = False

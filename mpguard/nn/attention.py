@@ -292,7 +292,7 @@ class _Masks:
 
     @property
     def are_read(self) -> bool:
-        """True while the next one is worth a look."""
+        """True while the next one is worth a check."""
         return (self.asked and self.ones >= self.padded) or self.ones + self.padded < FIRST_MASKS
 
     def count(self, ones: bool) -> bool:

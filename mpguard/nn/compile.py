@@ -43,7 +43,7 @@ class Choice:
 NEVER = "Transformer Engine refuses delayed scaling under torch.compile"
 
 #: The reason for torchao's layers.
-PAYS = "torchao's casts cost more than its products gain, unless they are compiled"
+PAYS = "torchao's casts cost more than its matmuls gain, unless they are compiled"
 
 
 def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 Each module gets a `forward` of its own that disables autocast and casts its inputs to FP32. Under autocast the output
 stays in FP32, as that of autocast's own FP32 operators; elsewhere it is cast to the dtype of the input, because the
-next product needs that. The logits of output heads and routers always stay in FP32. Where an engine holds the
+next matmul needs that. The logits of output heads and routers always stay in FP32. Where an engine holds the
 parameters in BF16 or FP16 (DeepSpeed), they are cast for each call.
 
 `forward` is set on the instance, so that classes, names, hooks and the `state_dict` do not change. It is a bound

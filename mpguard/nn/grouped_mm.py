@@ -1,4 +1,4 @@
-"""Autocast for the grouped products of transformers' experts, which torch's autocast does not cover.
+"""Autocast for the grouped matmuls of transformers' experts, which torch's autocast does not cover.
 
 Without it they run in the dtype of their master weights. The module is not in `mpguard.runtime`, whose frames dynamo
 skips, because the function is called in the model's forward pass.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def autocast_grouped_mm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap transformers' `_grouped_mm` so that both factors are cast to autocast's dtype, as in any other product."""
+    """Wrap transformers' `_grouped_mm` so that both factors are cast to autocast's dtype, as in any other matmul."""
     import torch
 
     @functools.wraps(original)

@@ -1,9 +1,9 @@
-"""Measure what a format costs the two products of a Linear layer that decide what it computes and how it learns.
+"""Measure what a format costs the two matmuls of a Linear layer that decide what it computes and how it learns.
 
     output           = input (rows, in)         @ weight (out, in) transposed
     weight gradient  = gradient (rows, out) transposed  @ input (rows, in)
 
-Each operand is rounded along the dimension that its product sums over, and the product is compared with the one of the
+Each operand is rounded along the dimension that its matmul sums over, and the result is compared with the one of the
 same operands in FP32. The measure is the signal-to-noise ratio in dB: 20 dB is an error of 10 %, 40 dB one of 1 %.
 
 Of the rows at most `ROWS` are used, and of the outputs at most `COLUMNS`: whole groups of 128, which are spread evenly.
@@ -42,7 +42,7 @@ class TensorError:
 
 @dataclasses.dataclass(frozen=True)
 class ProductError:
-    """What a format costs a product. snr: in dB; None if the product is zero. operands: by their role."""
+    """What a format costs a matmul. snr: in dB; None if the matmul is zero. operands: by their role."""
 
     snr: float | None
     operands: dict[OperandRole, TensorError]

@@ -30,7 +30,7 @@ FORMAT_OF: Mapping[str, tuple[str, str]] = {
     "bf16": ("bf16", "bf16"),
 }
 
-#: Where a format loses: a product of a layer, and its operands.
+#: Where a format loses: a matmul of a layer, and its operands.
 PRODUCTS = ("output", "weight_gradient")
 
 
@@ -43,7 +43,7 @@ class LayerAtStep:
     products: Mapping[str, Mapping[str, Any]]
 
     def snr(self, product: str, form: str) -> float | None:
-        """Return the signal-to-noise ratio of a product in a format; None if it was not measured."""
+        """Return the signal-to-noise ratio of a matmul in a format; None if it was not measured."""
         found = self.products.get(product, {}).get(form)
         return None if found is None else found["snr"]
 
@@ -65,24 +65,24 @@ class MeasuredLayer:
 
     @property
     def work(self) -> float:
-        """How much of the model's products the layer is: multiplications of one product."""
+        """How much of the model's matmuls the layer is: multiplications of one matmul."""
         return float(self.size) * self.outputs * self.rows
 
     def product_snr(self, product: str, form: str, steps: Iterable[LayerAtStep] | None = None) -> float | None:
-        """Return the signal-to-noise ratio of a product over all steps: that of the mean noise."""
+        """Return the signal-to-noise ratio of a matmul over all steps: that of the mean noise."""
         chosen = self.steps if steps is None else steps
         found = [snr for each in chosen if (snr := each.snr(product, form)) is not None]
         return -10 * math.log10(math.fsum(10 ** (-snr / 10) for snr in found) / len(found)) if found else None
 
     def snr(self, recipe: str, steps: Iterable[LayerAtStep] | None = None) -> float | None:
-        """Return the ratio of the product that loses most under a recipe; None if nothing was measured."""
+        """Return the ratio of the matmul that loses most under a recipe; None if nothing was measured."""
         chosen = self.steps if steps is None else list(steps)
         both = zip(PRODUCTS, FORMAT_OF[recipe], strict=True)
         found = [snr for product, form in both if (snr := self.product_snr(product, form, chosen)) is not None]
         return min(found, default=None)
 
     def worst(self, recipe: str) -> str:
-        """Return which product loses most under a recipe: `output` or `weight gradient`; empty if none was measured."""
+        """Return which matmul loses most under a recipe: `output` or `weight gradient`; empty if none was measured."""
         both = zip(PRODUCTS, FORMAT_OF[recipe], strict=True)
         found = {name: snr for name, form in both if (snr := self.product_snr(name, form)) is not None}
         return min(found, key=lambda name: found[name]).replace("_", " ") if found else ""
@@ -103,6 +103,6 @@ class MeasuredLayer:
 
 
 def share_of(layers: Iterable[MeasuredLayer], whole: Iterable[MeasuredLayer]) -> float:
-    """Return the share of some layers in the products of all that may be FP8. whole: all layers."""
+    """Return the share of some layers in the matmuls of all that may be FP8. whole: all layers."""
     total = math.fsum(layer.work for layer in whole if not layer.left_out)
     return math.fsum(layer.work for layer in layers) / total if total else 0.0

@@ -29,7 +29,7 @@ NONE = "none"
 class Proposal:
     """A recipe for each layer that may be FP8.
 
-    bound: in dB. modules: the entries of `fp8_modules`. choices: recipe of each layer. share: of the FP8 products that
+    bound: in dB. modules: the entries of `fp8_modules`. choices: recipe of each layer. share: of the FP8 matmuls that
     are left. worst: the lowest ratio of a layer that stays in FP8; None if none does.
     """
 

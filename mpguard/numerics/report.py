@@ -36,7 +36,7 @@ class Sensitivity:
         return sorted(found, key=lambda layer: layer.snr(self.recipe) or 0.0)
 
     def share(self, layers: Iterable[MeasuredLayer]) -> float:
-        """Return the share of some layers in the products of all Linear layers that may be FP8."""
+        """Return the share of some layers in the matmuls of all Linear layers that may be FP8."""
         return share_of(layers, self.layers)
 
     def propose(self, bound: float | None = None, finer: Sequence[str] = ()) -> Proposal:

@@ -16,5 +16,5 @@ COMMENT = "# mpguard sensitivity: "
 def write(path: Path, candidate: TuneCandidate, proposal: Proposal) -> None:
     """Write a proposal into a config file. Raises `ConfigError`."""
     worst = "" if proposal.worst is None else f", worst layer in FP8 {proposal.worst:.1f} dB"
-    figures = f"{datetime.date.today()}, bound {proposal.bound:g} dB: {proposal.share:.1%} of the FP8 products{worst}"
+    figures = f"{datetime.date.today()}, bound {proposal.bound:g} dB: {proposal.share:.1%} of the FP8 matmuls{worst}"
     write_policy(path, candidate, figures, COMMENT)

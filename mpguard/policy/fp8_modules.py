@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from mpguard.core.errors import PolicyError, did_you_mean
 
-#: How FP8 products are scaled. `_with_bwd_hp`: both products of the backward pass in the compute dtype (Transformer
+#: How FP8 matmuls are scaled. `_with_bwd_hp`: both matmuls of the backward pass in the compute dtype (Transformer
 #: Engine); `_with_gw_hp`: that of the weight's gradient (torchao).
 Fp8Recipe = Literal[
     "delayed", "tensorwise", "blockwise", "mxfp8", "rowwise", "rowwise_with_gw_hp",

@@ -48,7 +48,7 @@ class Needs:
 
     what: its name in messages. low, high: compute capabilities from `low` to below `high`; None: no upper limit.
     cuda: the lowest CUDA version that torch must be built with. source: where the requirement is documented.
-    multiple: the sizes of a matrix product must be multiples of it (its rows too, if the layer is trained).
+    multiple: the sizes of a matmul must be multiples of it (its rows too, if the layer is trained).
     """
 
     what: str
@@ -83,7 +83,7 @@ NEEDS: Mapping[str, Needs] = {
         multiple=128,
     ),
     "grouped": Needs(
-        "FP8 products of experts",
+        "FP8 matmuls of experts",
         (9, 0),
         (10, 0),
         cuda=(12, 1),

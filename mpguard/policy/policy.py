@@ -66,7 +66,7 @@ _TWINS = {
 _DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "reduce_amax")
 
 #: Fields that may be "auto": a wish, which is granted where that is possible. They save memory and traffic; matrix
-#: products are the same without them. Each has a twin.
+#: matmuls are the same without them. Each has a twin.
 WISHES = ("fp8_param", "fp4_param")
 
 
@@ -79,7 +79,7 @@ class Policy:
     Compute:
         bf16, fp16: low-precision compute; neither means FP32.
         params_dtype: dtype of the compute copy of the parameters. Default: the compute dtype.
-            FP32 with bf16 or fp16 means that autocast casts the inputs of each product.
+            FP32 with bf16 or fp16 means that autocast casts the inputs of each matmul.
         pipeline_dtype: dtype between pipeline stages (Megatron). Default: `params_dtype`.
         autocast_enabled, autocast_dtype: Megatron's own switch; other targets use the compute dtype.
         master_dtype: dtype of the parameters that the optimizer updates. Default FP32.
@@ -88,14 +88,14 @@ class Policy:
             any parameter, whatever optimizer it is). FSDP and ZeRO hold FP32 shards themselves.
         grad_reduce_in_fp32: gradients are reduced across ranks in FP32, not in `params_dtype`.
         buffer_dtype, output_dtype: dtype of buffers, of the root module's output. Default: not changed.
-        tf32: TF32 for FP32 products on CUDA: True, False, or None (not changed).
+        tf32: TF32 for FP32 matmuls on CUDA: True, False, or None (not changed).
         fp32_modules: name patterns (`fnmatch`, on the qualified module name) of modules that compute in FP32, with
             everything in them: norms, routers, output heads.
 
-    FP8 and FP4 (all need bf16 or fp16, the dtype of every other product):
+    FP8 and FP4 (all need bf16 or fp16, the dtype of every other matmul):
         fp8: "hybrid" (E4M3 forward, E5M2 backward) or "e4m3"; None is off. "auto": "hybrid" with `fp8_required` False.
         fp8_recipe: how scales are computed: "delayed" (history of maxima), "tensorwise" (current
-            maximum), "blockwise", "mxfp8", "rowwise", "rowwise_with_gw_hp" (products of the weight's gradient in the
+            maximum), "blockwise", "mxfp8", "rowwise", "rowwise_with_gw_hp" (matmuls of the weight's gradient in the
             compute dtype), "tensorwise_with_bwd_hp", "blockwise_with_bwd_hp", "mxfp8_with_bwd_hp" (the whole backward
             pass in the compute dtype).
         backend: "te", "torchao", or "auto", the faster one that can run the recipe (`BACKENDS`): torchao compiled.
@@ -115,7 +115,7 @@ class Policy:
             `fp8` is "hybrid", rowwise and MXFP8 layers are E4M3 in both directions.
         fp8_head: the output head in FP8 too.
         fp8_experts: the experts of a mixture in FP8 too: E4M3 with a scale per row, whatever `fp8_recipe`.
-        fp8_fast_accum: fast accumulation in the gradient products as well.
+        fp8_fast_accum: fast accumulation in the gradient matmuls as well.
         fp8_calibration: delayed scaling computes the scales of its first pass from the tensors of that pass, and does
             not begin with scales of 1. (Not Transformer Engine's `calibrating`, which computes without FP8.)
         fp8_weight_cache: weights are rounded to FP8 once per optimizer step, not in each forward pass (TE).
@@ -285,11 +285,11 @@ class Policy:
     def _check_low_bits(self) -> None:
         """Raise `PolicyError` for FP8 and FP4 settings that contradict each other, or would have no effect."""
         if self.fp8 and self.fp4:
-            raise PolicyError("fp8 and fp4 are both set; a product runs in one of them. Set one to None")
+            raise PolicyError("fp8 and fp4 are both set; a matmul runs in one of them. Set one to None")
         low = "fp8" if self.fp8 else "fp4" if self.fp4 else None
         if low and not self.low_precision:
             raise PolicyError(
-                f"{low} without bf16 or fp16: the products that stay out of it run in one of them. Set bf16=True"
+                f"{low} without bf16 or fp16: the matmuls that stay out of it run in one of them. Set bf16=True"
             )
         recipe = self.low_bit_recipe
         only: list[tuple[str, bool, str]] = [
@@ -411,7 +411,7 @@ class Policy:
 
     @property
     def compute_dtype(self) -> Dtype:
-        """The dtype of every product that is not in FP8 or FP4: BF16, FP16 or FP32."""
+        """The dtype of every matmul that is not in FP8 or FP4: BF16, FP16 or FP32."""
         return Dtype.BF16 if self.bf16 else Dtype.FP16 if self.fp16 else Dtype.FP32
 
     @property

@@ -195,7 +195,7 @@ def fp32() -> Policy:
 
 @register
 def tf32() -> Policy:
-    """FP32 with TF32 products on CUDA."""
+    """FP32 with TF32 matmuls on CUDA."""
     return Policy(tf32=True)
 
 

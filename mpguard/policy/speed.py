@@ -30,7 +30,7 @@ MARGIN = 1.03
 #: The tokens of a step on one GPU that are assumed where they are not known.
 USUAL_TOKENS = 4096
 
-#: torchao's own rule for layers whose product gains less than the casts cost (float8_linear_utils.py, tensorwise).
+#: torchao's own rule for layers whose matmul gains less than the casts cost (float8_linear_utils.py, tensorwise).
 NARROW_IN, NARROW_OUT = 4096, 1024
 
 

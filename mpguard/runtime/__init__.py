@@ -8,7 +8,7 @@ Modules of this package:
     inspection   `Inspection`: one step is observed, compared, published, agreed on and concluded
     run_state    `RunState`: what is known of the run, and how it fails; `step_counter`, `script_guard`, `run_end`
     last_lines   what `mpguard launch` prints last
-    progress     `Progress`: the steps of an optimizer over the whole run, and which of them are looked at
+    progress     `Progress`: the steps of an optimizer over the whole run, and which of them are checked
     meter        `Meter`: time, loss and memory of each step, for `mpguard tune`
     casts        casts of weights that are trained, and the line of the script that casts them
     reporter     `Reporter`: prints and writes the proof, failures and overrides

@@ -95,7 +95,7 @@ def _begin(guard: Guard, launched: bool) -> None:
     guard.spawned = not launched and is_started_by_script()
     guard.meter = Meter.from_environment(functools.partial(exit_hooks.leave_together, guard))
     if guard.meter is not None:
-        guard.budget.spent = math.inf  # no looks after the first two: they would be timed
+        guard.budget.spent = math.inf  # no checks after the first two: they would be timed
     if launcher_variable("WORLD_SIZE", 1) > 1:
         enable_line_buffering()
     atexit.register(exit_hooks.drain_gloo_threads)

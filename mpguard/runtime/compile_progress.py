@@ -16,7 +16,7 @@ FIRST_LINE = 10.0
 #: Seconds without a compilation after which the thread that prints the lines ends.
 IDLE = 5.0
 
-#: Seconds between two looks of that thread at the clock.
+#: Seconds between two readings of the clock by that thread.
 POLL = 0.5
 
 

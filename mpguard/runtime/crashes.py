@@ -106,7 +106,7 @@ def _fp16_gradients(frames: _Frames) -> Cause:
     return Cause(
         f"{len(half)} of the {len(parameters)} parameters of {_kind(optimizer)} are FP16 ({_named(half)}), so their "
         "gradients are FP16 too, and a GradScaler unscales FP32 gradients only. Keep the parameters in FP32 (leave out "
-        "`.half()`, load with `dtype=torch.float32`), and let autocast cast the inputs of each product",
+        "`.half()`, load with `dtype=torch.float32`), and let autocast cast the inputs of each matmul",
         "MPG103",
     )
 
@@ -182,7 +182,7 @@ def _different_dtypes(frames: _Frames) -> Cause:
                 "MPG307",
             )
         return Cause(
-            f"{operands} differ in dtype{_line(frames)}. One of them was cast by hand, or the product is outside of "
+            f"{operands} differ in dtype{_line(frames)}. One of them was cast by hand, or the matmul is outside of "
             "autocast: remove the cast, or compute it under autocast",
             "MPG307",
         )
@@ -214,7 +214,7 @@ def _different_dtypes(frames: _Frames) -> Cause:
     if not within and len(set(map(_short, inputs.values()))) > 1:
         return Cause(
             f"{where}{_line(frames)}. They differ in dtype: cast those that are not in the dtype of the policy there, "
-            "or compute the product under autocast",
+            "or compute the matmul under autocast",
             "MPG307",
         )
     cast = next((call for (call, _), modules in guard.recorder.casts.items() if modules), "") if guard else ""
@@ -225,7 +225,7 @@ def _different_dtypes(frames: _Frames) -> Cause:
             "MPG102",
         )
     return Cause(
-        f"{where}{_line(frames)}. The product is outside of autocast (or in a region that disables it), and its inputs "
+        f"{where}{_line(frames)}. The matmul is outside of autocast (or in a region that disables it), and its inputs "
         "are not in the dtype of the weights: cast the inputs there, or name the module in `fp32_modules`",
         "MPG307",
     )
@@ -241,7 +241,7 @@ def _beyond_range(frames: _Frames) -> Cause:
     half = {name: tensor for name, tensor in tensors.items() if _short(tensor) in ("fp16", "bf16")}
     return Cause(
         f"a number is written into a 16-bit tensor that cannot hold it{f' ({_listed(half)})' if half else ''}"
-        f"{_line(frames)}. Autocast computes products in 16 bits, and the mask constants of FP32 (-1e9, -1e20) are "
+        f"{_line(frames)}. Autocast computes matmuls in 16 bits, and the mask constants of FP32 (-1e9, -1e20) are "
         "beyond 65504: take `torch.finfo(tensor.dtype).min`, or compute it in FP32",
         "MPG601",
     )

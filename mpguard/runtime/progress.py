@@ -1,7 +1,7 @@
-"""`Progress`: the steps of an optimizer over the whole run, and when the next one is looked at.
+"""`Progress`: the steps of an optimizer over the whole run, and when the next one is checked.
 
-After its first proof an optimizer is looked at again at its applied steps 2, 4, 8, ..., the same on all ranks, and
-after a model was switched to evaluation, which each rank decides for itself. `Budget` limits what the looks cost.
+After its first proof an optimizer is checked again at its applied steps 2, 4, 8, ..., the same on all ranks, and
+after a model was switched to evaluation, which each rank decides for itself. `Budget` limits what the checks cost.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-#: Looks may take this share of the run's time, after `FREE_SECONDS` that they may take in every run.
+#: Checks may take this share of the run's time, after `FREE_SECONDS` that they may take in every run.
 SHARE, FREE_SECONDS = 0.01, 0.5
 
-#: For tests and benchmarks: each step is looked at, whatever that costs.
+#: For tests and benchmarks: each step is checked, whatever that costs.
 EVERY_STEP = False
 
 
 class Budget:
-    """The time that looks take, and may take. spent: seconds so far, without the first proof.
+    """The time that checks take, and may take. spent: seconds so far, without the first proof.
 
     Waiting for other ranks does not count: they would be waited for at the next reduction anyway.
     """
@@ -29,7 +29,7 @@ class Budget:
         self.spent = 0.0
 
     def allows(self, cost: float, later: float = 0.0) -> bool:
-        """Return True if a look that takes `cost` seconds may start in `later` seconds."""
+        """Return True if a check that takes `cost` seconds may start in `later` seconds."""
         elapsed = time.monotonic() - self.began + later
         return self.spent + cost <= FREE_SECONDS + SHARE * elapsed
 
@@ -88,7 +88,7 @@ class Progress:
         self.next_look = self._earliest_look()
 
     def propose(self, budget: Budget) -> int:
-        """Return the step of the next look: the first power of two that the budget allows."""
+        """Return the step of the next check: the first power of two that the budget allows."""
         began, first = self._proven_at
         look = earliest = self._earliest_look()
         if self.applied > first and not EVERY_STEP:
@@ -100,7 +100,7 @@ class Progress:
         return look
 
     def leave_out_look(self) -> None:
-        """Set the next look to the first power of two: all ranks do the same without an agreement."""
+        """Set the next check to the first power of two: all ranks do the same without an agreement."""
         self.next_look = self._earliest_look()
 
     def _earliest_look(self) -> int:

@@ -160,9 +160,9 @@ class Reporter:
     # -- the whole run -----------------------------------------------------------------------
 
     def report_look(self, proof: Proof | None, run: Sequence[Progress], unobserved: Sequence[Failure]) -> None:
-        """Update the proof file after a look that found nothing wrong. unobserved: what it could not observe."""
+        """Update the proof file after a check that found nothing wrong. unobserved: what it could not observe."""
         if unobserved:
-            self.print_once(f"mpguard: a look had no result: {'; '.join(map(str, unobserved))}")
+            self.print_once(f"mpguard: a check had no result: {'; '.join(map(str, unobserved))}")
         if proof is not None:
             self.update_proof(proof, run)
 
@@ -192,7 +192,7 @@ class Reporter:
         """Print that the last steps of an optimizer had no gradients to apply."""
         self.print_once(
             f"mpguard: none of the parameters of {progress.name} had a gradient at its last {progress.empty} steps, so "
-            f"that nothing was looked at (step {progress.applied}). If it should train, they are no longer those of "
+            f"that nothing was checked (step {progress.applied}). If it should train, they are no longer those of "
             "the model: `load_state_dict(assign=True)`, a new layer or a copy has replaced them"
         )
 
@@ -202,17 +202,17 @@ class Reporter:
         self.print_once(f"mpguard: {what}. A further step of this optimizer is {follows}")
 
     def report_missing(self, progress: Progress, missing: Sequence[int]) -> None:
-        """Print that ranks did not take part in a look."""
+        """Print that ranks did not take part in a check."""
         self.print_once(
             f"mpguard: {names_of(missing)} did not reach applied step {progress.applied} of {progress.name}; from here "
-            "each rank looks at its steps for itself"
+            "each rank checks its steps for itself"
         )
 
     def report_error(self, progress: Progress, error: Exception) -> None:
-        """Print that mpguard itself failed at a look."""
-        log.debug("mpguard: the look failed", exc_info=error)
+        """Print that mpguard itself failed at a check."""
+        log.debug("mpguard: the check failed", exc_info=error)
         self.print_once(
-            f"mpguard: applied step {progress.applied} of {progress.name} could not be looked at "
+            f"mpguard: applied step {progress.applied} of {progress.name} could not be checked "
             f"({type(error).__name__}: {error}); the run continues. Please report this"
         )
 

@@ -116,7 +116,7 @@ class RunState:
 
     @property
     def waiting(self) -> bool:
-        """True while a step is recorded: an optimizer is still to be proven, or the step is looked at."""
+        """True while a step is recorded: an optimizer is still to be proven, or the step is checked."""
         return self._listening and self.recorder.active
 
     def state_of(self, optimizer: Any) -> OptimizerState:
@@ -168,7 +168,7 @@ class RunState:
         return f"{self._number}/{kind}/{self._rounds[kind]}"
 
     def models_of(self, optimizer: Any) -> list[nn.Module]:
-        """Return the outermost models of an optimizer, and keep them for the next look."""
+        """Return the outermost models of an optimizer, and keep them for the next check."""
         found = self._known_models(optimizer) or models_of(updated_by(optimizer))
         self.state_of(optimizer).models = [weakref.ref(model) for model in found]
         return found

@@ -10,7 +10,7 @@ from typing import Any
 from mpguard.runtime.proof.observe import innermost, name_of
 from mpguard.runtime.proof.remarks import Remark
 
-#: Updates of a scaler that are looked at, and of how many a pattern consists.
+#: Updates of a scaler that are checked, and of how many a pattern consists.
 LOOKED_AT, PATTERN = 16, 4
 
 #: Steps in a row whose learning rates are compared.

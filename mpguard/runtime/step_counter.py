@@ -56,7 +56,7 @@ class StepCounter(RunState):
     def _read_infinities(self, optimizer: torch.optim.Optimizer, progress: Progress) -> bool:
         """Return True if a step was applied. A fused optimizer is called for skipped steps too: it skips them itself.
 
-        Its flag is on the device. Between looks, flags are collected and read together, without waiting at each step.
+        Its flag is on the device. Between checks, flags are collected and read together, without waiting at each step.
         """
         infinities: Any = getattr(optimizer, "found_inf", None)  # a GradScaler sets it while it calls the optimizer
         if infinities is None:

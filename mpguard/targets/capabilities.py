@@ -44,7 +44,7 @@ SHARDED_WEIGHTS = ("fsdp1", "fsdp2", "deepspeed-zero3")
 FUSED_ADAM = "transformer_engine.pytorch.optimizers.FusedAdam(model.parameters(), ..., master_weights=True)"
 
 #: The difference for a run without parameters in FP8.
-SAME_PRODUCTS = "The products are the same: layers quantize exact weights at each forward pass"
+SAME_PRODUCTS = "The matmuls are the same: layers quantize exact weights at each forward pass"
 
 #: Library -> how, and in which runs, it keeps parameters in FP8: see `fp8_weights`.
 FP8_WEIGHTS = {

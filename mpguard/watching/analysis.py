@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: The share of gradients below the smallest normal number of the format in force from which it is an event.
 UNDERFLOW_SHARE = 0.3
 
-#: Looks in a row at which all gradients are zero, and the share of weights that a step leaves as they are, from which
+#: Checks in a row at which all gradients are zero, and the share of weights that a step leaves as they are, from which
 #: it is an event; the fewest sampled weights with gradients.
 ZERO_LOOKS, STUCK_SHARE, FEWEST_MOVED = 5, 0.9, 64
 
@@ -36,7 +36,7 @@ WRITTEN_MODULES = 16
 REPLAYS = 5
 
 #: Why there is no replay on a GPU, except with `full`.
-SEEN_LATE = "it was seen after the step was applied, which has overwritten the weights; `--watch full` looks before"
+SEEN_LATE = "it was seen after the step was applied, which has overwritten the weights; `--watch full` checks before"
 
 
 class Analysis:
@@ -50,7 +50,7 @@ class Analysis:
         self._replays = 0
         self._was_bad = False
         self._autocast = ""  # the dtype of autocast around the model
-        self._zeros = 0  # looks in a row at which all gradients were zero
+        self._zeros = 0  # checks in a row at which all gradients were zero
         self._stuck_reported = False
         self._jumps, self._divergence, self._collapse = detect.NormJumps(), detect.Divergence(), detect.ScaleCollapse()
         self._losses: deque[float] = deque(maxlen=drift.COMPARE_EVERY)
@@ -227,7 +227,7 @@ class Analysis:
             self._emit(WatchEvent("loss_divergence", current.step, None, {"now": now, "best": best}, hint, text))
 
     def _look_at_zeros(self, current: StepRound, scale: float | None) -> None:
-        """Report gradients that are all zero at several looks in a row: nothing trains."""
+        """Report gradients that are all zero at several checks in a row: nothing trains."""
         norms = [values[0] for values in current.rows("norm").values()]
         if not norms:
             return

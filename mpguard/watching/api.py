@@ -24,7 +24,7 @@ def watch(model: nn.Module | None = None, *, level: str = DEFAULT_WATCH_LEVEL, j
 
     model: the model that is trained, so that its first batch can be replayed too; by default models are found at the
     first step of their optimizer. level: "light" (default), "full", which waits for the device before each step and
-    looks at it before it is applied, or "off". jsonl: the file that steps and events are written to.
+    checks it before it is applied, or "off". jsonl: the file that steps and events are written to.
 
     Call it after the model was wrapped and compiled, if you give it. A second call replaces the first. Raises
     `ConfigError` for an unknown level, or a file that cannot be written.

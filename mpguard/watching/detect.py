@@ -31,11 +31,11 @@ SKIPPED_IN_A_ROW, LOWEST_SCALE = 8, 1.0
 #: A rank is apart if its median loss is this many deviations (of the losses of all ranks) from the median of all.
 APART_DEVIATIONS = 12.0
 
-#: A tensor saturates if its largest value is this many times what its scale allows, at two of `FP8_RECENT` looks; or so
+#: A tensor saturates if its largest value is this many times what its scale allows, at 2 of `FP8_RECENT` checks; or so
 #: many times at one. Delayed scaling clips a little at each new maximum.
 SATURATED, SATURATED_AT_ONCE, FP8_RECENT = 2.0, 16.0, 5
 
-#: A scale drifts if the largest values of a tensor have become this many times those of its first looks.
+#: A scale drifts if the largest values of a tensor have become this many times those of its first checks.
 DRIFT, FP8_FIRST = 16.0, 10
 
 
@@ -139,7 +139,7 @@ class Fp8Ranges:
         self._reported: set[tuple[str, str]] = set()
 
     def add(self, name: str, times: float, largest: float) -> list[tuple[str, float]]:
-        """Add a look at a tensor; return the events, each with how many times too large it is.
+        """Add a check of a tensor; return the events, each with how many times too large it is.
 
         times: its largest value over what its scale allows.
         """

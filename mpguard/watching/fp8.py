@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-#: What the columns of a history are, for each product of a module; unused ones stay 0.
+#: What the columns of a history are, for each matmul of a module; unused ones stay 0.
 COLUMNS = {
     "scaling_fwd": ("input", "weight", "output"),
     "scaling_bwd": ("gradient of the output", "gradient of the input"),

@@ -43,7 +43,7 @@ def _hook_optimizers(_torch: ModuleType) -> None:
     def before(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         watch = current()
         if watch is not None:
-            with CONTAINMENT.contained("the look at gradients"), no_grad():
+            with CONTAINMENT.contained("the check of gradients"), no_grad():
                 watch.before_step(optimizer)
 
     def after(optimizer: Any, _args: Any, _kwargs: Any) -> None:

@@ -44,7 +44,7 @@ NORM_SHARE, NORMS_APART, BANDWIDTH, KERNELS = 0.005, 40, 2e12, 20e-6
 #: The first steps, in which faults of a program show: norms are computed at each of them.
 FIRST_STEPS = 20
 
-#: Steps between two looks at underflow, and the first of them: before it, a loss scale has not settled.
+#: Steps between two checks of underflow, and the first of them: before it, a loss scale has not settled.
 UNDERFLOW_EVERY, UNDERFLOW_FIRST = {"light": 100, "full": 10}, 10
 
 #: How often the models of optimizers are searched for among all objects.
@@ -53,7 +53,7 @@ SEARCHES = 8
 #: Rounds whose numbers have not arrived. Of more than these the oldest is waited for, so that memory stays bounded.
 OPEN_ROUNDS = 64
 
-#: Steps between two looks at the scales of FP8, which are kept at the step before.
+#: Steps between two checks of the scales of FP8, which are kept at the step before.
 SCALES_EVERY = {"light": 10, "full": 1}
 
 
@@ -321,7 +321,7 @@ class Watch:
     # -- numbers -----------------------------------------------------------------------------
 
     def _add_part(self, tensors: list[HostOrDevice], keys: Keys, *, intact: bool) -> None:
-        """Copy numbers, and look at them at once if they have arrived. intact: the weights are those of the round."""
+        """Copy numbers, and check them at once if they have arrived. intact: the weights are those of the round."""
         if self._stepping is not None:
             self._round.scaled = True
             tensors, keys = [*tensors, self._stepping._scale], [*keys, ("scale", [])]

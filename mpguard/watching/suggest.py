@@ -58,7 +58,7 @@ def _out_of_fp8(module: str, names: Collection[str]) -> str:
 
 
 #: What to do about what was seen after its step was applied.
-FOR_LATE = "run it again from the last checkpoint with `--watch full`, which looks at each step before it is applied"
+FOR_LATE = "run it again from the last checkpoint with `--watch full`, which checks each step before it is applied"
 
 
 def for_loss() -> str:
@@ -75,7 +75,7 @@ def for_weights(module: str) -> str:
     """Return what to do about weights that are not finite."""
     return (
         f"the weights of {module} are not finite: load the last checkpoint, and run it with `--watch full`, which "
-        "looks at each step before it is applied"
+        "checks each step before it is applied"
     )
 
 
@@ -95,7 +95,7 @@ def for_skips(policy: Policy | None, scaled: bool) -> str:
 
 def for_jump() -> str:
     """Return what to do about a jump of the gradient norm."""
-    return "clip gradients (`clip_grad_norm_(parameters, 1.0)`), and look at this step's data"
+    return "clip gradients (`clip_grad_norm_(parameters, 1.0)`), and check this step's data"
 
 
 def for_divergence(policy: Policy | None) -> str:
@@ -161,7 +161,7 @@ def for_scale_drift(module: str, names: Collection[str]) -> str:
 def for_ranks_apart(sharded: bool) -> str:
     """Return what to do about ranks that are apart."""
     if sharded:
-        return "look at the data of that rank, and at its device (ECC errors, another driver)"
+        return "check the data of that rank, and its device (ECC errors, another driver)"
     return (
         "replicas must have the same weights: look for a step, a seed or a parameter that only some ranks have, for "
         "`no_sync` around the last backward pass, and for a faulty device"

@@ -188,7 +188,7 @@ def strategy_of(config: Mapping[str, Any]) -> str | None:
 def policy_for(config: Mapping[str, Any], policy: Policy) -> Policy:
     """Return the policy with FP32 parameters for a config that computes through `torch_autocast`.
 
-    Parameters and optimizer states are FP32 then, and the inputs of each product are cast: the same policy as a `bf16`
+    Parameters and optimizer states are FP32 then, and the inputs of each matmul are cast: the same policy as a `bf16`
     section with FP32 master weights. Without its own loss scaling settings, FP16 has this form too.
     """
     dtype = lookup(config, "torch_autocast.dtype")

@@ -56,7 +56,7 @@ def megatron_bridge(policy: Policy, _strategy: str | None) -> Settings:
             settings[f"{section}.{name}"] = Setting(
                 ABSENT, "mixed_precision overwrites it", equivalent=functools.partial(_agrees, wanted)
             )
-    if policy.low_bit_recipe:  # without FP8 Megatron does not look at it
+    if policy.low_bit_recipe:  # without FP8 Megatron does not check it
         settings[_QUANT_RECIPE] = _quant_recipe(policy)
     return settings
 

@@ -33,7 +33,7 @@ def nemo(policy: Policy, _strategy: str | None) -> Settings:
     """NeMo 1.x's YAML: `trainer.precision`, and the keys of `model`.
 
     With `megatron_amp_O2` the parameters are in the compute dtype, with FP32 main parameters in addition; without it
-    torch.autocast casts the inputs of each product.
+    torch.autocast casts the inputs of each matmul.
     """
     if policy.fp4 or (policy.fp8 and (policy.fp8_recipe != "delayed" or "te" not in policy.backends)):
         raise PolicyError(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 #: GradScaler has no fixed scale, and requires a growth factor above 1 and a backoff factor below 1. These are the
-#: nearest ones; its scale is FP32, in which a product with them rounds back to the scale itself.
+#: nearest ones; its scale is FP32, in which a matmul with them rounds back to the scale itself.
 FIXED_SCALE = {"growth_factor": math.nextafter(1.0, 2.0), "backoff_factor": math.nextafter(1.0, 0.0)}
 
 
@@ -74,7 +74,7 @@ class Precision:
         return scaler
 
     def set_tf32(self) -> None:
-        """Set TF32 for matrix products and convolutions on CUDA in this process, if the policy sets it."""
+        """Set TF32 for matmuls and convolutions on CUDA in this process, if the policy sets it."""
         if self.tf32 is None:
             return
         import torch

@@ -123,7 +123,7 @@ def configs(arguments: dict[str, Any]) -> Float8LinearConfig | list[tuple[Float8
 
 @dataclasses.dataclass(frozen=True)
 class Float8Filter:
-    """The filter of modules that become FP8: Linear layers with sizes that FP8 products support, not excluded by name.
+    """The filter of modules that become FP8: Linear layers with sizes that FP8 matmuls support, not excluded by name.
 
     Callable as torchao's `module_filter_fn` and accelerate's `module_filter_func`.
     exclude: `fnmatch` patterns on the qualified name. recipe: only the layers to which `modules` gives this recipe, or

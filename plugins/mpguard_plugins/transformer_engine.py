@@ -37,7 +37,7 @@ _OVERRIDABLE = ("tensorwise", "blockwise", "mxfp8")
 def te(policy: Policy, _strategy: str | None) -> Settings:
     """A recipe of `transformer_engine.common.recipe`.
 
-    It determines how FP8 products are scaled, not which modules run in FP8, nor the dtype of the rest.
+    It determines how FP8 matmuls are scaled, not which modules run in FP8, nor the dtype of the rest.
     `fp8_fast_accum` exists only in Float8CurrentScaling: block scaling requires split accumulators. A recipe
     `*_with_bwd_hp` has `backward_override="high_precision"`.
     """

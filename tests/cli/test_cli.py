@@ -147,7 +147,7 @@ def test_names_of_files_and_arguments_that_are_almost_right(
     for command, said in (
         ("doctor bf16_mxed", "unexpected argument `bf16_mxed`; did you mean `--recipe bf16_mxed`?"),
         ("explain loop.yaml", "loop.yaml: is a link that leads to no file, or to itself"),
-        ("apply bf16_mixed mp.yml", "mp.yml: no such file; did you mean `mp.yaml`?"),
+        ("apply bf16_mixed mp.yml", "mp.yml: cannot be read: No such file or directory; did you mean `mp.yaml`?"),
     ):
         try:
             status = main(command.split())

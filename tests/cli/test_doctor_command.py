@@ -17,7 +17,7 @@ REPORT = Diagnosis(
     packages={"torch": "2.13.0+cu130", "accelerate": "1.15.0"},
     problems=(MachineProblem("torch needs a newer driver", "pip install torch"),),
     cells=(
-        RecipeCell("bf16_mixed", "-", "single", True, "a small product ran: gemm", True),
+        RecipeCell("bf16_mixed", "-", "single", True, "a small matmul ran: gemm", True),
         RecipeCell("bf16_mixed", "-", "fsdp1", False, "accelerate is not installed"),
         RecipeCell("mxfp8", "te", "single", False, "needs Blackwell"),
     ),
@@ -59,7 +59,7 @@ def test_json_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> Non
 def test_one_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--recipe", "bf16-mixed"]) == 1
     out = capsys.readouterr().out
-    assert "a small product ran: gemm" in out and "mxfp8" not in out
+    assert "a small matmul ran: gemm" in out and "mxfp8" not in out
     assert main(["doctor", "--recipe", "bf61_mixed"]) == 2
     assert "there is no recipe `bf61_mixed`" in capsys.readouterr().err
 

@@ -74,13 +74,13 @@ def test_what_does_not_work_here_is_not_recommended(monkeypatch: pytest.MonkeyPa
     from mpguard.doctor import Diagnosis, RecipeCell
 
     cells = (
-        RecipeCell("bf16_with_fp8_current_scaling_mixed", "torchao", "single", False, "a small product failed"),
+        RecipeCell("bf16_with_fp8_current_scaling_mixed", "torchao", "single", False, "a small matmul failed"),
         RecipeCell("bf16_mixed", "-", "single", True, ""),
     )
     report = Diagnosis(machine={}, packages={}, problems=(), cells=cells)
     monkeypatch.setattr(init_questions.doctor, "diagnose", lambda **_: report)
     found = recommend(Answers("h100", 1, None, "accelerate", "speed"))
-    assert found.recipe == "bf16_mixed" and "does not work here: a small product failed" in found.reasons[0]
+    assert found.recipe == "bf16_mixed" and "does not work here: a small matmul failed" in found.reasons[0]
 
 
 def test_questions_in_a_real_terminal(folder: Path) -> None:

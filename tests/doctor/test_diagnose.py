@@ -89,7 +89,7 @@ def test_every_row_of_known_versions_has_its_source() -> None:
 
 
 def test_this_machine_computes_what_it_says() -> None:
-    """Real torch and torchao: a product in each format that a CPU has."""
+    """Real torch and torchao: a matmul in each format that a CPU has."""
     pytest.importorskip("torch", reason="the real library runs here")
     system = System()
     names = ["device", "product:fp32", "product:bf16", "product:fp16", "torchao:tensorwise", "torchao:rowwise"]
@@ -120,7 +120,7 @@ def test_devices_of_other_makers(facts: dict[str, object], shown: str, strategie
     assert str(other) == shown
     found = list(cells(machine, installed, outcomes))
     assert {cell.strategy for cell in found if cell.recipe == "bf16_mixed" and cell.works} == strategies
-    assert not any(cell.works for cell in found if cell.recipe == "fp16_mixed"), "its product failed"
+    assert not any(cell.works for cell in found if cell.recipe == "fp16_mixed"), "its matmul failed"
     (fp8,) = {cell.reason for cell in found if cell.recipe == "bf16_with_fp8_rowwise_mixed"}
     assert "this machine has" in fp8 and "no GPU of NVIDIA" in fp8
 

@@ -1,4 +1,4 @@
-"""Experts in FP8 on a GPU: torchao's product is the one in software, and all of their products are kernels of FP8."""
+"""Experts in FP8 on a GPU: torchao's matmul is the one in software, and all of their matmuls are kernels of FP8."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ def test_mixtures_train_with_kernels_of_fp8(name: str, changes: Any, compiled: b
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
     ran = {event.key: event.count for event in trace.key_averages() if "grouped_mm" in event.key}
     scaled = sum(count for key, count in ran.items() if key.startswith(("aten::_scaled_grouped_mm", "triton_tem")))
-    assert scaled == 12, f"two products of two layers, forward and both gradients: {ran}"
+    assert scaled == 12, f"two matmuls of two layers, forward and both gradients: {ran}"
     assert not ran.get("aten::_grouped_mm"), ran
 
 
 def test_an_input_on_the_cpu_is_refused() -> None:
     product = experts._product(False)
-    with pytest.raises(mpguard.NotInForce, match="their input is on the CPU, which has no FP8 products"):
+    with pytest.raises(mpguard.NotInForce, match="their input is on the CPU, which has no FP8 matmuls"):
         product(torch.randn(16, 32), torch.randn(1, 16, 32).transpose(-2, -1), torch.tensor([16], dtype=torch.int32))

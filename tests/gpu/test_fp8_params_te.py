@@ -75,7 +75,7 @@ def test_masters_are_the_weights_bit_for_bit(name: str, early: bool) -> None:
 
 @pytest.mark.parametrize("name", TE)
 def test_trains_as_layers_that_quantize_exact_weights_do(name: str) -> None:
-    """All products are FP8, every parameter changes; delayed scaling's backward passes read no weights of old (S31)."""
+    """All matmuls are FP8, every parameter changes; delayed scaling's backward passes read no weights of old (S31)."""
     reference = model()
     mpguard.convert(reference, POLICIES[name])
     expected = train(reference, adam(reference), 100)

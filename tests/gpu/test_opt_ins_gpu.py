@@ -1,6 +1,6 @@
 """The opt-ins on a GPU.
 
-The kernel for AdamW with masters, `Conv1D` and the output head in FP8 products, first scales of delayed scaling, and
+The kernel for AdamW with masters, `Conv1D` and the output head in FP8 matmuls, first scales of delayed scaling, and
 FP8 copies of weights.
 """
 

@@ -77,7 +77,7 @@ class Trained:
 
 @contextlib.contextmanager
 def activated(policy: Policy, strategy: str) -> Iterator[None]:
-    """mpguard's patches with this policy, without its proof: what is in force is looked at here."""
+    """mpguard's patches with this policy, without its proof: what is in force is checked here."""
     before = guards._current
     guards._current = None
     try:
@@ -228,7 +228,7 @@ def test_s19_delayed_scaling_raises_under_compile(monkeypatch: pytest.MonkeyPatc
 
 
 def test_s31_fused_adam_leaves_the_transposed_weights_of_delayed_scaling_behind() -> None:
-    """The backward pass reads them on Hopper, which has no other FP8 product than that of rows."""
+    """The backward pass reads them on Hopper, which has no other FP8 matmul than that of rows."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     recipe = recipes.DelayedScaling()

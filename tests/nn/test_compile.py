@@ -188,7 +188,7 @@ AUTO = "compilation.choice = lambda policy: compilation.Choice(True, compilation
 @pytest.mark.parametrize(
     ("script", "output"),
     [
-        ("train(m, adam(m))", "mpguard: compile: auto is on here: torchao's casts cost more than its products gain"),
+        ("train(m, adam(m))", "mpguard: compile: auto is on here: torchao's casts cost more than its matmuls gain"),
         ("train(m.forward, adam(m))", "  compile        not compiled: torchao's casts cost more"),
         ("compilation.missing_requirement = lambda m: 'Triton is not installed'; train(m, adam(m))",
          "mpguard: compile: auto is off here: Triton is not installed, though torchao's casts cost more"),

@@ -1,4 +1,4 @@
-"""What a format costs a layer is that of the products of the rounded operands."""
+"""What a format costs a layer is that of the matmuls of the rounded operands."""
 
 from __future__ import annotations
 

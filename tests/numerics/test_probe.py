@@ -137,7 +137,7 @@ def test_of_several_passes_the_first_is_measured() -> None:
     torch.manual_seed(0)
     lines = trained(Net(layers=2), 3, passes=3, every=1)
     assert {step: len(names) for step, names in measured(lines).items()} == {2: 3, 3: 3}
-    assert lines[0]["layers"][0]["rows"] == 3 * 64, "all rows of a step count for the share of the products"
+    assert lines[0]["layers"][0]["rows"] == 3 * 64, "all rows of a step count for the share of the matmuls"
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

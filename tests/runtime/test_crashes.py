@@ -98,7 +98,7 @@ CRASHES = {
     "net.first.requires_grad_(False); net(x.half())": (
         "must have the same dtype",
         "mpguard: `first` (Linear): weight fp32, bias fp32; inputs input fp16",
-        "The product is outside of autocast",
+        "The matmul is outside of autocast",
         "`mpguard rule MPG307`",
     ),
     "class Attention(nn.Module):\n"

@@ -190,7 +190,7 @@ def small() -> Iterator[Small]:
 
 
 def test_the_output_is_what_the_surroundings_need(small: Small) -> None:
-    """Without autocast the next product has BF16 weights; logits of a router and autocast's own operators stay FP32."""
+    """Without autocast the next matmul has BF16 weights; logits of a router and autocast's own operators stay FP32."""
     policy = POLICY.replace(fp32_modules=["norm", "*.gate", "gate", "rope"])
     assert fp32.keep(list(small.named_modules()), policy) == []
     x = torch.randn(2, 8, dtype=torch.bfloat16)

@@ -54,7 +54,7 @@ def test_ranks_end_together(engine: str, keys: dict[str, Any], tmp_path: Path) -
     assert [len(measured(tmp_path, rank)["losses"]) for rank in (0, 1)] == [8, 8]
     assert None not in measured(tmp_path)["losses"]
     data = json.loads(proof.read_text())
-    assert data["verdict"] == "in force" and data["run"][0]["looks"] == [1, 2], "later looks would be timed"
+    assert data["verdict"] == "in force" and data["run"][0]["looks"] == [1, 2], "later checks would be timed"
 
 
 def test_skipped_steps_count_and_losses_are_those_before_the_scale(tmp_path: Path) -> None:

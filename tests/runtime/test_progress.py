@@ -1,4 +1,4 @@
-"""Which steps are looked at, and the line about the whole run."""
+"""Which steps are checked, and the line about the whole run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_looks_are_at_powers_of_two(clock: list[float]) -> None:
 
 
 def test_looks_that_would_take_more_than_their_share_come_later(clock: list[float]) -> None:
-    """A look of 1.5 s: half a second is free, the rest is 1 % of 100 s. Steps take 1 s."""
+    """A check of 1.5 s: half a second is free, the rest is 1 % of 100 s. Steps take 1 s."""
     budget, one = Budget(), proven(clock, cost=1.5)
     one.applied, clock[0] = 4, 103.0
     assert one.propose(budget) == 128, "the first power of two after 100 s"

@@ -18,7 +18,7 @@ import copy, os, sys
 import torch
 from torch import nn
 from mpguard.runtime import progress
-progress.FREE_SECONDS = 60.0  # a busy machine must not leave out a look
+progress.FREE_SECONDS = 60.0  # a busy machine must not leave out a check
 torch.manual_seed(0)
 def net(size=32): return nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, size))
 def sgd(m): return torch.optim.SGD(m.parameters(), 1e-3)
@@ -409,7 +409,7 @@ def test_the_code_of_a_look_that_fails_ends_no_training(tmp_path: Path) -> None:
     )
     ended = run(tmp_path, script)
     assert ended.returncode == 0 and "finished" in ended.stdout, transcript(ended)
-    assert "applied step 2 of SGD could not be looked at (ZeroDivisionError: in the proof)" in ended.stderr
+    assert "applied step 2 of SGD could not be checked (ZeroDivisionError: in the proof)" in ended.stderr
     assert "in force at step 1 of 4 (1 check, 2 without a result)" in ended.stderr, transcript(ended)
 
 
@@ -517,7 +517,7 @@ ONE_RANK = "train(m, o, 10); train(m, o, 10, enabled=rank == 0)"
     ("script", "status", "expected"),
     [
         (RANK_0_EVALUATES, 0, "in force at steps 1-16 of 18 (6 checks)"),
-        (UNEVEN, 0, "rank 1 did not reach applied step 16 of SGD; from here each rank looks at its steps for itself"),
+        (UNEVEN, 0, "rank 1 did not reach applied step 16 of SGD; from here each rank checks its steps for itself"),
         (ONE_RANK, 1, "not in force: step 16: rank 1: compute: fp32; asked: bf16"),
     ],
 )

@@ -23,7 +23,7 @@ def test_s34_accelerate_computes_fp16_on_the_cpu_in_fp32(tmp_path: Path) -> None
 
 
 def test_s35_a_compiled_backward_runs_under_autocast(tmp_path: Path) -> None:
-    """Its products have another dtype than in eager."""
+    """Its matmuls have another dtype than in eager."""
     program = PROGRAMS / "compiled_backward.py"
     stock = in_fork([program], cwd=tmp_path, program=run_python)
     assert stock.returncode == 0, transcript(stock)

@@ -1,4 +1,4 @@
-"""Delayed scaling in software, in Transformer Engine's place: the history matters to every product.
+"""Delayed scaling in software, in Transformer Engine's place: the history matters to every matmul.
 
 Transformer Engine itself needs a GPU (tests/gpu/test_resume_te.py); how a history comes through the checkpoints of
 each framework does not.

@@ -24,7 +24,7 @@ def layers(*names: str, left_out: Mapping[str, str] | None = None, unmeasured: M
 
 
 def layer(name: str, step: int = 2, rank: int = 0, **ratios: float | Sequence[float | None] | None) -> dict[str, Any]:
-    """Return the line of a layer at a step. ratios: by format; one for both products, or one for each."""
+    """Return the line of a layer at a step. ratios: by format; one for both matmuls, or one for each."""
     both = {
         form: given if isinstance(given, Sequence) else (given, given) for form, given in {**USUAL, **ratios}.items()
     }

@@ -1,4 +1,4 @@
-"""Programs whose products are not in the policy's dtype, although modules return what the policy has.
+"""Programs whose matmuls are not in the policy's dtype, although modules return what the policy has.
 
 Each has the recipe, the row of the proof that must fail, and the script after `short_programs.HEAD`.
 """
@@ -143,7 +143,7 @@ def kept(keep: str, inner: str) -> str:
     return KEPT.replace("KEEP", keep).replace("INNER", inner)
 
 
-#: A mode of the script's own, in which products run in numpy.
+#: A mode of the script's own, in which matmuls run in numpy.
 MODE = """
 from torch.utils._python_dispatch import TorchDispatchMode
 class Numpy(TorchDispatchMode):

@@ -19,7 +19,7 @@ RECIPE = SimpleNamespace(margin=0, fp8_format=SimpleNamespace(value=SimpleNamesp
 
 
 def module(length: int) -> Any:
-    """Return a module with the state of one product, as Transformer Engine keeps it."""
+    """Return a module with the state of one matmul, as Transformer Engine keeps it."""
     forward = SimpleNamespace(scale=torch.ones(3), amax_history=torch.zeros(length, 3), recipe=RECIPE)
     backward = SimpleNamespace(scale=torch.ones(2), amax_history=torch.zeros(length, 2), recipe=RECIPE)
     return SimpleNamespace(fp8_meta={"scaling_fwd": forward, "scaling_bwd": backward, "num_gemms": 1})
@@ -53,7 +53,7 @@ def test_a_value_over_what_its_scale_allows(length: int) -> None:
     assert found["mlp: gradient of the output"] == pytest.approx([0.5, 5e-7])
     if length > 1:
         assert found["mlp: output"] == [0.0, 0.0], "a tensor that is not in FP8"
-    assert scales.look(1) == [], "each look needs scales that were kept for it"
+    assert scales.look(1) == [], "each check needs scales that were kept for it"
 
 
 def test_of_several_passes_the_first_is_compared() -> None:

@@ -48,7 +48,7 @@ def convert(model: nn.Module, policy: Policy | str) -> Conversion:
     Call it before or after the optimizer is built, and before or after the model is moved or wrapped by DDP; but before
     `torch.compile`, scripting, and `fully_shard` of single layers. Layers stay the same objects with the same
     parameters. Not converted, each with a reason in the report: layers that `fp8_exclude` names, output heads, MoE
-    routers, LoRA adapters, quantized layers, layers of other classes, sizes that FP8 products do not support, blocks at
+    routers, LoRA adapters, quantized layers, layers of other classes, sizes that FP8 matmuls do not support, blocks at
     the ends under `first_last_layers_bf16`, and modules that `fp32_modules` names, which compute in FP32. A second call
     with the same policy converts layers that were added since. `fp8_modules` gives layers other recipes, or none.
 

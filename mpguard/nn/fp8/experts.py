@@ -1,12 +1,12 @@
 """The experts of a mixture in FP8, for transformers' modules with stacked weights of all experts.
 
-Such a module computes two grouped products: each row, a copy of a token, is multiplied by the matrix of its expert.
-A converted module runs transformers' own function with FP8 products in place of its own, so that gates, biases,
+Such a module computes two grouped matmuls: each row, a copy of a token, is multiplied by the matrix of its expert.
+A converted module runs transformers' own function with FP8 matmuls in place of its own, so that gates, biases,
 activations and routing weights are computed as they were, and parameters, names and checkpoints stay plain.
 
-The product is torchao's: E4M3 with a scale per row, in both directions. It needs groups of multiples of 16 rows, so
+The matmul is torchao's: E4M3 with a scale per row, in both directions. It needs groups of multiples of 16 rows, so
 the rows of each expert are padded with zeros, which add nothing, and an expert without rows gets a group of zeros. No
-size is read from the GPU. In software it is the same product of the same rounded numbers.
+size is read from the GPU. In software it is the same matmul of the same rounded numbers.
 
 This module is not in `mpguard.runtime`, whose frames dynamo skips. Imports torch.
 """
@@ -31,10 +31,10 @@ from mpguard.policy.dtype import Dtype
 from mpguard.policy.fp8_modules import NONE, entry_for
 from mpguard.policy.policy import Policy
 
-#: The name of transformers' implementation with grouped products.
+#: The name of transformers' implementation with grouped matmuls.
 GROUPED = "grouped_mm"
 
-#: The module of torchao with the product, and the product.
+#: The module of torchao with the matmul, and its name there.
 TORCHAO, PRODUCT = "torchao.prototype.moe_training.fp8_grouped_mm", "_to_fp8_rowwise_then_scaled_grouped_mm"
 
 #: The multiple that sizes and groups of rows must be of.
@@ -56,7 +56,7 @@ def reasons(modules: filters.Named, policy: Policy) -> dict[int, str]:
             names.setdefault(id(module), []).append(name)
             mixtures[id(module)] = module
     if not mixtures:
-        return {}  # without a look at torchao's prototype, which takes seconds to import
+        return {}  # without torchao's prototype, which takes seconds to import
     ends = filters.in_end_blocks(modules, policy)
     missing = _missing(policy)
     found: dict[int, str] = {}
@@ -83,16 +83,16 @@ def hint(modules: filters.Named, policy: Policy) -> str:
 
 
 def _missing(policy: Policy) -> str:
-    """Return what this machine lacks for the product; an empty string if nothing."""
+    """Return what this machine lacks for the matmul; an empty string if nothing."""
     here = hardware.detect()
     if policy.compute_dtype is not Dtype.BF16:
-        return f"grouped FP8 products have results in BF16, the policy computes in {policy.compute_dtype}"
+        return f"grouped FP8 matmuls have results in BF16, the policy computes in {policy.compute_dtype}"
     if not policy.fp8_emulate and (lacking := here.lacks("grouped")):
         return lacking
     if not policy.fp8_emulate and _torchao() is None:
         return "needs torchao 0.18 and Triton, of which one is not installed here, or has another interface"
     if not hasattr(torch, "_grouped_mm"):
-        return f"torch {torch.__version__} has no grouped products"
+        return f"torch {torch.__version__} has no grouped matmuls"
     return ""
 
 
@@ -125,7 +125,7 @@ def _unfit(module: Any) -> str:
 
 
 class Fp8Experts(nn.Module):
-    """Base class, placed before a class of experts. grouped: transformers' function with FP8 products."""
+    """Base class, placed before a class of experts. grouped: transformers' function with FP8 matmuls."""
 
     config: Any
     grouped: Any
@@ -190,7 +190,7 @@ def _functions() -> tuple[types.FunctionType, types.FunctionType] | None:
 
 @functools.cache
 def _torchao() -> Any:
-    """Return torchao's product; None if it is not installed, or not there."""
+    """Return torchao's matmul; None if it is not installed, or not there."""
     from torch.utils._triton import has_triton
 
     try:
@@ -199,7 +199,7 @@ def _torchao() -> Any:
         return None
 
 
-# -- the product -------------------------------------------------------------------------------------------------------
+# -- the matmul -------------------------------------------------------------------------------------------------------
 
 
 def _product(emulated: bool) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -207,7 +207,7 @@ def _product(emulated: bool) -> Callable[[torch.Tensor, torch.Tensor, torch.Tens
     library = None if emulated else _torchao()
 
     def grouped_mm(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        """Return the product of each group of rows with its matrix, in the dtype that it would have under autocast.
+        """Return the matmul of each group of rows with its matrix, in the dtype that it would have under autocast.
 
         input: (rows, in). weight: (groups, in, out). offs: the end of each group; rows behind the last one have no
         group, and their results are not set.
@@ -215,7 +215,7 @@ def _product(emulated: bool) -> Callable[[torch.Tensor, torch.Tensor, torch.Tens
         device, rows = input.device.type, len(input)
         if device == "cpu" and not emulated:
             raise NotInForce(
-                "experts in FP8: their input is on the CPU, which has no FP8 products. Move the model and the batch "
+                "experts in FP8: their input is on the CPU, which has no FP8 matmuls. Move the model and the batch "
                 '(`model.to("cuda")`), or set fp8_emulate=True to compute FP8 in software'
             )
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
@@ -283,7 +283,7 @@ def _exact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _columns(weight: torch.Tensor) -> torch.Tensor:
-    """Return stacked matrices with columns in one piece each, as FP8 products need them.
+    """Return stacked matrices with columns in one piece each, as FP8 matmuls need them.
 
     FP32 weights are rounded to FP8 directly, without the copy in BF16 that autocast would keep for the backward pass.
     """
@@ -296,7 +296,7 @@ def _columns(weight: torch.Tensor) -> torch.Tensor:
 
 
 class EmulatedGroupedMM(torch.autograd.Function):
-    """torchao's product in software: factors are rounded to FP8 as there, and multiplied in BF16, which holds them."""
+    """torchao's matmul in software: factors are rounded to FP8 as there, and multiplied in BF16, which holds them."""
 
     @staticmethod
     def forward(ctx: Any, rows: Any, weight: Any, ends: Any) -> torch.Tensor:

@@ -42,7 +42,7 @@ NARROW = "too narrow to be faster in FP8"
 
 
 def multiple(recipe: str, backend: str | None) -> int:
-    """Return the number that sizes and rows of FP8 products must be multiples of under a recipe."""
+    """Return the number that sizes and rows of FP8 matmuls must be multiples of under a recipe."""
     return hardware.needs_of(recipe, backend).multiple
 
 

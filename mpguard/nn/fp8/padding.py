@@ -1,4 +1,4 @@
-"""Pad inputs whose number of rows is not a multiple that FP8 products require, and cut the padding off again.
+"""Pad inputs whose number of rows is not a multiple that FP8 matmuls require, and cut the padding off again.
 
 The padding is zeros, which change no maximum, so no scale, and add nothing to a gradient. For the last batch of an
 epoch and odd sequence lengths the cost is small; a run that pads all the time gets a warning with the multiple to use.
@@ -50,7 +50,7 @@ class Padding:
         if added and not self.noted:
             self.noted = True
             _warn(
-                f"{layer or 'the model'}: its input has {rows} rows, FP8 products need a multiple of {self.multiple}; "
+                f"{layer or 'the model'}: its input has {rows} rows, FP8 matmuls need a multiple of {self.multiple}; "
                 f"padded to {rows + added} inside the layer and cut off again (reported once)"
             )
         if not self.warned and self.calls >= CALLS and self.padded > SHARE * self.work:

@@ -70,7 +70,7 @@ class CachedWeightMixin(nn.Module):
         state, recipe = self._mpguard_fp8, self.fp8_meta["recipe"]
         copy = self._fp8_workspaces.get("weight")
         if copy is None or not state.reuses or recipe.mxfp8() or recipe.nvfp4():
-            return  # copies of the last two have scales in the order of the product, and cannot be converted back
+            return  # copies of the last two have scales in the order of the matmul, and cannot be converted back
         quantizer = self.quantizers["scaling_fwd"][1].copy()
         quantizer.internal = False
         quantizer.set_usage(rowwise=True, columnwise=False)

@@ -1,7 +1,7 @@
 """torchao's layer with a scale per block of 128 values, as DeepSeek-V3 was trained. For 0.18, on Hopper.
 
 E4M3, a scale per 1 x 128 values of activations and gradients and per 128 x 128 of weights. torchao's own conversion
-refuses layers with a bias; here it is added to the product. The layer has no software form: its casts are Triton's.
+refuses layers with a bias; here it is added to the result. The layer has no software form: its casts are Triton's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BlockwiseConfig:
 class AutocastBlockwiseLinear(Float8BlockwiseLinear):  # type: ignore[misc]
     """torchao's `Float8BlockwiseLinear`, cast by autocast as `nn.Linear` is, with a bias.
 
-    Its products are BF16, so that the input must be: under autocast, or from a model in BF16.
+    Its matmuls are BF16, so that the input must be: under autocast, or from a model in BF16.
     """
 
     config: BlockwiseConfig
@@ -57,7 +57,7 @@ def kind_of(_layer: nn.Module) -> type[Padded]:
 def templates(_policy: Policy) -> Callable[[nn.Linear], nn.Module]:
     """Return a function that creates torchao's layer for a plain layer, of the same sizes, without data.
 
-    `use_triton` False: torch's own product (cuBLAS) of the blocks that Triton has cast.
+    `use_triton` False: torch's own matmul (cuBLAS) of the blocks that Triton has cast.
     """
 
     def template(layer: nn.Linear) -> nn.Module:

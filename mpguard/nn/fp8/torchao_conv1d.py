@@ -1,4 +1,4 @@
-"""transformers' `Conv1D` with torchao's FP8 products. Imports both, so only `convert` imports this module.
+"""transformers' `Conv1D` with torchao's FP8 matmuls. Imports both, so only `convert` imports this module.
 
 It is no `nn.Linear`: its weight is transposed, and libraries (adapters, quantizers) tell the two apart by the class.
 """

@@ -17,7 +17,7 @@ def prepared(layer: Any, input: torch.Tensor) -> torch.Tensor:
     device = input.device.type
     if device == "cpu" and not layer.config.emulate:
         raise NotInForce(
-            f"{layer._mpguard_fp8.name or 'the model'}: its input is on the CPU, which has no FP8 products. Move "
+            f"{layer._mpguard_fp8.name or 'the model'}: its input is on the CPU, which has no FP8 matmuls. Move "
             'the model and the batch (`model.to("cuda")`), or set fp8_emulate=True to compute FP8 in software'
         )
     return input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input

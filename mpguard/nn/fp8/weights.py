@@ -1,6 +1,6 @@
 """Weights that are stored in FP8, and their exact values.
 
-The products read the FP8 weight; training needs the values from which it was rounded. Until the optimizer's first step
+The matmuls read the FP8 weight; training needs the values from which it was rounded. Until the optimizer's first step
 these are a copy in CPU memory, as Transformer Engine preserves it. At that step the optimizer's FP32 master weight is
 set to the copy, bit for bit, and the copy is freed: masters that an optimizer creates itself from the FP8 values have
 lost the rounding error. A `state_dict` and `revert` return the exact values; DDP broadcasts them.

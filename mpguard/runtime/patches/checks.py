@@ -371,7 +371,7 @@ def attention_with_ones() -> None:
 
 
 def experts() -> None:
-    """The grouped products of experts are computed in the dtype of autocast."""
+    """The grouped matmuls of experts are computed in the dtype of autocast."""
     import torch
     from transformers.integrations import moe
 

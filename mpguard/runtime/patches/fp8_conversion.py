@@ -95,7 +95,7 @@ def _convert(guard: Guard, root: nn.Module, policy: Policy, optimizer: Any = Non
         else:
             guard.leave_out("fp8", str(error).removeprefix("convert: "), optimizer)
         return
-    # Those of a frozen base too, whose products reach the gradients of adapters.
+    # Those of a frozen base too, whose matmuls reach the gradients of adapters.
     guard.recorder.record_weights(layer.weight for name, layer in modules if name in report.converted)
     if report.converted and rank() == 0:
         faster = f"; {prediction}" if prediction is not None and not policy.fp8_required else ""

@@ -23,7 +23,7 @@ CREATE_GRAPH = 2
 @patch(
     "torch.autograd.graph:_engine_run_backward",
     needs=("t_outputs",),
-    reason="a backward pass ends a part of the account of products; its leaves are in autograd's graph, which it frees",
+    reason="a backward pass ends a part of the account of matmuls; its leaves are in autograd's graph, which it frees",
     lost="the proof cannot observe what a backward pass computes",
     check=checks.step,
     required=required.any_policy,

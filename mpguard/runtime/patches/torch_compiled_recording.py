@@ -16,7 +16,7 @@ from mpguard.runtime.patches import checks
 @patch(
     "torch._dynamo.output_graph:OutputGraph.call_user_compiler",
     needs=("gm",),
-    reason="compiled code opens no ranges of modules: the modules of its products are in dynamo's graph",
+    reason="compiled code opens no ranges of modules: the modules of its matmuls are in dynamo's graph",
     lost="compiled code is proven without the names of its modules, and dynamo may warn about hooks",
     check=checks.compiled,
 )
@@ -26,7 +26,7 @@ def _compiled_graph(original: AnyFunction) -> AnyFunction:
         guard = guards.current()
         if guard is None or not guard.listening:
             return original(self, gm, *args, **kwargs)
-        # Between looks too: a graph is compiled once, and runs later. It is read before the compiler changes it.
+        # Between checks too: a graph is compiled once, and runs later. It is read before the compiler changes it.
         record = guard.recorder.graph_to_record(gm, getattr(self, "local_scope", {}).get("self"))
         compiled = original(self, gm, *args, **kwargs)
         record()

@@ -86,7 +86,7 @@ def _module_apply(original: AnyFunction) -> AnyFunction:
 @patch(
     "torch.nn.modules.module:Module.eval",
     needs=("self",),
-    reason="code that evaluates may leave another precision behind: a step after it is looked at",
+    reason="code that evaluates may leave another precision behind: a step after it is checked",
     lost="a step after an evaluation is not checked again",
     check=checks.module,
 )

@@ -39,7 +39,7 @@ def _optimizer_init(original: AnyFunction) -> AnyFunction:
 @patch(
     "torch.optim.optimizer:Optimizer._patch_step_function",
     needs=("self",),
-    reason="the account of products goes on after a step, whose range in the profiler must be closed",
+    reason="the account of matmuls goes on after a step, whose range in the profiler must be closed",
     lost="what is computed after the first step of an optimizer is not recorded",
     check=checks.step,
 )

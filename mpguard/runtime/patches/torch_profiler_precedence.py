@@ -81,7 +81,7 @@ def _profiler_end(original: AnyFunction) -> AnyFunction:
 @patch(
     "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached",
     needs=("op_schema",),
-    reason="DTensor runs each operator on fake tensors first, in FP32 inside of BF16 ones: they are no products",
+    reason="DTensor runs each operator on fake tensors first, in FP32 inside of BF16 ones: they are no matmuls",
     lost="matmuls on DTensor's fake tensors count as computed",
     check=checks.dtensor,
 )

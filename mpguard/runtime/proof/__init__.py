@@ -5,8 +5,8 @@
     gradients  how gradients are accumulated, and which of the script's collectives have them
     handoffs, master_values  values of gradients, weights and states between passes and steps, in `samples`
     witness    identities that hold only where values were rounded; `recomputed` steps; `rounding`: suspicions
-    account    which products ran between two applied steps: torch's profiler, windows, modules
-    trace      the products among the profiler's events, and the nodes of autograd that they belong to
+    account    which matmuls ran between two applied steps: torch's profiler, windows, modules
+    trace      the matmuls among the profiler's events, and the nodes of autograd that they belong to
     products   which operators multiply, their dtypes and their floating-point operations
     graphs     what autograd's and dynamo's graphs tell: leaves, and the modules of compiled code
     fp8        the FP8 layers of a model, and the recipe in force

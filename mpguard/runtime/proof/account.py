@@ -1,6 +1,6 @@
-"""`StepAccount`: which products ran between two applied steps of an optimizer, in which dtype, and for what.
+"""`StepAccount`: which matmuls ran between two applied steps of an optimizer, in which dtype, and for what.
 
-torch's profiler records the operators with their operands' dtypes and shapes while a step is looked at; nothing is put
+torch's profiler records the operators with their operands' dtypes and shapes while a step is checked; nothing is put
 between the program and its operators. The profiler is stopped and started again after each backward pass, so that
 memory is bounded by one pass. A profiler of the program's own has precedence.
 """
@@ -26,7 +26,7 @@ from mpguard.runtime.proof.trace import GraphNode, OperatorTrace, Overflow, Unal
 if TYPE_CHECKING:
     import torch
 
-#: Backward passes before an applied step of which each one is looked at; of later ones those with number 2**n.
+#: Backward passes before an applied step of which each one is checked; of later ones those with number 2**n.
 EACH_PASS = 16
 
 #: Calls of modules without a backward pass after which the events are read. Then calls without gradients are no longer
@@ -39,7 +39,7 @@ REMEMBERED_NODES = 200_000
 
 @dataclasses.dataclass
 class Products:
-    """The products of a step. FLOPs by place.
+    """The matmuls of a step. FLOPs by place.
 
     trained: their results reach a gradient. frozen: they do not. passes: backward passes, looked_at: of them.
     reason: why the operators could not be recorded (then `trained` and `frozen` are empty); empty if they were.
@@ -67,7 +67,7 @@ class Products:
 class _Pass:
     """A backward pass with the forward passes that belong to it.
 
-    inferred: what its graph implies. number: it is the n-th that ended. missed: True if it should have been looked at.
+    inferred: what its graph implies. number: it is the n-th that ended. missed: True if it should have been checked.
     """
 
     inferred: Inferred
@@ -82,7 +82,7 @@ class _Pass:
 
 
 class StepAccount:
-    """Records the products of a process from `start` until `stop`.
+    """Records the matmuls of a process from `start` until `stop`.
 
     active: True between `start` and `stop`. reason: why it cannot record; empty if it can. overflows: numbers that did
     not fit the dtype of a tensor.
@@ -95,7 +95,7 @@ class StepAccount:
         self.reason: str = "" if previous is None else previous.reason
         self.weights: set[tuple[int, ...]] = set() if previous is None else previous.weights
         self.graphs: CompiledGraphs = CompiledGraphs() if previous is None else previous.graphs
-        #: True if a recording without shapes is enough: all products were those of compiled graphs with a hash.
+        #: True if a recording without shapes is enough: all matmuls were those of compiled graphs with a hash.
         self._compiled_only: bool = previous is not None and previous.is_compiled_only
         self._shapes = True
         self.te_dtype: str | None = None
@@ -283,7 +283,7 @@ class StepAccount:
 
     @property
     def is_compiled_only(self) -> bool:
-        """True if the products of the last step were those of compiled graphs with a hash, all of which are known."""
+        """True if the matmuls of the last step were those of compiled graphs with a hash, all of which are known."""
         return any(each.trained for each in self._passes) and not self._eager and not self.unknown
 
     def trusts_graphs(self, trusts: bool) -> None:
@@ -296,7 +296,7 @@ class StepAccount:
         return seconds
 
     def _wanted(self) -> bool:
-        """True if the next backward pass is to be looked at."""
+        """True if the next backward pass is to be checked."""
         following = self._number + 1
         return following <= EACH_PASS or following & (following - 1) == 0
 
@@ -391,7 +391,7 @@ class StepAccount:
     # -- the result --------------------------------------------------------------------------
 
     def begin_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Record that the step of an optimizer begins that is looked at: earlier passes do not count for it."""
+        """Record that the step of an optimizer begins that is checked: earlier passes do not count for it."""
         parameters = list(parameters)
         self.weights |= shapes_of(parameters)  # a group of parameters may have been added
         self._begun.update((id(parameter), self._ended) for parameter in parameters)
@@ -401,7 +401,7 @@ class StepAccount:
         self._applied |= parameters
 
     def products(self, parameters: set[int]) -> Products:
-        """Return the products of the passes that reached some of the parameters.
+        """Return the matmuls of the passes that reached some of the parameters.
 
         parameters: ids. If none was reached, all passes count: an engine may hold its own copies of parameters.
         """
@@ -412,7 +412,7 @@ class StepAccount:
             whole.unscaled |= each.accumulates and not each.scaled
             whole.scaled |= each.scaled
             whole.inferred.add(each.inferred)
-        if self.unknown or any(each.missed for each in passes):  # the products of a part of a step prove nothing
+        if self.unknown or any(each.missed for each in passes):  # the matmuls of a part of a step prove nothing
             whole.reason = self._prevented()
             return whole
         for each in passes:

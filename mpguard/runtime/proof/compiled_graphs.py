@@ -1,4 +1,4 @@
-"""`CompiledGraphs`: the products of compiled code, by the name of the range around its calls.
+"""`CompiledGraphs`: the matmuls of compiled code, by the name of the range around its calls.
 
 The name has a hash of the code and of its inputs' dtypes and shapes. Where the name of a call is known, so are its
 products: in a replay of a CUDA graph, in which no operator runs, and in a recording without shapes.
@@ -42,7 +42,7 @@ class CompiledGraphs:
         self.conversions: dict[int, Counter[tuple[str, str]]] = {}
 
     def __contains__(self, name: str) -> bool:
-        """True if a call with products was seen."""
+        """True if a call with matmuls was seen."""
         return name in self._products
 
     def is_known(self, name: str) -> bool:
@@ -50,7 +50,7 @@ class CompiledGraphs:
         return name in self._products or name in self._without
 
     def replayed(self, call: GraphCall, *, shapes: bool = True) -> list[tuple[Work, int]]:
-        """Return the products of a call whose operators did not run; remember them if all did.
+        """Return the matmuls of a call whose operators did not run; remember them if all did.
 
         shapes: False if the operators that ran were recorded without shapes.
         """

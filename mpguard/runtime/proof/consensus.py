@@ -45,7 +45,7 @@ READ_TIMEOUT, READ_TIMEOUT_IN_FORCE = 10.0, 1.0
 #: Seconds that a rank which fails alone leaves to rank 0, to report the failure for all.
 LAST_WORD_WAIT = 2.0
 
-#: Seconds that a rank waits at a look for the others, which have just reduced the same gradients.
+#: Seconds that a rank waits at a check for the others, which have just reduced the same gradients.
 LOOK_TIMEOUT = 10.0
 
 #: Polls of a waiting rank are so far apart that all ranks together send at most this many per second to the store.
@@ -61,7 +61,7 @@ class Report:
 
     failures: its own. fingerprint: what must be the same on all ranks at one moment. next_look: the step of the next
     look, which rank 0 decides. moment: counts backward passes; a rank that has skipped steps reports about another
-    moment than the others. again: True if this rank needs that look: it could not tell what ran.
+    moment than the others. again: True if this rank needs that check: it could not tell what ran.
     """
 
     failures: list[Failure]
@@ -181,7 +181,7 @@ class Round:
 
 
 def agree(point: str, report: Report, wait: float) -> Agreement:
-    """Exchange the reports of all ranks at a look, whose name is the same on every rank.
+    """Exchange the reports of all ranks at a check, whose name is the same on every rank.
 
     wait: seconds after which a rank without a report is `missing`.
     """

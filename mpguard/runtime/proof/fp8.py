@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: The pattern of the default exclusions that names output heads.
 HEADS = tuple(pattern for pattern in DEFAULT_FP8_EXCLUDE if pattern.endswith("lm_head"))
 
-#: The field of `Fp8Layers.recipe` for torchao's gradient products, as torchao's plugin names it.
+#: The field of `Fp8Layers.recipe` for torchao's gradient matmuls, as torchao's plugin names it.
 FAST_ACCUMULATION = "fast_accumulation_in_gradients"
 
 
@@ -327,7 +327,7 @@ def _fields(recipe: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return plain data: the name of an enum, the fields of matrix product arguments."""
+    """Return plain data: the name of an enum, the fields of matmul arguments."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if hasattr(value, "use_split_accumulator"):
@@ -336,7 +336,7 @@ def _plain(value: Any) -> Any:
 
 
 def _accumulates_fast(config: Any) -> bool:
-    """True if the gradient products of a `Float8LinearConfig` accumulate fast."""
+    """True if the gradient matmuls of a `Float8LinearConfig` accumulate fast."""
     return bool(config.gemm_config_grad_input.use_fast_accum and config.gemm_config_grad_weight.use_fast_accum)
 
 

@@ -1,6 +1,6 @@
-"""The modules behind compiled products, and the weights.
+"""The modules behind compiled matmuls, and the weights.
 
-The products themselves are in `trace`; compiled code opens no ranges of modules, so that their modules are read from
+The matmuls themselves are in `trace`; compiled code opens no ranges of modules, so that their modules are read from
 dynamo's graphs, with the dtypes that autocast leads to.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from mpguard.nn.fp8.filters import CONV1D
 from mpguard.runtime.proof.products import short
 
-#: Names of calls in dynamo's graphs that are matrix products.
+#: Names of calls in dynamo's graphs that are matmuls.
 CALLS = frozenset(
     ("linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "mv", "einsum", "bilinear", "conv1d", "conv2d",
      "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention", "grouped_mm",
@@ -63,7 +63,7 @@ def products_in_graph(
 class WeightUse(NamedTuple):
     """A use of a weight in a graph of dynamo. weight: its id. modules: the ids of those in which it is.
 
-    multiplies: True for a product, apart from those of a plain Linear, which an FP8 layer with its weight may replace.
+    multiplies: True for a matmul, apart from those of a plain Linear, which an FP8 layer with its weight may replace.
     """
 
     weight: int
@@ -120,7 +120,7 @@ def _name(node: Any) -> str:
 
 
 def _contracted(name: str, node: Any) -> int:
-    """Return the multiply-adds per element of the result of a call; 0 if it is not a matrix product."""
+    """Return the multiply-adds per element of the result of a call; 0 if it is not a matmul."""
     shapes = [_sizes(_value(other)) for other in node.all_input_nodes if hasattr(_value(other), "shape")]
     if name not in CALLS or len(shapes) < 2:
         return 0

@@ -1,4 +1,4 @@
-"""The matrix products that autograd's graph implies: a substitute for the account of the operators that ran.
+"""The matmuls that autograd's graph implies: a substitute for the account of the operators that ran.
 
 The graph is read when `backward` is called. It has the dtype of each result, not what ran inside of functions and
 custom operators, or without gradients; so it counts only where the operators could not be recorded (see `account`).
@@ -27,27 +27,27 @@ WEIGHTED = ("Linear", "MkldnnLinear", "Convolution", "MkldnnConvolution", "Cudnn
 GROUPED = ("GroupedMm", "GeneratedBackwardFor_transformers_grouped_mm_fallback")
 RECURRENT = ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn", "Lstm")
 
-#: Products of activations with each other. Autocast leaves some of them in FP32, which the model does not choose:
+#: Matmuls of activations with each other. Autocast leaves some of them in FP32, which the model does not choose:
 #: on the CPU, torch's own attention.
 BATCHED = ("Bmm", "Baddbmm", "ScaledDotProduct")
 
 #: Nodes whose results are logarithms of probabilities, or sums of exponentials.
 LOG_PROBABILITIES = ("LogSoftmax", "Logsumexp", "LogSigmoid")
 
-#: Used in place of a weight's id: for a product of activations, and for an unknown weight.
+#: Used in place of a weight's id: for a matmul of activations, and for an unknown weight.
 ATTENTION, UNNAMED = 0, -1
 
 
 @dataclasses.dataclass
 class Inferred:
-    """The products behind a backward pass. Holds no tensor.
+    """The matmuls behind a backward pass. Holds no tensor.
 
     work: multiply-adds by dtype and by the id of the weight (`UNNAMED` if unknown, `ATTENTION` if there is none).
     leaves: ids of the tensors that get gradients. weights: ids of leaves that operators of torch multiplied by
     something else; not inside of a `torch.autograd.Function`, as FP8 layers do. in_fp8_layers: ids of leaves that
     functions of the FP8 libraries took. in_functions: those that other functions took. matrix_functions: sequence
     numbers of the nodes of these that took a matrix. log_probabilities: the dtypes of those behind the loss.
-    compiled: True if a compiled region is part of it, whose products are in dynamo's graph.
+    compiled: True if a compiled region is part of it, whose matmuls are in dynamo's graph.
     """
 
     work: Counter[tuple[str, int]] = dataclasses.field(default_factory=Counter)
@@ -88,7 +88,7 @@ def is_leaf(node: Any) -> bool:
 
 
 def products_behind(outputs: Iterable[Any]) -> Inferred:
-    """Return the products in the autograd graph of tensors (or gradient edges) that backward is called on."""
+    """Return the matmuls in the autograd graph of tensors (or gradient edges) that backward is called on."""
     from torch.autograd.function import BackwardCFunction
 
     products = Inferred()
@@ -136,7 +136,7 @@ def _kind(node: Any) -> str:
 
 
 def _work(node: Any, shape: tuple[int, ...], function: bool) -> tuple[int, int]:
-    """Return the weight of a node (its id, `UNNAMED` or `ATTENTION`) and its multiply-adds; 0 if it is not a product.
+    """Return the weight of a node (its id, `UNNAMED` or `ATTENTION`) and its multiply-adds; 0 if it is not a matmul.
 
     shape: of the output. function: True for a `torch.autograd.Function`.
     """

@@ -48,7 +48,7 @@ ROWS = (
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """Products that ran in one place. Plain data; the names of the fields are keys of the proof file.
+    """Matmuls that ran in one place. Plain data; the names of the fields are keys of the proof file.
 
     trained: True if their results reach a gradient. dtype: of the operands; None if a kernel multiplied that is no
     operator of torch. flops: floating-point operations. module: the qualified name of the module in which they ran;
@@ -371,7 +371,7 @@ def shards_of(parameter: torch.Tensor) -> int:
 
 
 def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], products: Products) -> None:
-    """Add the products of the step, by module."""
+    """Add the matmuls of the step, by module."""
     seen.passes, seen.looked_at, seen.inferred = products.passes, products.looked_at, products.reason
     seen.unscaled, seen.scaled = products.unscaled, products.scaled
     seen.widened, seen.rounded_in_backward = _conversions(products.converted)
@@ -429,7 +429,7 @@ def _is_trainable(module: nn.Module) -> bool:
 
 
 def _add_inferred(seen: Observed, recorder: Recorder, roots: list[nn.Module], inferred: Inferred) -> None:
-    """Add the products that graphs imply. Without weights they count only if there are no others."""
+    """Add the matmuls that graphs imply. Without weights they count only if there are no others."""
     names = {id(parameter): plain_name(name) for root in roots for name, parameter in root.named_parameters()}
     work: Counter[tuple[str, int]] = inferred.work.copy()
     if inferred.compiled:
@@ -452,7 +452,7 @@ def _modules_of(work: Work, flops: int, recorder: Recorder) -> dict[int | None, 
 
 
 def _scripted(work: Work, module: int | None, flops: int, recorder: Recorder) -> int:
-    """Return the work of a module's products that ran in regions without autocast: of compiled code by its graphs."""
+    """Return the work of a module's matmuls that ran in regions without autocast: of compiled code by its graphs."""
     whole = recorder.compiled.get((work.dtype or "", module), 0) if work.compiled and not work.by_script else 0
     return flops * recorder.compiled_by_script[work.dtype or "", module] // whole if whole else 0
 
@@ -481,7 +481,7 @@ def innermost_module(root: Any) -> Any:
 
 
 def _unnamed(work: Work, module: int | None, called: Mapping[int, str]) -> str:
-    """Return where products ran that are in no module of the trained models. called: classes of modules, by id."""
+    """Return where matmuls ran that are in no module of the trained models. called: classes of modules, by id."""
     if module is not None:
         return f"a {called.get(module, 'module')} whose weights no optimizer has"
     return "compiled code" if work.compiled else "attention" if work.attention else "code outside of modules"
@@ -594,7 +594,10 @@ def _set_reduced_aside(seen: Observed) -> None:
 def _add_accumulation(seen: Observed, recorder: Recorder, updated: list[torch.Tensor], roots: list[nn.Module]) -> None:
     """Add the dtypes in which gradients were accumulated over backward passes."""
     seen.accumulation, seen.accumulated_passes = recorder.gradients.accumulated_by(updated)
-    for engine in (*recorder.engines, *filter(casts.is_engine, roots)):  # at a later look it is known as the model only
+    for engine in (
+        *recorder.engines,
+        *filter(casts.is_engine, roots),
+    ):  # at a later check it is known as the model only
         steps = getattr(engine, "gradient_accumulation_steps", None)
         for name in ("gradient_accumulation_dtype", "grad_acc_dtype"):
             dtype = getattr(engine.optimizer, name, None)

@@ -1,6 +1,6 @@
-"""The products among the operators that ran: kind, dtype of the operands, and floating-point operations.
+"""The matmuls ("products") among the operators that ran: kind, dtype of the operands, and floating-point operations.
 
-A product multiplies and adds: a matrix product, a convolution, attention, a recurrent layer, an FFT. They are found by
+A convolution, attention, a recurrent layer and an FFT count as matmuls: they multiply and add. They are found by
 the operator's name; their work follows from the shapes of the operands. Importing this module does not import torch.
 """
 
@@ -46,7 +46,7 @@ class Work:
 
 
 def _matrix(left: int, right: int) -> Operator:
-    """Matrix products, also batched and grouped ones, and those of a vector: each element of the left one is used for
+    """Matmuls, also batched and grouped ones, and those of a vector: each element of the left one is used for
     each column of the right one."""
 
     def work(shapes: Shapes) -> int:
@@ -159,7 +159,7 @@ OPERATORS: dict[str, Operator] = {
 #: Attention of other packages (flash_attn, xformers): custom operators with queries, keys and values.
 OTHER_ATTENTION = re.compile(r"^(?!aten::)\w*(flash|attn|attention|fmha)\w*::\w+", re.IGNORECASE)
 
-#: Product kernels that Inductor generates, by their names: the operands are the first tensors.
+#: Matmul kernels that Inductor generates, by their names: the operands are the first tensors.
 TEMPLATE = re.compile(r"^triton_tem_.*?(mm|convolution|attention)")
 
 #: Names in Kineto's events of the dtypes that can be multiplied.
@@ -171,7 +171,7 @@ DTYPES = {
 
 
 def operator(name: str) -> Operator | None:
-    """Return what an operator multiplies; None if it is no product that mpguard knows."""
+    """Return what an operator multiplies; None if it is no matmul that mpguard knows."""
     known = OPERATORS.get(name)
     if known is not None:
         return known
@@ -184,7 +184,7 @@ def operator(name: str) -> Operator | None:
 
 
 def work_of(known: Operator, shapes: Shapes) -> int:
-    """Return the floating-point operations of a product; 0 if the operands do not have the expected shapes."""
+    """Return the floating-point operations of a matmul; 0 if the operands do not have the expected shapes."""
     try:
         return known.work(shapes)
     except (IndexError, TypeError):
@@ -192,7 +192,7 @@ def work_of(known: Operator, shapes: Shapes) -> int:
 
 
 def dtype_of(known: Operator, dtypes: Sequence[str]) -> str | None:
-    """Return the dtype in which a product computes: that of its narrowest floating operand. None if it has none."""
+    """Return the dtype in which a matmul computes: that of its narrowest floating operand. None if it has none."""
     found = [name for position in known.factors if position < len(dtypes) and (name := kineto_dtype(dtypes[position]))]
     floats = [name for name in found if not name.startswith(("int", "uint"))]
     return min(floats or found, key=bits, default=None)

@@ -1,4 +1,4 @@
-"""`Ranges`: ranges of the profiler around the calls of modules, and around FP32 regions, in which products run."""
+"""`Ranges`: ranges of the profiler around the calls of modules, and around FP32 regions, in which matmuls run."""
 
 from __future__ import annotations
 

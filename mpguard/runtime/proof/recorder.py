@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class Recorder:
     """Records facts for the proofs of a process; they remain after `stop`.
 
-    active: True between `start` and `stop`; listened: since `start`. engines: DeepSpeed engines. account: the products
+    active: True between `start` and `stop`; listened: since `start`. engines: DeepSpeed engines. account: the matmuls
     of a step. compiled: multiply-adds of compiled graphs by dtype and module. weight_uses: of parameters, in compiled
     graphs with gradients. attention_masks: calls of attention in them by what they take. output: the dtype of the last
     module output. backwards: number of backward passes. gradients: how they are accumulated and reduced. values: of the
@@ -51,7 +51,7 @@ class Recorder:
         """Create a recorder.
 
         previous: the recorder before. Its compiled graphs are kept because dynamo does not compile them again, and the
-        products are recorded from the beginning, because the optimizers exist.
+        matmuls are recorded from the beginning, because the optimizers exist.
         optimizers: the optimizers of the process.
         """
         self.active = self.listened = False
@@ -62,7 +62,7 @@ class Recorder:
         self.compiled_by_script: Counter[tuple[str, int | None]] = Counter(
             previous.compiled_by_script if previous is not None else ()
         )
-        #: The dtypes of products in graphs that were compiled with gradients.
+        #: The dtypes of matmuls in graphs that were compiled with gradients.
         self.trained_in_graphs: set[str] = set(previous.trained_in_graphs if previous is not None else ())
         self.weight_uses: set[graphs.WeightUse] = set(previous.weight_uses if previous is not None else ())
         self.attention_masks: Counter[str] = Counter(previous.attention_masks if previous is not None else ())
@@ -88,7 +88,7 @@ class Recorder:
     def start(self, policy: Policy, *, in_step: bool = False, again: bool = False) -> None:
         """Start to record. Needs torch. The patches of backward, GradScaler and dynamo call the active recorder.
 
-        in_step: True while an optimizer's `step` runs: products are recorded after it. again: True if the optimizers
+        in_step: True while an optimizer's `step` runs: matmuls are recorded after it. again: True if the optimizers
         that step next were proven.
         """
         self.account.trusts_graphs(again)
@@ -117,14 +117,14 @@ class Recorder:
         self.engines = []
 
     def record_weights(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Record the shapes of weights, by which products in kernels of other libraries are recognized.
+        """Record the shapes of weights, by which matmuls in kernels of other libraries are recognized.
 
         An engine calls this before it replaces the weights with flat parts.
         """
         self.account.weights |= shapes_of(parameters)
 
     def record_optimizer(self, parameters: list[torch.Tensor]) -> None:
-        """Record that an optimizer was created: steps can follow, so that products are recorded from here."""
+        """Record that an optimizer was created: steps can follow, so that matmuls are recorded from here."""
         self.record_weights(parameters)
         if self.active:
             self.account.start()
@@ -237,7 +237,7 @@ class Recorder:
     # -- optimizers --------------------------------------------------------------------------
 
     def begin_gap(self, optimizer: Any, parameters: list[torch.Tensor]) -> None:
-        """Record that what leads to the next step of an optimizer begins, which is looked at."""
+        """Record that what leads to the next step of an optimizer begins, which is checked."""
         self.account.begin_step(parameters)
         self.values.begin_gap(optimizer)
 

@@ -32,7 +32,7 @@ Places = Mapping[int | None, tuple[str | None, str]]
 #: x-transformers call it.
 FREQUENCIES = re.compile(r"(.*_)?inv_freqs?$")
 
-#: The dtypes of a step in which autocast, or FP8, is in force for all products.
+#: The dtypes of a step in which autocast, or FP8, is in force for all matmuls.
 SHORT = {"bf16", "fp16", "fp8"}
 
 #: The least share of the parameters that are frozen and FP32 for a remark about their memory.
@@ -153,7 +153,7 @@ def overflows(found: Iterable[Overflow], called: Mapping[int, str] | None, place
 
 
 def _unaligned(products: Products, places: Places) -> Iterator[Remark]:
-    """FP8 products that the kernels of GPUs refuse, and emulation does not."""
+    """FP8 matmuls that the kernels of GPUs refuse, and emulation does not."""
     if products.unaligned:
         rows = _listed([str(each) for each in sorted({each.rows for each in products.unaligned})])
         place = _place([each.module for each in products.unaligned], products.called, places)
@@ -185,7 +185,7 @@ def _narrow(roots: list[nn.Module]) -> Iterator[Remark]:
 
 
 def _frozen(roots: list[nn.Module], products: Products, policy: Policy) -> Iterator[Remark]:
-    """Frozen weights in FP32, where all products are of 16 bits or fewer: autocast rounds them for each."""
+    """Frozen weights in FP32, where all matmuls are of 16 bits or fewer: autocast rounds them for each."""
     import torch
 
     dtype, ran = policy.params_dtype, {work.dtype for work in (*products.trained, *products.frozen)}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 #: Bits of an FP32 mantissa that are zero in a value of the dtype.
 UNUSED_BITS = {"bf16": 16, "fp16": 13}
 
-#: How many different values must be looked at. Sums that were not rounded end in that many zeros by chance once in two
+#: How many different values must be checked. Sums that were not rounded end in that many zeros by chance once in two
 #: values; one value that all have, as in the gradients of a constant input, says nothing.
 ENOUGH = 24
 

@@ -55,7 +55,7 @@ class ScriptSteps:
     passes 1, 2, 4, 8, ..., and at the first of a kind (of each model that the script updates). seen: what was observed
     then, by kind. repeats: True if all kinds were seen, because one came again. replaced: True if other tensors have
     taken the place of the leaves of an earlier pass. applies_returned: False from the first pass on that adds to
-    `.grad`: gradients that `torch.autograd.grad` returns are looked at in such a script, and not applied.
+    `.grad`: gradients that `torch.autograd.grad` returns are checked in such a script, and not applied.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class ScriptSteps:
             self.seen.pop(first, None)
 
     def is_last_of_look(self) -> bool:
-        """Record that a pass was looked at. Return True if one of each kind was, as far as they take turns."""
+        """Record that a pass was checked. Return True if one of each kind was, as far as they take turns."""
         self._looked_at = (self._looked_at + 1) % max(1, len(self._earlier))
         return not self._looked_at
 

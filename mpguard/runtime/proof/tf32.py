@@ -7,14 +7,14 @@ from collections.abc import Mapping
 #: The switches: how the proof names them, and torch's backend and operation.
 CUDA = {"cuBLAS": ("cuda", "matmul"), "cuDNN convolutions": ("cuda", "conv"), "cuDNN RNNs": ("cuda", "rnn")}
 ONEDNN = {
-    "oneDNN products": ("mkldnn", "matmul"),
+    "oneDNN matmuls": ("mkldnn", "matmul"),
     "oneDNN convolutions": ("mkldnn", "conv"),
     "oneDNN RNNs": ("mkldnn", "rnn"),
 }
 
 
 def read(device: str) -> dict[str, str]:
-    """Return the precision of FP32 products by switch: `tf32`, `bf16`, or `ieee` and `none` for FP32.
+    """Return the precision of FP32 matmuls by switch: `tf32`, `bf16`, or `ieee` and `none` for FP32.
 
     device: the type of device that computes. On a CPU the switches of CUDA's libraries are left out: many scripts set
     them on every machine, and torch sets cuDNN's by default.

@@ -1,7 +1,7 @@
-"""The products in the events of torch's profiler: where each one ran, and which node of autograd it belongs to.
+"""The matmuls in the events of torch's profiler: where each one ran, and which node of autograd it belongs to.
 
 An operator of the forward pass that has a node in autograd's graph has that node's sequence number; the operators of
-the node's backward run inside an event with the same number. So a product reaches a gradient if its node was evaluated.
+the node's backward run inside an event with the same number. So a matmul reaches a gradient if its node was evaluated.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COMPILING = "(dynamo_timed)"
 #: Functions of autograd around compiled code, and the range of a compiled graph.
 COMPILED = ("CompiledFunction", "Torch-Compiled Region", "## Call CompiledFxGraph")
 
-#: Functions of autograd whose products are in FP8, in software where FP8 is emulated.
+#: Functions of autograd whose matmuls are in FP8, in software where FP8 is emulated.
 FP8_FUNCTIONS = ("matmul_with_hp_or_float8_args", "EmulatedGroupedMM", "mx_mm")
 
 #: Functions of Transformer Engine that multiply by their weights in kernels that are no operators of torch.
@@ -54,8 +54,8 @@ OWN = (FROM_CACHE, WITHOUT_AUTOCAST, EVALUATION)
 #: The beginnings of names of events that are no kernels of other libraries.
 NO_KERNELS = ("aten::", "autograd::", "torchao::triton_", "c10d", MODULE, *OWN, "## ", *FUSED)
 
-#: What a product calls that multiplies a sparse matrix. How many elements that has is not recorded, and autocast casts
-#: no sparse products: they do not count.
+#: What a matmul calls that multiplies a sparse matrix. How many elements that has is not recorded, and autocast casts
+#: no sparse matmuls: they do not count.
 SPARSE = "aten::_nnz"
 
 #: The operator that copies to another dtype.
@@ -67,7 +67,7 @@ WHERE = "aten::where"
 #: The dtypes of 16 bits, each with its largest number.
 LARGEST: dict[str | None, float] = {each.short: each.largest for each in (Dtype.FP16, Dtype.BF16)}
 
-#: Products of matrices, whose inner dimension has to be a multiple of `FP8_MULTIPLE` for the FP8 kernels of GPUs.
+#: Matmuls of matrices, whose inner dimension has to be a multiple of `FP8_MULTIPLE` for the FP8 kernels of GPUs.
 FP8_MATRIX, FP8_MULTIPLE = ("aten::mm", "aten::_scaled_mm", "aten::_scaled_mm_v2"), 16
 
 #: Scopes of events: an operator, or a node of autograd's graph.
@@ -96,15 +96,15 @@ class Unaligned:
 
 @dataclasses.dataclass
 class OperatorTrace:
-    """The products between two points of a process.
+    """The matmuls between two points of a process.
 
     forward: work of the forward pass, each with the nodes that it belongs to (none: without gradient) and its FLOPs.
     backward: FLOPs in the nodes that were evaluated. evaluated: these nodes. origins: where the nodes were created.
     opaque: FLOPs of the kernels that are no operators, by their nodes; their backward does twice as much. likely: those
     that multiply by a trained matrix if their node has taken one: all of their operands have the shape of one.
     converted: elements that were copied to another dtype in backward, by the dtypes before and after. overflows:
-    numbers that do not fit. unaligned: FP8 products of the backward pass, with the node that they belong to. eager:
-    True if there are products outside of compiled graphs whose name has a hash. unknown: True if something was recorded
+    numbers that do not fit. unaligned: FP8 matmuls of the backward pass, with the node that they belong to. eager:
+    True if there are matmuls outside of compiled graphs whose name has a hash. unknown: True if something was recorded
     without shapes that cannot be told without.
     """
 
@@ -194,8 +194,8 @@ class _Event:
         self.place: _Place = outside if outer is None else outer.place
         self.known: products.Operator | None = None
         self.node: GraphNode | None = None
-        self.multiplies = self.sparse = False  # a product ran inside; it multiplies a sparse matrix
-        self.cached = False  # its result was kept, unless a product ran inside
+        self.multiplies = self.sparse = False  # a matmul ran inside; it multiplies a sparse matrix
+        self.cached = False  # its result was kept, unless a matmul ran inside
 
     def mark_cached(self) -> None:
         """Mark the operator around the range `FROM_CACHE`, and what is between them."""
@@ -205,7 +205,7 @@ class _Event:
             around = around.outer if around.name == DISPATCH_MODE else None
 
     def mark_multiplying(self) -> None:
-        """Mark the events around a product."""
+        """Mark the events around a matmul."""
         around = self.outer
         while around is not None and not around.multiplies:
             around.multiplies = True
@@ -221,7 +221,7 @@ def read(
     *,
     shapes: bool = True,
 ) -> OperatorTrace:
-    """Return the products among the events of a profiler.
+    """Return the matmuls among the events of a profiler.
 
     weights: shapes of the matrices that are trained, to recognize kernels that multiply by one. te_dtype: the dtype in
     which layers of Transformer Engine multiply; None if they do as their operands say. closures: when the steps of
@@ -311,7 +311,7 @@ def _nested(
 
 
 def _add_fact(event: _Event, trace: OperatorTrace, *, shapes: bool) -> None:
-    """Add what an event shows about the products around it, or about the values that it writes."""
+    """Add what an event shows about the matmuls around it, or about the values that it writes."""
     if event.name == FROM_CACHE:
         event.mark_cached()
     elif event.name == SPARSE and event.outer is not None:
@@ -380,7 +380,7 @@ def _add(
     *,
     graphs: CompiledGraphs,
 ) -> None:
-    """Add an event to a trace if it is a product. graphs: get the names of those that are none."""
+    """Add an event to a trace if it is a matmul. graphs: get the names of those that are none."""
     name, place = "", event.place
     in_graph = place.call is not None and not place.call.event.name.startswith(NO_HASH)
     if event.known is not None:
@@ -433,7 +433,7 @@ def _add_likely(
 def _add_work(
     work: Work, flops: int, event: _Event, trace: OperatorTrace, creators: dict[GraphNode, _Event]
 ) -> frozenset[GraphNode]:
-    """Add the products of an event to those of its pass. Return the nodes of a forward pass that they belong to."""
+    """Add the matmuls of an event to those of its pass. Return the nodes of a forward pass that they belong to."""
     if event.place.inside:
         trace.backward.append((work, event.place.backward, flops))
         return frozenset()
@@ -466,7 +466,7 @@ def _add_overflow(event: _Event, trace: OperatorTrace) -> None:
 
 
 def _add_unaligned(event: _Event, trace: OperatorTrace, weights: set[tuple[int, ...]]) -> None:
-    """Add the FP8 product that is the gradient of a weight, if it sums over a number of rows that no kernel takes."""
+    """Add the FP8 matmul that is the gradient of a weight, if it sums over a number of rows that no kernel takes."""
     (height, rows), (_, width) = event.raw.shapes()[:2]
     if rows % FP8_MULTIPLE and ((height, width) in weights or (width, height) in weights):
         trace.unaligned.append((Unaligned(event.place.module, rows), event.place.backward))

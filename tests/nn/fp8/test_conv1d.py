@@ -1,4 +1,4 @@
-"""transformers' `Conv1D` (GPT-2) in FP8: the products of a Linear, with names, shapes and class as they were."""
+"""transformers' `Conv1D` (GPT-2) in FP8: the matmuls of a Linear, with names, shapes and class as they were."""
 
 from __future__ import annotations
 

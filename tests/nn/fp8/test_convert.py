@@ -644,7 +644,7 @@ def test_padding_is_reported_once_and_too_much_of_it_with_the_multiple() -> None
             layer(torch.zeros(30, 32))
     messages = [str(each.message) for each in caught if issubclass(each.category, mpguard.MpguardWarning)]
     assert len(messages) == 2
-    assert "the model: its input has 30 rows, FP8 products need a multiple of 16; padded to 32" in messages[0]
+    assert "the model: its input has 30 rows, FP8 matmuls need a multiple of 16; padded to 32" in messages[0]
     assert messages[1].startswith("6 % of the work of the FP8 layers is on padding") and "multiple of 16" in messages[1]
 
 

@@ -123,7 +123,7 @@ def test_each_row_meets_the_matrix_of_its_group_as_torchao_rounds_them(sizes: An
 
 
 def by_torchao(x: Any, weight: Any, sizes: Any, gradient: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The products group by group, with torchao's own functions for scales and rounding."""
+    """The matmuls group by group, with torchao's own functions for scales and rounding."""
     from torchao.float8.config import ScalingGranularity
     from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
 
@@ -222,7 +222,7 @@ def test_what_is_left_out_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
     modules = list(model().named_modules())
     for name, capability, wanted in (
-        ("NVIDIA L40S", (8, 9), "needs compute capability 9.0 or higher for FP8 products of experts (NVIDIA L40S"),
+        ("NVIDIA L40S", (8, 9), "needs compute capability 9.0 or higher for FP8 matmuls of experts (NVIDIA L40S"),
         ("NVIDIA B200", (10, 0), "not available from compute capability 10.0 on"),
         ("NVIDIA H200", (9, 0), "needs torchao 0.18 and Triton"),
     ):

@@ -180,7 +180,7 @@ def test_sizes_and_rows_are_those_of_the_recipe_of_a_layer() -> None:
     assert report.converted == ("1",) and dict(report.skipped) == {"0": "48 and 48 are not multiples of 32"}
     both = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     mpguard.convert(both, policy({"pattern": "0", "recipe": "mxfp8"}))
-    with pytest.warns(mpguard.MpguardWarning, match="has 16 rows, FP8 products need a multiple of 32"):
+    with pytest.warns(mpguard.MpguardWarning, match="has 16 rows, FP8 matmuls need a multiple of 32"):
         assert both(torch.randn(16, 64)).shape == (16, 64)
 
 

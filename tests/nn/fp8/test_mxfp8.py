@@ -20,7 +20,7 @@ from mpguard.policy import hardware
 
 POLICY = mpguard.recipe("blackwell_bf16_with_mxfp8_mixed").replace(fp8_emulate=True, compile=False)
 
-#: The largest relative error of a product of normal numbers in E4M3 with 3 bits: about 2**-4 for each factor, random.
+#: The largest relative error of a matmul of normal numbers in E4M3 with 3 bits: about 2**-4 for each factor, random.
 ERROR = 0.06
 
 
@@ -70,7 +70,7 @@ def test_the_forward_pass_is_that_of_the_format() -> None:
 def test_rows_that_are_no_multiple_of_32_are_padded(rows: int) -> None:
     model = nn.Sequential(nn.Linear(64, 32))
     mpguard.convert(model, POLICY)
-    with pytest.warns(mpguard.MpguardWarning, match=f"has {rows} rows, FP8 products need a multiple of 32"):
+    with pytest.warns(mpguard.MpguardWarning, match=f"has {rows} rows, FP8 matmuls need a multiple of 32"):
         output = model(torch.randn(rows, 64))
     assert output.shape == (rows, 32)
     output.sum().backward()
@@ -139,4 +139,4 @@ def test_compiled_layers_are_seen_in_the_proof(tmp_path: Path) -> None:
     assert ended.returncode == 0, transcript(ended)
     rows = proof(tmp_path / "proof.json")["rows"]
     assert rows["fp8"]["found"] == "2 of 3 Linear (torchao mxfp8, emulated)"
-    assert rows["fp8 products"]["found"] == "67 % of the products", "of 9,216 multiply-adds per row 6,144 are in FP8"
+    assert rows["fp8 products"]["found"] == "67 % of the matmuls", "of 9,216 multiply-adds per row 6,144 are in FP8"

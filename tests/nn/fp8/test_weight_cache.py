@@ -206,7 +206,7 @@ def test_the_proof_counts_passes_and_roundings() -> None:
     layer.__dict__["_mpguard_fp8"].stale = torch.tensor(0.3)
     stale = of_model(layer)
     assert (stale.found, stale.verdict) == ("30 % of a copy is not that of its weight", Verdict.WRONG)
-    assert of_model(layer).verdict is Verdict.AS_ASKED, "each look has its own comparison"
+    assert of_model(layer).verdict is Verdict.AS_ASKED, "each check has its own comparison"
 
 
 def test_there_is_a_row_only_where_it_was_asked_for() -> None:

@@ -54,9 +54,9 @@ def test_an_ordinary_program_is_proven(tmp_path: Path, name: str) -> None:
     assert ("fp32 by the script" in made["rows"]) is bool(scripted), made["rows"]
     assert "warn" not in ended.stderr.lower() and "profiler_" not in ended.stderr, transcript(ended)
     if name == "frozen_encoder_in_fp32":
-        assert "(frozen parts: fp32, " in ended.stderr and " % of the products) · recipe" in ended.stderr
+        assert "(frozen parts: fp32, " in ended.stderr and " % of the matmuls) · recipe" in ended.stderr
     if name == "gradient_accumulation":
-        assert "(17 of 40 backward passes looked at)" in made["rows"]["compute"]["found"]
+        assert "(17 of 40 backward passes checked)" in made["rows"]["compute"]["found"]
     if name == "own_profiler":
         assert "their events True" in ended.stdout, transcript(ended)
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_recorded_is_inferred_and_ends_no_training(tmp_path: Path
 def recorded(  # type: ignore[no-untyped-def]
     step, *parameters: torch.Tensor, whole: StepAccount | None = None
 ) -> account.Products:
-    """Return the products of a function that returns a loss, and of its backward pass."""
+    """Return the matmuls of a function that returns a loss, and of its backward pass."""
     whole = whole or StepAccount()
     whole.weights = account.shapes_of(parameters)
     whole.start()
@@ -190,7 +190,7 @@ def test_products_without_a_gradient_are_frozen() -> None:
 
 
 class CompiledFunction(torch.autograd.Function):
-    """A product as compiled code calls it: its operators run, or a CUDA graph launches the kernels that they used."""
+    """A matmul as compiled code calls it: its operators run, or a CUDA graph launches the kernels that they used."""
 
     replayed = False
     graphs = ("forward", "backward")
@@ -395,7 +395,7 @@ def test_ranges_of_the_program_are_closed_before_the_profiler_starts_again() -> 
     ],
 )
 def test_kernels_of_inductor(kernel: str, dtype: str, work: Work | None) -> None:
-    """Its products are templates; in the others a trained matrix, or an embedding's gradient, is not multiplied."""
+    """Its matmuls are templates; in the others a trained matrix, or an embedding's gradient, is not multiplied."""
     event = SimpleNamespace(
         name=lambda: kernel, scope=lambda: trace.FUNCTION, sequence_nr=lambda: -1, is_async=lambda: False,
         start_thread_id=lambda: 1, start_ns=lambda: 1, end_ns=lambda: 2,

@@ -186,9 +186,9 @@ def share(fp8_flops: int, *, required: bool = True) -> Any:
 
 def test_a_model_in_which_fp8_covers_almost_nothing_is_refused() -> None:
     row, messages = share(3)
-    assert row.verdict is Verdict.WRONG and row.found == "0.3 % of the products; the others are in body (Conv2d of Net)"
+    assert row.verdict is Verdict.WRONG and row.found == "0.3 % of the matmuls; the others are in body (Conv2d of Net)"
     assert "asked: at least 5 %: FP8 saves no time here. Only Linear layers become FP8" in str(messages[0])
     row, messages = share(3, required=False)
     assert row.verdict is Verdict.NOT_ASKED and row.found.startswith("0.3 %") and not messages
     row, messages = share(60)
-    assert (row.found, row.verdict, messages) == ("6 % of the products", Verdict.NOT_ASKED, [])
+    assert (row.found, row.verdict, messages) == ("6 % of the matmuls", Verdict.NOT_ASKED, [])

@@ -127,7 +127,7 @@ WRONG = {
         "functional_in_fp32": "compute: fp32",
         "updates_by_hand_and_forgets": "not proven: the run computed gradients without an optimizer of torch",
         "tf32_by_the_new_names": "tf32: none: the model is on the CPU",
-        "bf16_in_onednn": "tf32: off; oneDNN products in bf16",
+        "bf16_in_onednn": "tf32: off; oneDNN matmuls in bf16",
     },
     2: {
         "ddp_compresses_in_cpp": "reduction: fp16 (the collective)",
@@ -269,8 +269,8 @@ def test_tf32_is_compared_for_each_library() -> None:
     on = dict.fromkeys(tf32.CUDA, "tf32")
     off = dict.fromkeys(tf32.CUDA, "ieee")
     assert tf32.compare(on, True) == ("on", True) and tf32.compare(off, False) == ("off", True)
-    assert tf32.compare({**on, "oneDNN products": "bf16"}, True) == ("on; oneDNN products in bf16", False)
-    assert tf32.compare({**on, "oneDNN products": "tf32"}, True) == ("on", True)
+    assert tf32.compare({**on, "oneDNN matmuls": "bf16"}, True) == ("on; oneDNN matmuls in bf16", False)
+    assert tf32.compare({**on, "oneDNN matmuls": "tf32"}, True) == ("on", True)
     assert tf32.compare({**off, "cuDNN convolutions": "tf32"}, False) == (
         "cuBLAS off, cuDNN convolutions on, cuDNN RNNs off",
         False,

@@ -24,7 +24,7 @@ found: set[str] = set()
 
 
 class Products(TorchDispatchMode):
-    """Records the dtypes of grouped matrix products."""
+    """Records the dtypes of grouped matmuls."""
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operation(*args, **(kwargs or {}))

@@ -1,7 +1,7 @@
 """The checks of the proof: each compares one fact with the plan. `compare` runs all of them.
 
     processes  the engine and the number of processes
-    compute    what was computed: products, attention, frozen parts, FP32 modules, TF32
+    compute    what was computed: matmuls, attention, frozen parts, FP32 modules, TF32
     fp8        FP8 layers
     gradients  gradients, accumulation, reduction, loss scale
     optimizer  the weights that the optimizer updates, and its states

@@ -1,4 +1,4 @@
-"""What several checks need: shares of products and elements, and numbers and names as text."""
+"""What several checks need: shares of matmuls and elements, and numbers and names as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof.observe import Computed, Observed
 from mpguard.runtime.proof.products import bits
 
-#: If more than this share of the products runs in kernels whose dtype is not known, nothing is proven.
+#: If more than this share of the matmuls runs in kernels whose dtype is not known, nothing is proven.
 UNKNOWN_SHARE = 0.05
 
 #: At most this share of the elements of parameters, gradients and buffers may be in a wider dtype than the policy's:
@@ -32,7 +32,7 @@ def updated_dtype(seen: Observed, plan: Plan) -> Dtype:
 
 
 def allowed_dtypes(module: str | None, plan: Plan) -> set[str]:
-    """Return the dtypes in which the products of a module may run.
+    """Return the dtypes in which the matmuls of a module may run.
 
     module: its qualified name; None if it is not known.
     """
@@ -48,12 +48,12 @@ def allowed_dtypes(module: str | None, plan: Plan) -> set[str]:
 
 
 def products_of(seen: Observed, *, trained: bool, attention: bool = False) -> list[Computed]:
-    """Return the products of trained parts or of frozen ones; those of attention, or all others."""
+    """Return the matmuls of trained parts or of frozen ones; those of attention, or all others."""
     return [each for each in seen.computed if each.trained == trained and each.attention == attention]
 
 
 def by_dtype(products: Iterable[Computed]) -> dict[str, int]:
-    """Return the work of products by dtype; those whose dtype is not known are left out."""
+    """Return the work of matmuls by dtype; those whose dtype is not known are left out."""
     counts: dict[str, int] = {}
     for each in products:
         if each.dtype is not None:
@@ -62,7 +62,7 @@ def by_dtype(products: Iterable[Computed]) -> dict[str, int]:
 
 
 def narrower(products: Iterable[Computed], plan: Plan) -> list[Computed]:
-    """Return the products in a dtype with fewer bits than the policy's, or in the other one of 16 bits."""
+    """Return the matmuls in a dtype with fewer bits than the policy's, or in the other one of 16 bits."""
     asked = plan.policy.compute_dtype
     return [
         each
@@ -76,7 +76,7 @@ def narrower(products: Iterable[Computed], plan: Plan) -> list[Computed]:
 def mostly(counts: Mapping[str, int], dtype: str) -> bool:
     """True if most elements have a dtype (see `WIDER_ELEMENTS`), and none has a narrower one.
 
-    FP64 counts as FP32: nothing is lost, and products in it are in the row compute.
+    FP64 counts as FP32: nothing is lost, and matmuls in it are in the row compute.
     """
     total = sum(counts.values())
     fewer_bits = sum(count for other, count in counts.items() if bits(other) < bits(dtype))
@@ -146,7 +146,7 @@ def format_names(names: Sequence[str], seen: Observed | None = None, most: int =
 
 
 def format_places(products: Iterable[Computed]) -> list[str]:
-    """Return the dtypes of products, each with the places where they ran, the most work first."""
+    """Return the dtypes of matmuls, each with the places where they ran, the most work first."""
     places: dict[str, dict[str, None]] = {}
     for each in products:
         places.setdefault(each.dtype or "", {})[each.place] = None

@@ -1,4 +1,4 @@
-"""Checks of what was computed: the dtypes of products, attention, frozen parts, FP32 modules, and TF32."""
+"""Checks of what was computed: the dtypes of matmuls, attention, frozen parts, FP32 modules, and TF32."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from mpguard.runtime.proof.frameworks import precision_advice
 from mpguard.runtime.proof.observe import Computed, Observed
 from mpguard.runtime.proof.verdict import Row, Verdict, not_observed
 
-#: At most this share of the products may be in a wider dtype than the policy's: a router, a small head. None may be in
+#: At most this share of the matmuls may be in a wider dtype than the policy's: a router, a small head. None may be in
 #: a narrower one.
 WIDER_SHARE = 0.1
 
 #: At most this share may be in FP32 because the script has switched autocast off around a part of the forward pass.
 SCRIPTED_SHARE = 0.75
 
-#: The same where the products are inferred from autograd's graph, which shows neither attention nor what functions do.
+#: The same where the matmuls are inferred from autograd's graph, which shows neither attention nor what functions do.
 INFERRED_SHARE = 0.5
 
 #: So many elements of gradients that backward casts to a narrower dtype and back are refused, however large the model.
 MANY = 256
 
-#: How many times as long a product takes in FP32 as in BF16 on an H100, without TF32 and with it; from its data sheet:
+#: How many times as long a matmul takes in FP32 as in BF16 on an H100, without TF32 and with it; from its data sheet:
 #: 67, 495 and 989 TFLOPS.
 COST, COST_TF32 = 15, 2
 
 #: Dtypes to which activations are packed for the backward pass.
 PACKED = ("int8", "uint8", "int16")
 
-#: What is found where an optimizer updates only scalars and vectors (a temperature), and no product leads to them.
+#: What is found where an optimizer updates only scalars and vectors (a temperature), and no matmul leads to them.
 NO_PRODUCTS = "none: no matrix is trained"
 
 #: What is found where TF32 is asked for on a CPU.
@@ -55,7 +55,7 @@ NO_TF32 = "none: the model is on the CPU, which has no TF32"
 
 
 def compute(seen: Observed, plan: Plan) -> Row:
-    """Compare the dtypes of the products whose results reach a gradient. `allow: fp32` accepts some in FP32."""
+    """Compare the dtypes of the matmuls whose results reach a gradient. `allow: fp32` accepts some in FP32."""
     name, asked = "compute", plan.policy.compute_dtype.short + (" or fp8" if plan.policy.fp8 else "")
     products = products_of(seen, trained=True)
     total = sum(each.flops for each in products)
@@ -84,7 +84,7 @@ def compute(seen: Observed, plan: Plan) -> Row:
     share = sum(each.flops for each in unknown) / total
     if share > UNKNOWN_SHARE:
         kernels = list(dict.fromkeys(each.place for each in unknown))
-        reason = f"{100 * share:.0f} % of the products, in {format_names(kernels)}"
+        reason = f"{100 * share:.0f} % of the matmuls, in {format_names(kernels)}"
         return not_observed(name, asked, reason, _unobserved_advice(kernels))
     if wider - explained > limit:
         return Row(name, found, asked, Verdict.ALLOWED, "; ".join(dict.fromkeys(map(str, islands.values()))))
@@ -92,13 +92,13 @@ def compute(seen: Observed, plan: Plan) -> Row:
 
 
 def is_mostly_unknown(seen: Observed) -> bool:
-    """True if more than half of the trained products ran in kernels whose dtype is not known."""
+    """True if more than half of the trained matmuls ran in kernels whose dtype is not known."""
     products = products_of(seen, trained=True)
     return 2 * sum(each.flops for each in products if each.dtype is None) > sum(each.flops for each in products)
 
 
 def scripted_fp32(seen: Observed, plan: Plan) -> list[Computed]:
-    """Return the trained products in FP32 of parts around which the script has switched autocast off."""
+    """Return the trained matmuls in FP32 of parts around which the script has switched autocast off."""
     products = products_of(seen, trained=True)
     return [
         each for each in products
@@ -107,7 +107,7 @@ def scripted_fp32(seen: Observed, plan: Plan) -> list[Computed]:
 
 
 def scripted(seen: Observed, plan: Plan) -> list[Row]:
-    """Show the products in FP32 of parts around which the script has switched autocast off, if they are many.
+    """Show the matmuls in FP32 of parts around which the script has switched autocast off, if they are many.
 
     No row for a small head: at most `WIDER_SHARE` needs no reason.
     """
@@ -117,33 +117,33 @@ def scripted(seen: Observed, plan: Plan) -> list[Row]:
     if not WIDER_SHARE < share <= SCRIPTED_SHARE:
         return []
     places = format_names(list(dict.fromkeys(each.place for each in found)), seen)
-    cost = f"{COST:.0f} times the time of bf16 products on a GPU without TF32, {COST_TF32:.0f} with"
-    text = f"{format_share(share)} of the products, in autocast(enabled=False): {places}; {cost}"
+    cost = f"{COST:.0f} times the time of bf16 matmuls on a GPU without TF32, {COST_TF32:.0f} with"
+    text = f"{format_share(share)} of the matmuls, in autocast(enabled=False): {places}; {cost}"
     return [Row("fp32 by the script", text, "", Verdict.NOT_ASKED)]
 
 
 def _found(seen: Observed, products: list[Computed], others: list[Computed]) -> str:
-    """Return the dtypes of products with their shares, the places of other dtypes, and how much was looked at."""
+    """Return the dtypes of matmuls with their shares, the places of other dtypes, and how much was checked."""
     found = format_counts(by_dtype(products))
     found += f"; {'; '.join(format_places(others))}" if others and len(by_dtype(products)) > 1 else ""
     if seen.inferred:
         return f"{found} (inferred from autograd's graph: {seen.inferred})"
     if seen.looked_at < seen.passes:
-        return f"{found} ({seen.looked_at} of {seen.passes} backward passes looked at)"
+        return f"{found} ({seen.looked_at} of {seen.passes} backward passes checked)"
     return found
 
 
 def _unobserved_advice(kernels: list[str]) -> str:
-    """Return what to do where no product was seen, or where the dtype of some kernels is not known."""
+    """Return what to do where no matmul was seen, or where the dtype of some kernels is not known."""
     if not kernels:
         return (
-            "No matrix product that mpguard recognizes is behind the gradients of this step. Activate mpguard before "
+            "No matmul that mpguard recognizes is behind the gradients of this step. Activate mpguard before "
             "the optimizer is created, and train in the same thread"
         )
     if any("CompiledFunction" in kernel for kernel in kernels):
         return (
-            "No operator runs where a CUDA graph is replayed. Its products are known if the first calls of the "
-            "compiled code were looked at, and inductor's cache is on (TORCHINDUCTOR_FX_GRAPH_CACHE is not 0)"
+            "No operator runs where a CUDA graph is replayed. Its matmuls are known if the first calls of the "
+            "compiled code were checked, and inductor's cache is on (TORCHINDUCTOR_FX_GRAPH_CACHE is not 0)"
         )
     return (
         "Their kernels are no operators of torch, so that their dtype is not known: use operators of torch, or "
@@ -152,7 +152,7 @@ def _unobserved_advice(kernels: list[str]) -> str:
 
 
 def _advice(seen: Observed, plan: Plan) -> str:
-    """Return what to do about products in another dtype than the policy's."""
+    """Return what to do about matmuls in another dtype than the policy's."""
     asked = plan.policy.compute_dtype.short
     products = products_of(seen, trained=True)
     found = by_dtype(products)
@@ -171,13 +171,13 @@ def _advice(seen: Observed, plan: Plan) -> str:
             "Autocast (or the engine) was not in force around the forward pass: run the forward pass inside it"
         )
     return (
-        f"At most {100 * WIDER_SHARE:.0f} % of the products may be in a wider dtype, and none in a narrower one: "
+        f"At most {100 * WIDER_SHARE:.0f} % of the matmuls may be in a wider dtype, and none in a narrower one: "
         "enable autocast there (a custom Function or operator must multiply in autocast's dtype, in backward too)"
     )
 
 
 def _to_allow(wider: Iterable[Computed], limit: float, plan: Plan) -> tuple[str, ...]:
-    """Return what accepts products in FP32: the places with the most work, until the others are below the limit."""
+    """Return what accepts matmuls in FP32: the places with the most work, until the others are below the limit."""
     work: dict[str, int] = {}
     for each in wider:
         place = name_pattern(each.module) if each.module else each.place
@@ -192,14 +192,14 @@ def _to_allow(wider: Iterable[Computed], limit: float, plan: Plan) -> tuple[str,
 
 
 def _islands(products: Iterable[Computed], plan: Plan) -> dict[Computed, Allowance]:
-    """Return the products in FP32 of modules that the run allows by a pattern, with what allows them."""
+    """Return the matmuls in FP32 of modules that the run allows by a pattern, with what allows them."""
     patterns = {each.value: each for each in plan.allow if each.kind == FP32}
     found = {each: _pattern_of(each, patterns) for each in products if each.dtype == "fp32"}
     return {each: patterns[pattern] for each, pattern in found.items() if pattern is not None}
 
 
 def _pattern_of(product: Computed, patterns: Iterable[str]) -> str | None:
-    """Return the pattern that names where products ran: their module, or what the proof calls their place."""
+    """Return the pattern that names where matmuls ran: their module, or what the proof calls their place."""
     place = product.module or product.place
     return place if not product.module and place in patterns else pattern_around(product.module or "", patterns)
 
@@ -207,7 +207,7 @@ def _pattern_of(product: Computed, patterns: Iterable[str]) -> str | None:
 def _rounded(seen: Observed, plan: Plan) -> list[str]:
     """Return the dtypes narrower than the policy's that gradients or saved activations went through in backward.
 
-    Empty if products ran in a narrower dtype: then their gradients are in it too.
+    Empty if matmuls ran in a narrower dtype: then their gradients are in it too.
     """
     asked = plan.policy.compute_dtype
     if narrower(products_of(seen, trained=True), plan):
@@ -246,7 +246,7 @@ def attention(seen: Observed, plan: Plan) -> list[Row]:
 
 
 def frozen(seen: Observed, plan: Plan) -> list[Row]:
-    """Show the products that reach no gradient. Fails if those of a trained model are in a narrower dtype.
+    """Show the matmuls that reach no gradient. Fails if those of a trained model are in a narrower dtype.
 
     `allow: frozen` accepts a dtype.
     """
@@ -277,16 +277,16 @@ def frozen_share(seen: Observed, least: float = 0.01) -> str:
 
 
 def evaluation(seen: Observed, _plan: Plan) -> list[Row]:
-    """Show the products of a trained model that was called without gradients: a validation, or text it generates."""
+    """Show the matmuls of a trained model that was called without gradients: a validation, or text it generates."""
     found = _share_of([each for each in seen.computed if each.evaluated], seen, least=0.0)
     return [Row("evaluation", found, "", Verdict.NOT_ASKED)] if found else []
 
 
 def _share_of(products: list[Computed], seen: Observed, least: float) -> str:
-    """Return the dtypes of products and their share among all; empty below the least share."""
+    """Return the dtypes of matmuls and their share among all; empty below the least share."""
     share = sum(each.flops for each in products) / max(1, sum(each.flops for each in seen.computed))
     counts = by_dtype(products)
-    return f"{format_counts(counts)}, {format_share(share)} of the products" if counts and share > least else ""
+    return f"{format_counts(counts)}, {format_share(share)} of the matmuls" if counts and share > least else ""
 
 
 def fp32_modules(seen: Observed, _plan: Plan) -> list[Row]:
@@ -312,7 +312,7 @@ def fp32_modules(seen: Observed, _plan: Plan) -> list[Row]:
 
 
 def tf32(seen: Observed, plan: Plan) -> list[Row]:
-    """Compare torch's switches for products of FP32 matrices."""
+    """Compare torch's switches for matmuls of FP32 matrices."""
     asked = plan.policy.tf32
     if asked and seen.device == "cpu":
         return [Row("tf32", NO_TF32, "on", Verdict.WRONG)]

@@ -1,4 +1,4 @@
-"""Checks of FP8: which layers it has, their recipe, weights and scales, and its share of the products."""
+"""Checks of FP8: which layers it has, their recipe, weights and scales, and its share of the matmuls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUANTIZERS = {
 #: What the row `fp8 recipe` needs.
 _ASKED = "each layer in the recipe of the first pattern of fp8_modules that it matches"
 
-#: If less than this share of the products is in FP8, the run is not what was asked: FP8 cannot save time in it.
+#: If less than this share of the matmuls is in FP8, the run is not what was asked: FP8 cannot save time in it.
 LEAST_FP8_SHARE = 0.05
 
 #: The share of an FP8 copy that may differ from its weight rounded again: its scale is known by its reciprocal only.
@@ -126,19 +126,19 @@ def _beside(seen: Observed, layers: Fp8Layers, plan: Plan) -> Row:
 
 
 def _share(seen: Observed, plan: Plan) -> Row:
-    """Compare the share of the products that ran in FP8 with the least one that is worth it."""
+    """Compare the share of the matmuls that ran in FP8 with the least one that is worth it."""
     name, products = "fp8 products", products_of(seen, trained=True)
     counts = by_dtype(products)
     total = sum(each.flops for each in products)
     if seen.inferred or not counts:
         return not_observed(name, reason=seen.inferred)
     share = sum(counts.get(dtype, 0) for dtype in ("fp8", "fp4")) / sum(counts.values())
-    found = f"{100 * share:.0f} % of the products"
+    found = f"{100 * share:.0f} % of the matmuls"
     if share >= LEAST_FP8_SHARE or sum(counts.values()) < (1 - UNKNOWN_SHARE) * total:
         return Row(name, found, "", Verdict.NOT_ASKED)
     others = [each for each in products if each.dtype not in ("fp8", "fp4", None)]
     places = list(dict.fromkeys(each.place for each in others))
-    found = f"{format_share(share)} of the products; the others are in {format_names(places)}"
+    found = f"{format_share(share)} of the matmuls; the others are in {format_names(places)}"
     asked = f"at least {100 * LEAST_FP8_SHARE:.0f} %: FP8 saves no time here"
     advice = (
         "Only Linear layers become FP8. Choose a recipe without FP8, or accept it: mpguard_overrides: "
