@@ -4,8 +4,8 @@ After the first applied step of each optimizer, each rank observes and compares;
 failures, so that a mismatch on one rank is raised on all of them and no rank waits indefinitely. Skipped and
 accumulated steps only delay the proof, within a limit. After a checkpoint has been loaded, the proof is repeated.
 
-A look repeats that at later steps (see `progress`). Nothing is recorded between looks; there each step is counted, and
-casts of the weights are reported (see `casts`). What is printed and written is in `reporter`.
+A check repeats that at later steps (see `progress`). Nothing is recorded between checks; there each step is counted,
+and casts of the weights are reported (see `casts`). What is printed and written is in `reporter`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ NEWCOMER_STEPS = 64
 #: Graphs of backward passes that are read, while nothing is recorded, for an optimizer that has not stepped yet.
 UNRECORDED_PASSES = 64
 
-#: Steps without gradients in a row, at looks, before it is reported and the next ones are not recorded.
+#: Steps without gradients in a row, at checks, before it is reported and the next ones are not recorded.
 EMPTY_STEPS = 8
 
 #: Backward passes without an optimizer step before the run counts as not proven: far beyond any gradient accumulation.
@@ -109,8 +109,8 @@ class Guard(StepCounter):
             return
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        look = contained_hook(self._optimizer_stepped, "the look at an optimizer step")
-        register_optimizer_step_post_hook(untraced(look))
+        check = contained_hook(self._optimizer_stepped, "the check of an optimizer step")
+        register_optimizer_step_post_hook(untraced(check))
         self.recorder.start(self.plan.policy)
         self._listening = True
 
@@ -224,7 +224,7 @@ class Guard(StepCounter):
                 self._await(progress)
 
     def step_applied(self, optimizer: Any, model: nn.Module | None = None) -> None:
-        """Count an applied step; prove the optimizer at its first one, and look at a later one. Raises `NotInForce`.
+        """Count an applied step; prove the optimizer at its first one, and check a later one. Raises `NotInForce`.
 
         model: the engine that has called the optimizer, if one has.
         """
@@ -336,7 +336,7 @@ class Guard(StepCounter):
         return inspection
 
     def was_observed(self, optimizer: Any) -> bool:
-        """True if an optimizer was in force at its last look, and nothing is recorded of its present step."""
+        """True if an optimizer was in force at its last check, and nothing is recorded of its present step."""
         progress = self.known_progress(innermost(optimizer))
         recorded = self.recorder.active and self.recorder.backwards
         return not recorded and progress is not None and bool(progress.looks) and not progress.failed
@@ -416,7 +416,7 @@ class Guard(StepCounter):
         progress.recording = self._recording
 
     def _open_look(self, optimizer: Any, progress: Progress, *, in_step: bool = False) -> None:
-        """Record the next step if it is to be looked at."""
+        """Record the next step if it is to be checked."""
         due = progress.applied + 1 == progress.next_look
         if not due and progress.switches != self.switches:
             due = self.budget.allows(progress.cost)
@@ -427,7 +427,7 @@ class Guard(StepCounter):
             self.recorder.begin_gap(optimizer, updated_by(optimizer))
 
     def _close_round(self) -> None:
-        """Stop to record, unless a step is looked at, or the first step of a new optimizer is still expected."""
+        """Stop to record, unless a step is checked, or the first step of a new optimizer is still expected."""
         self._newcomer_steps = max(0, self._newcomer_steps - 1)
         if self.recorder.active and not self._looking and not self._newcomer_steps:
             self.recorder.stop()
@@ -447,10 +447,14 @@ class Guard(StepCounter):
             if agreed and progress.agrees:
                 proposal = progress.propose(self.budget)
                 proposal = progress.applied + 1 if unknown else proposal
-                report = consensus.Report(failures, inspection.fingerprint, next_look=proposal, again=unknown)
+                report = consensus.Report(
+                    failures, inspection.fingerprint, proposal, again=unknown, not_finite=inspection.loss_not_finite
+                )
                 point = f"look/{progress.number}/{progress.applied}"
                 agreement = consensus.agree(point, report, consensus.LOOK_TIMEOUT)
                 failures = agreement.failures
+                progress.not_finite += bool(agreement.not_finite) and not inspection.loss_not_finite
+                self.reporter.report_not_finite(progress, progress.applied, agreement.not_finite)
                 progress.next_look = agreement.next_look
                 if agreement.missing:
                     progress.agrees = False
@@ -574,7 +578,7 @@ def prove(model: nn.Module, optimizer: Any, policy: Policy | str) -> Proof:
     """Prove a model and its optimizer now, after an optimizer step, and return the proof.
 
     Compute and reductions are observed after `activate` only; what was not observed is not proven, and in low
-    precision that is a failure, unless the active policy was in force at the last look: between looks nothing is
+    precision that is a failure, unless the active policy was in force at the last check: between checks nothing is
     recorded. With several processes all of them must call it, because the result is the same on all ranks. Raises
     `NotInForce`.
     """

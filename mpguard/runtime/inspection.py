@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpguard.runtime import plan_exchange
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.progress import Progress
 from mpguard.runtime.proof import checks, consensus
@@ -44,7 +45,13 @@ class Inspection:
 
     def publish(self, name: str, moment: int = 0) -> None:
         """Publish the failures of this rank. name, moment: see `consensus.Round`."""
-        self._round = consensus.Round(name, self.failures, self.fingerprint, moment)
+        report = consensus.Report(self.failures, self.fingerprint, moment=moment, not_finite=self.loss_not_finite)
+        self._round = consensus.Round(name, report)
+
+    @property
+    def ranks_not_finite(self) -> list[int]:
+        """The other ranks whose loss was NaN or infinite, as far as rank 0 knows."""
+        return self._round.not_finite if self._round is not None else []
 
     def agree(self, wait: float) -> list[Failure] | None:
         """Return the failures of all ranks; None if one has not published its own within `wait` seconds."""
@@ -73,4 +80,5 @@ class Inspection:
     def conclude(self, everywhere: list[Failure]) -> Proof:
         """Return the proof. everywhere: the failures of all ranks."""
         rows, failures = checks.unsynchronized(self.rows, everywhere, self.plan)
+        rows = (*rows, *plan_exchange.rows(self.plan))
         return Proof(checks.verdict_on(rows, self.plan, failures), self.plan, rows, tuple(failures), self.seen)

@@ -29,7 +29,7 @@ from mpguard.policy.policy import FIELD_NAMES
 from mpguard.runtime.containment import contained
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof.consensus import POLLS_PER_SECOND, default_store
-from mpguard.runtime.proof.verdict import Failure, FailureKind, names_of
+from mpguard.runtime.proof.verdict import Failure, FailureKind, Row, Verdict, names_of
 from mpguard.runtime.ranks import idle_ranks, is_idle, numbers_of, rank, world_size
 
 #: Seconds that a rank waits for the plans of the others. They have just created the same group, so that their plans
@@ -116,6 +116,8 @@ class Exchange:
         self.store = store
         self.ranks, self.rank = numbers_of(world_size()[0]), rank()
         self.refused = self.complete = False
+        #: Which ranks have which plans, where the run allows it; empty if they have the same.
+        self.allowed = ""
         self._waited = False
         self._digest: str | None = None
         self._changes = -1
@@ -160,6 +162,7 @@ class Exchange:
         if self.is_same_everywhere():
             return None
         answers = self.answers()
+        self.allowed = variants(answers, {name: get for name, get in ASPECTS.items() if _is_allowed(name, allowed)})
         self.report(answers, allowed)
         own = answers[self.rank]
         comparable = {each: answer for each, answer in answers.items() if settled or answer.changes == own.changes}
@@ -203,8 +206,8 @@ class Exchange:
         if libraries:
             print_line(f"mpguard: the ranks have different versions of libraries: {libraries}. Install the same ones")
         if allowed:
-            found = variants(answers, {name: get for name, get in ASPECTS.items() if _is_allowed(name, allowed)})
-            print_line(f"mpguard: the ranks have different plans, as allowed: {found or 'there is no difference'}")
+            found = self.allowed or "there is no difference"
+            print_line(f"mpguard: the ranks have different plans, as allowed: {found}")
         asked = self.ranks if self.rank == 0 else self.ranks[:1]  # see `answers`
         silent = [each for each in asked if each not in answers]
         if silent:
@@ -335,6 +338,16 @@ def check(plan: Plan, refuse: EndRun) -> None:
             return
         _exchange.wait()
         _end(refuse, _exchange, _exchange.found(plan.allowed(RANKS_DIFFER)))
+
+
+def rows(plan: Plan) -> tuple[Row, ...]:
+    """Return the row of plans that differ between ranks as the run allows it, or of such an allowance in vain."""
+    names = "; ".join(str(each) for each in plan.allow if each.kind == RANKS_DIFFER)
+    if not names or _exchange is None:
+        return ()
+    if not _exchange.allowed:
+        return (Row("allow", f"not needed: {names}", "", Verdict.NOT_ASKED),)
+    return (Row("plans", _exchange.allowed, "the same on all ranks", Verdict.ALLOWED, names),)
 
 
 def check_settled(plan: Plan, refuse: EndRun) -> None:

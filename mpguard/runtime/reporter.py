@@ -208,6 +208,13 @@ class Reporter:
             "each rank checks its steps for itself"
         )
 
+    def report_not_finite(self, progress: Progress, step: int, ranks: Sequence[int]) -> None:
+        """Print which other ranks had a loss at an applied step that is NaN or infinite."""
+        if ranks:
+            self.print_once(
+                f"mpguard: the loss of {names_of(ranks)} was NaN or infinite at applied step {step} of {progress.name}"
+            )
+
     def report_error(self, progress: Progress, error: Exception) -> None:
         """Print that mpguard itself failed at a check."""
         log.debug("mpguard: the check failed", exc_info=error)
@@ -223,8 +230,7 @@ class Reporter:
 
         alone: True if the other ranks may not have it; then it is reported here, else on rank 0.
         """
-        if self.warned is None or (not self.found_wrong and refusal.verdict == NOT_IN_FORCE):
-            self.warned = refusal
+        self.note_warned(refusal)
         if rank() != 0 and not alone:
             return
         message = f"{refusal.verdict} (continuing: enforce is {enforce}): {refusal.reasons}"
@@ -232,6 +238,11 @@ class Reporter:
             warn_not_proven(message)
         else:
             print_line(f"mpguard: {f'rank {rank()}: ' if rank() else ''}{message}")
+
+    def note_warned(self, refusal: Refusal) -> None:
+        """Keep a failure that does not end the run: the first, or the first that is wrong."""
+        if self.warned is None or (not self.found_wrong and refusal.verdict == NOT_IN_FORCE):
+            self.warned = refusal
 
     def report_warned(self, refusal: Refusal, *, alone: bool) -> None:
         """Print at the end of a run that it was not in force, or not proven, and continued. alone: as above."""

@@ -34,6 +34,8 @@ def finalize(guard: Guard, status: int) -> None:
                 guard.count_unread(progress, but_last=False)
     if not status:
         guard.script.prove_at_the_end()
+    if guard.plan.enforce == "warn":
+        _add_warnings_of_others(guard)
     if guard.proof is not None:
         _finalize_unrecorded(guard, status)
         _finalize_alone(guard, status)
@@ -66,6 +68,19 @@ def finalize(guard: Guard, status: int) -> None:
         guard.fail(Refusal((failure,)))
     elif enforced and not status and not guard.spawned:
         guard.reporter.report_no_training()
+
+
+def _add_warnings_of_others(guard: Guard) -> None:
+    """Add to the proof of rank 0 the failures that only other ranks have, and with which these have gone on."""
+    failures = consensus.warnings_of_others()
+    if not failures:
+        return
+    refusal, first = Refusal(tuple(failures)), guard.reporter.warned is None
+    guard.reporter.note_warned(refusal)
+    if guard.proof is not None and guard.proof.in_force:
+        guard.proof = dataclasses.replace(guard.proof, verdict=refusal.verdict, failures=tuple(failures))
+    if first:
+        guard.reporter.report_warned(refusal, alone=False)
 
 
 def _finalize_open(guard: Guard, pending: Inspection) -> None:

@@ -32,6 +32,7 @@ from mpguard.runtime.proof.verdict import (
     FailureKind,
     Refusal,
 )
+from mpguard.runtime.ranks import rank
 from mpguard.runtime.reporter import Reporter
 from mpguard.targets.capabilities import left_out_at_start
 
@@ -219,7 +220,8 @@ class RunState:
             self.recorder.stop()
         progress.failed = bool(proof.failures)
         progress.looks += [inspection.applied] if proof.in_force else []
-        progress.not_finite += proof.in_force and inspection.loss_not_finite
+        progress.not_finite += proof.in_force and (inspection.loss_not_finite or bool(inspection.ranks_not_finite))
+        self.reporter.report_not_finite(progress, inspection.applied, inspection.ranks_not_finite)
         progress.without_result += not proof.failures and not proof.in_force
         self.reporter.report_proof(
             proof, first=first, repeated=self.previous_proof is not None,
@@ -298,6 +300,8 @@ class RunState:
             consensus.publish_end(refusal.published())
             raise not_in_force(refusal)
         self.reporter.warn_failure(refusal, self.plan.enforce, alone=self.alone)
+        if self.alone and rank():
+            consensus.publish_warning(refusal.published())
 
     def leave_out(self, field: str, reason: str, optimizer: Any = None) -> None:
         """Report, now and in the proof, that the run goes without what its recipe would like.

@@ -24,7 +24,7 @@ from mpguard.policy.allow import allowances
 from mpguard.runtime import plan_exchange
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.plan_exchange import Exchange, PublishedPlan, RankPlan, difference
-from mpguard.runtime.proof.verdict import Failure
+from mpguard.runtime.proof.verdict import Failure, Verdict
 
 SIZE = 24
 BF16, FP32 = (Plan(mpguard.recipe(name)) for name in ("bf16_mixed", "fp32"))
@@ -79,6 +79,20 @@ def test_the_same_plan_costs_a_few_requests_however_many_ranks_there_are(monkeyp
     assert {each.found for each in ended.values()} == {None}
     for each in ended.values():
         assert each.requests["set"] == 2 and not each.requests["get"] and not each.requests["multi_get"]
+
+
+def test_a_difference_that_is_allowed_is_a_row_of_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = dataclasses.replace(BF16, allow=allowances([{"ranks_differ": "policy"}]))
+    plans = {rank: RankPlan.of(FP32 if rank == 5 else plan) for rank in range(SIZE)}
+    exchange = exchanged(monkeypatch, plans)[0].exchange
+    monkeypatch.setattr(plan_exchange, "_exchange", exchange)
+    exchange.found(("policy", "allow"))
+    (row,) = plan_exchange.rows(plan)
+    assert (row.name, row.allowed, row.verdict) == ("plans", "ranks_differ: policy", Verdict.ALLOWED)
+    assert row.found.startswith("ranks 0, 1, 2") and "; rank 5 (" in row.found and "recipe fp32" in row.found
+    exchange.allowed = ""
+    assert [each.found for each in plan_exchange.rows(plan)] == ["not needed: ranks_differ: policy"]
+    assert plan_exchange.rows(BF16) == ()
 
 
 def test_another_policy_is_found_by_every_rank_with_field_value_rank_and_place(monkeypatch: pytest.MonkeyPatch) -> None:

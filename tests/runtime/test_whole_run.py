@@ -531,6 +531,36 @@ def test_ranks_look_together_and_none_waits_for_one_that_stops(
     assert expected in ended[0].stderr, transcript(ended[0])
 
 
+WITH_NAN = "train(m, o, 7)\nif rank: x[0] = float('nan')\ntrain(m, o, 1)"
+
+
+def test_a_loss_of_another_rank_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(HEAD + DISTRIBUTED + WITH_NAN + END)
+    config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
+    ended, _ = ranks_in_fork(["--config", config, "t.py"], cwd=tmp_path, timeout=seconds(60))
+    assert "mpguard: the loss of rank 1 was NaN or infinite at applied step 8 of SGD" in ended.stderr, transcript(ended)
+    assert "1 with a loss that is not finite" in ended.stderr, transcript(ended)
+
+
+ROUNDED_ON_RANK_1 = """
+train(m, o, 3)
+for own in m.parameters() if rank else (): own.data = own.data.bfloat16().float()
+train(m, o, 1)
+"""
+
+
+def test_what_another_rank_was_warned_about_is_in_the_proof(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(HEAD + DISTRIBUTED + ROUNDED_ON_RANK_1 + END)
+    config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
+    words = ["--config", config, "--enforce", "warn", "--proof-json", tmp_path / "proof.json", "t.py"]
+    ended, _ = ranks_in_fork(words, cwd=tmp_path, timeout=seconds(60))
+    assert "the run was not in force and continued (--enforce): rank 1: step 4: optimizer: SGD" in ended.stderr, (
+        transcript(ended)
+    )
+    made = proof(tmp_path / "proof.json")
+    assert made["verdict"] == "not in force" and "step 4: optimizer: SGD" in str(made["failures"]), made
+
+
 def test_a_rank_that_fails_alone_reports_it(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text(f"{HEAD}{DISTRIBUTED}train(m, o, 3)\nif rank: m.half()\ntrain(m, o, 1){END}")
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)

@@ -26,7 +26,7 @@ from mpguard.runtime.proof.trace import GraphNode, OperatorTrace, Overflow, Unal
 if TYPE_CHECKING:
     import torch
 
-#: Backward passes before an applied step of which each one is checked; of later ones those with number 2**n.
+#: Backward passes before an applied step of which each one is recorded; of later ones those with number 2**n.
 EACH_PASS = 16
 
 #: Calls of modules without a backward pass after which the events are read. Then calls without gradients are no longer
@@ -67,7 +67,7 @@ class Products:
 class _Pass:
     """A backward pass with the forward passes that belong to it.
 
-    inferred: what its graph implies. number: it is the n-th that ended. missed: True if it should have been checked.
+    inferred: what its graph implies. number: it is the n-th that ended. missed: True if it should have been recorded.
     """
 
     inferred: Inferred
@@ -296,7 +296,7 @@ class StepAccount:
         return seconds
 
     def _wanted(self) -> bool:
-        """True if the next backward pass is to be checked."""
+        """True if the next backward pass is to be recorded."""
         following = self._number + 1
         return following <= EACH_PASS or following & (following - 1) == 0
 

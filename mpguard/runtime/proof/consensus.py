@@ -60,8 +60,9 @@ class Report:
     """What a rank tells the others at a common point.
 
     failures: its own. fingerprint: what must be the same on all ranks at one moment. next_look: the step of the next
-    look, which rank 0 decides. moment: counts backward passes; a rank that has skipped steps reports about another
+    check, which rank 0 decides. moment: counts backward passes; a rank that has skipped steps reports about another
     moment than the others. again: True if this rank needs that check: it could not tell what ran.
+    not_finite: True if its loss was NaN or infinite.
     """
 
     failures: list[Failure]
@@ -69,6 +70,7 @@ class Report:
     next_look: int | None = None
     moment: int | None = None
     again: bool = False
+    not_finite: bool = False
 
     def data(self) -> dict[str, Any]:
         """Return the report as plain data, for `_read_report`."""
@@ -77,11 +79,15 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """The same on every rank. failures: of all ranks, see `combine`. missing: ranks without a report."""
+    """The same on every rank. failures: of all ranks, see `combine`. missing: ranks without a report.
+
+    not_finite: the other ranks whose loss was not finite; on rank 0 only, which prints them.
+    """
 
     failures: list[Failure]
     missing: list[int] = dataclasses.field(default_factory=list)
     next_look: int | None = None
+    not_finite: list[int] = dataclasses.field(default_factory=list)
 
     def data(self) -> dict[str, Any]:
         """Return the agreement as plain data, for `_read_agreement`."""
@@ -94,14 +100,12 @@ class Round:
     It keeps the store, so that the agreement can follow after the script has destroyed the process group.
     """
 
-    def __init__(self, name: str, failures: list[Failure], fingerprint: Fingerprint | None, moment: int = 0) -> None:
-        """Publish the report of this rank.
-
-        fingerprint: what must be the same on all ranks at one moment. moment: counts backward passes; a rank that has
-        skipped steps reports about another moment than the others.
-        """
-        self.own = Report(failures, fingerprint, moment=moment)
-        self.failures = failures
+    def __init__(self, name: str, own: Report) -> None:
+        """Publish the report of this rank."""
+        self.own = own
+        self.failures = own.failures
+        #: The other ranks whose loss was not finite; on rank 0 only.
+        self.not_finite: list[int] = []
         self.ranks, self.rank = numbers_of(world_size()[0]), rank()
         self.size = len(self.ranks)
         self.store: Any = default_store() if self.size > 1 else None
@@ -172,6 +176,7 @@ class Round:
         keys = [*(f"mpguard/{self._point}/{other}" for other in present), *(f"mpguard/ended/{each}" for each in ended)]
         read = zip([*present, *ended], map(_read_report, _get_all(self.store, keys)), strict=True)
         reports = dict(read)
+        self.not_finite = [other for other, report in reports.items() if other and report.not_finite]
         if len({report.moment for report in reports.values()}) > 1:
             reports = {each: dataclasses.replace(report, fingerprint=None) for each, report in reports.items()}
         everywhere = combine([reports.get(each) for each in range(self.ranks[-1] + 1)])
@@ -216,7 +221,8 @@ def _read_report(text: bytes) -> Report:
     plain = fields.get("fingerprint")
     fingerprint = Fingerprint(**{name: plain[name] for name in known & plain.keys()}) if plain is not None else None
     failures, again = _read_failures(fields["failures"]), bool(fields.get("again"))
-    return Report(failures, fingerprint, fields.get("next_look"), fields.get("moment"), again)
+    not_finite = bool(fields.get("not_finite"))
+    return Report(failures, fingerprint, fields.get("next_look"), fields.get("moment"), again, not_finite)
 
 
 def _read_agreement(fields: dict[str, Any]) -> Agreement:
@@ -276,7 +282,8 @@ def _collect(store: Any, point: str, own: Report, wait: float) -> Agreement:
             reports[other] = _read_report(text)
     absent = [other for other in others if reports[other] is None]
     needed = [each.next_look for each in reports if each is not None and each.again and each.next_look is not None]
-    agreement = Agreement(combine(reports), absent, min(needed, default=own.next_look))
+    not_finite = [other for other in others if (found := reports[other]) is not None and found.not_finite]
+    agreement = Agreement(combine(reports), absent, min(needed, default=own.next_look), not_finite)
     with contextlib.suppress(Exception):
         wait = READ_TIMEOUT if agreement.failures else 0
         _publish(store, point, agreement.data(), len(others) - len(absent), wait)
@@ -331,6 +338,32 @@ def publish_end(failures: Sequence[Failure]) -> None:
         if not store.check([key]):  # the first report is the cause
             store.set(key, json.dumps(report))
             store.add(ENDED, 1)
+
+
+def publish_warning(failures: Sequence[Failure]) -> None:
+    """Publish failures of this rank with which the run goes on, for the proof of rank 0."""
+    with contextlib.suppress(Exception):
+        known = [dataclasses.replace(each, ranks=each.ranks or (rank(),)).data() for each in failures]
+        default_store().set(f"mpguard/warned/{rank()}", json.dumps(known))
+
+
+def warnings_of_others() -> list[Failure]:
+    """Return on rank 0, at the end of the run, the failures with which other ranks have gone on; wait for these.
+
+    On another rank this tells rank 0 that nothing follows.
+    """
+    found: list[Failure] = []
+    with contextlib.suppress(Exception):
+        store, total = default_store(), max(world_size())  # the script may have destroyed its process group
+        if rank():
+            store.add("mpguard/finished", 1)
+            return []
+        others = [each for each in numbers_of(total) if 0 < each < total]
+        _poll(lambda: store.add("mpguard/finished", 0) + store.add(ENDED, 0) >= len(others), LAST_WORD_WAIT)
+        keys = [key for other in others if store.check([key := f"mpguard/warned/{other}"])]
+        for text in _get_all(store, keys):
+            found += _read_failures(json.loads(text))
+    return found
 
 
 def is_left_to_rank_0() -> bool:

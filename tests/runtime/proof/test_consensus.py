@@ -93,7 +93,7 @@ def test_a_proof_asks_the_store_a_few_times_however_many_ranks_there_are(monkeyp
         if rank == 3:
             consensus.publish_end([UNPROVEN])
             return None, here.store.requests
-        found = consensus.Round("a proof", [WRONG] if rank == 5 else [], SAME, 7).result(20.0)
+        found = consensus.Round("a proof", Report([WRONG] if rank == 5 else [], SAME, moment=7)).result(20.0)
         return found, here.store.requests
 
     with ThreadPoolExecutor(SIZE) as pool:
@@ -106,6 +106,18 @@ def test_a_proof_asks_the_store_a_few_times_however_many_ranks_there_are(monkeyp
 def test_without_rank_0_a_look_is_this_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = agreed(monkeypatch, {4: Report([WRONG], None, 16)}, 0.1).values()
     assert found[0] == Agreement([WRONG], [0], 16)
+
+
+def test_a_loss_of_another_rank_that_is_not_finite_is_known_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = {rank: Report([], next_look=32, not_finite=rank in (0, 7)) for rank in range(SIZE)}
+    found = agreed(monkeypatch, reports, 20.0)
+    assert [rank for rank, (agreement, _) in found.items() if agreement.not_finite] == [0]
+    assert found[0][0].not_finite == [7]
+
+
+def test_a_rank_that_could_not_tell_what_ran_gets_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = {rank: Report([], next_look=17 if rank == 9 else 32, again=rank == 9) for rank in range(SIZE)}
+    assert {agreement.next_look for agreement, _ in agreed(monkeypatch, reports, 20.0).values()} == {17}
 
 
 # -- what the ranks conclude ---------------------------------------------------------------------

@@ -65,7 +65,18 @@ def accumulation(seen: Observed, plan: Plan) -> list[Row]:
         advice = (
             "FSDP1 adds up in the compute dtype inside no_sync(): reduce each pass, or use FSDP2, which adds in FP32"
         )
-    return [Row("accumulation", found, asked.short, Verdict.of(same), advice=advice)]
+    row = Row("accumulation", found, asked.short, Verdict.of(same), advice=advice)
+    return [row, *_own_buffers(seen, asked)] if not witnessed else [row]
+
+
+def _own_buffers(seen: Observed, asked: Dtype) -> list[Row]:
+    """Return the row of sums in buffers of an engine: their dtype is read, and their values are not compared."""
+    buffers = {"fsdp1": "FSDP1 inside no_sync()", "deepspeed": "DeepSpeed's ZeRO"}.get(seen.engine.partition("-")[0])
+    if buffers is None:
+        return []
+    found = f"{UNOBSERVED}: {buffers} adds up in buffers of its own, whose dtype is read and whose values are not"
+    verdict = Verdict.UNPROVEN if asked.bits > 16 else Verdict.NOT_ASKED
+    return [Row("accumulated values", found, asked.short, verdict)]
 
 
 def reduction(seen: Observed, plan: Plan) -> Row:

@@ -58,6 +58,13 @@ FROZEN = [*SEEN.computed, Computed(False, "fp16", 1, inside=True)]
         ("frozen parts", PLAN, {"computed": FROZEN}, Verdict.WRONG),
         ("frozen parts", allowing("frozen: fp16"), {"computed": FROZEN}, Verdict.ALLOWED),
         ("reduction", PLAN, {"reductions": {}}, Verdict.UNPROVEN),
+        ("accumulated values", PLAN, {"engine": "fsdp1", "accumulation": {"fp32": 100}}, Verdict.UNPROVEN),
+        (
+            "accumulated values",
+            Plan(mpguard.recipe("bf16_full")),
+            {"engine": "deepspeed-zero2", "accumulation": {"bf16": 100}},
+            Verdict.NOT_ASKED,
+        ),
         ("reduction", allowing("local_sgd"), {"reductions": {}}, Verdict.ALLOWED),
         ("reduction", PLAN, {"averaging": "LocalSGD"}, Verdict.NOT_ASKED),
         ("gradients", PLAN, {"gradients": {}}, Verdict.UNPROVEN),
