@@ -32,15 +32,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpguard.lint.model.retired import successor
 from mpguard.lint.model.rule import rules
 
 HERE = Path(__file__).parent
 LIST, LOTS = HERE / "corpus.txt", HERE / "lots"
-#: What the linter of a commit before the lots found in the repositories of some of them, judged by its own pages.
-FIRST = LOTS / "first.json"
+#: The lots before the last ones: their numbers and verdicts, without the reasons.
+EARLIER = LOTS / "earlier.json"
 #: They report imports and calls that are everywhere, so they would hide what the others do.
 FREQUENT = ("MPG302", "MPG305")
-#: Rules that became preview rules after they had been judged: the batches before that day count them, as they did then.
+#: Retired rules that were preview rules, and rules that became preview rules after they had been judged: the batches
+#: before that day count them, as they did then.
+WERE_PREVIEW = frozenset(f"MPG{n}" for n in (105, 106, 308, 313, 316, 410, 411, 412, 605, 702, 703))
 PREVIEW_SINCE = {"MPG704": "2026-11-25", **dict.fromkeys(("MPG108", "MPG301", "MPG309", "MPG511"), "2026-11-26")}
 #: The answers of a reader to a finding; lots of which a reader gave only one have `verdict` alone.
 ANSWERS = {
@@ -48,75 +51,13 @@ ANSWERS = {
     "verdict": "a maintainer of the code would accept the remark, by the definition on the rule's page",
     "runs": "the place is reached, too, in the program as it was committed: no unrelated fault stops it before",
 }
-#: As docs/evidence.md names them.
-NAMED_ANSWERS = {
-    "true": ANSWERS["true"],
-    "accepted": ANSWERS["verdict"] + "; code and settings that nobody can run or choose count against it, and versions"
-    " that the project rules out; a fault elsewhere does not",
-}
 #: The rules that are the reason to run the linter.
 HEADLINE = ("MPG101", "MPG201", "MPG401")
 #: The lots that the table of rules counts by themselves.
 LATEST = 10
 SEED = 15
-#: The sets of repositories, and the headings of their batches.
-HEADINGS = {
-    "open": "The open half",
-    "held-out": "The half that was held out",
-    "fresh": "Repositories that were chosen after the rules were done",
-    "latest": "Repositories that were in no list before",
-    "unseen": "Repositories of which nothing was read before the rules were frozen",
-    "second": "More of these, after the rules were fixed",
-    "wide": "120 repositories, a larger lot of which nothing was read before",
-    "wide2": "97 more, after the rules were fixed because of these",
-    "wide3": "54 more, after the rules were fixed because of those",
-    "wide4": "86 more, closed before the rules were changed again",
-    "wide5": "The other 85 of the same list",
-    "wide6": "97 more, after the rules were fixed because of those two",
-    "wide7": "114 more, closed before the rules were changed because of those",
-    "wide8": "The other 110 of that list",
-    "wide9": "119 more, closed before the rules were changed because of all lots before",
-    "wide10": "125 more, closed while the rules were changed by someone who had not seen them",
-    "wide11": "122 more, half of them libraries, closed while the rules were changed by others",
-    "wide12": "The other 122 of that list",
-    "wide13": "120 more, closed while the rules were changed by others",
-    "wide14": "The other 120 of that list",
-    "wide15": "123 more, closed before the rules were changed because of all lots before",
-    "wide16": "The other 123 of that list",
-    "wide17": "115 more, closed before the rules were changed because of all lots before",
-    "wide18": "The other 116 of that list",
-    "wide19": "122 more, closed before the rules were changed because of those two",
-    "wide20": "98 more, closed before the rules were changed because of all lots before",
-    "wide21": "99 more of that list, after the rules were changed because of the first",
-    "wide22": "The last 79 of that list, after the rules were changed because of these two",
-    "wide23": "86 more, closed before the rules were changed because of the last of these",
-    "wide24": "55 more, closed before the rules were changed because of all lots before",
-    "wide25": "The other 73 of that list, after the rules were changed because of the first",
-    "wide26": "80 more, closed before the rules were changed because of those two",
-    "wide27": "The other 53 of that list, after the rules were changed because of the first",
-    "wide28": "90 more, closed before the rules were changed because of the last of these",
-    "wide29": "46 more, closed before the rules were changed because of that lot",
-    "wide30": "45 more, closed before the rules were changed because of all of these",
-    "wide31": "25 more, closed before the rules were changed because of the last of these",
-    "wide32": "69 more, closed before the rules were changed because of all of these",
-    "wide33": "65 more, closed before the rules were changed because of all of these, or of the one before",
-    "wide34": "70 more, closed before the rules were changed because of these",
-    "wide35": "70 more, closed before the rules were changed because of these, or of the one before",
-    "wide36": "68 more, closed before the rules were changed because of these",
-    "wide37": "63 more, closed before the rules were changed because of these, or of the one before",
-    "wide38": "158 that earlier lots had left out, closed before the rules were changed because of these",
-    "wide39": "78 for images, sound, robots and science, closed before the rules were changed because of these",
-    "wide40": "84 for language, ranking and competitions, closed before the rules were changed because of these two",
-    "wide41": "148 of all fields, closed before the rules were changed because of these",
-    "wide42": "88 of all fields, closed before the rules were changed because of these",
-    "wide43": "146 of all fields, with lesser-known names, closed before the rules were changed because of these",
-    "wide44": "114 more of that kind, closed before the rules were changed because of these, or of the one before",
-    "wide45": "81 that train larger models, closed before the rules were changed because of any of these",
-    "wide46": "127 of language, sound and images, closed before the rules were changed because of these",
-    "wide47": "152 of language, sound, images and science, closed before the rules were changed because of that one",
-    "all": "All",
-}
-HALVES = tuple(name for name in HEADINGS if name != "all")
+#: The sets of repositories, in the order in which they were judged.
+HALVES = ("open", "held-out", "fresh", "latest", "unseen", "second", "wide", *(f"wide{n}" for n in range(2, 48)))
 
 Key = tuple[str, str, int, str]
 #: The seeded mistakes of a lot that were found, and all; the same of the headline rules.
@@ -237,7 +178,8 @@ def verdicts() -> dict[Key, dict[str, Any]]:
 def batches() -> list[dict[str, Any]]:
     """Return the results of the lots, in their order."""
     files = (LOTS / f"{name}.json" for name in HALVES)
-    return [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
+    latest = [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
+    return [*json.loads(EARLIER.read_text("utf-8")), *latest]
 
 
 def show(folder: Path, found: dict[str, Any], per_rule: int, codes: list[str], around: int) -> None:
@@ -271,8 +213,7 @@ def record(found: dict[str, Any], judged: Iterable[dict[str, Any]]) -> None:
     batch["in repositories"] = {code: sum(each == code for each, _ in within) for code in sorted(codes)}
     batch["true"] = sum(each["true"] for each in kept if is_counted(each, batch))
     file = LOTS / f"{batch['half']}.json"
-    if file.exists() and (remark := json.loads(file.read_text("utf-8")).get("remark")):
-        batch["remark"] = remark
+    batch["rules"] = sorted(rules(own_only=True))
     batch["verdicts"] = kept
     file.write_text(json.dumps(batch, indent=1) + "\n", "utf-8")
 
@@ -300,97 +241,40 @@ def is_counted(item: dict[str, Any], batch: dict[str, Any]) -> bool:
 
 def is_preview(code: str, batch: dict[str, Any]) -> bool:
     rule = rules(own_only=True).get(code)
-    return rule is None or (rule.preview and batch["date"] >= PREVIEW_SINCE.get(code, ""))
+    if rule is None:
+        return code in WERE_PREVIEW
+    return rule.preview and batch["date"] >= PREVIEW_SINCE.get(code, "")
 
 
-def section(seeded: dict[str, Seeded]) -> Iterator[str]:
-    """Yield the lines of docs/evidence.md about the repositories.
+def table(seeded: dict[str, Seeded]) -> Iterator[str]:
+    """Yield the table of the last lots in docs/evidence.md.
 
     seeded: the mistakes that were found, and all, for each lot.
     """
-    listed = repositories()
-    is_open = sum(each.half == "open" for each in listed)
-    later = sum(bool(each.later) for each in listed)
-    found = {code for batch in batches() for code in batch["findings"]}
-    silent = [code for code, rule in rules(own_only=True).items() if code not in found and not rule.preview]
-    yield from (
-        "## Public repositories",
-        "",
-        f"{len(listed)} public repositories with training code, each at one commit"
-        " ([benchmarks/corpus.txt](../benchmarks/corpus.txt)), are linted by `python benchmarks/corpus.py`, in lots:"
-        f" {is_open} repositories of which rules may be changed, {len(listed) - is_open - later} that were held out,"
-        f" and {later} that were added later. Each lot was listed by names and closed before anything of it was"
-        " linted, and these are its first numbers: the rules were changed because of it only afterwards. Of each"
-        " default rule up to 20 findings were drawn by a seed and judged by readers who did not write it"
-        " ([benchmarks/lots/](../benchmarks/lots) has each finding, its answers and the reason). Intervals are 95 %,"
-        " by Wilson's formula.",
-        "",
-        *(f"- *{name}*: {text}." for name, text in NAMED_ANSWERS.items()),
-        "",
-        "The readers of the lots before `wide18` gave one answer, by a measure that differed a little from lot to lot;"
-        " it is in the column of accepted ones, as is that of `wide18` to `wide20`, whose readers were also asked"
-        f" whether the statement is true. MPG000, {' and '.join(FREQUENT)}, whose findings are the most frequent, are"
-        " left out here.",
-        "",
-        _compared(),
-        "",
+    yield (
         "| lot (date, commit) | repositories | without a finding | judged | true | accepted | seeded mistakes found"
-        f" | of {', '.join(code.removeprefix('MPG') for code in HEADLINE)} |",
-        "| --- | --: | --: | --: | --: | --: | --: | --: |",
+        f" | of {', '.join(code.removeprefix('MPG') for code in HEADLINE)} |"
     )
+    yield "| --- | --: | --: | --: | --: | --: | --: | --: |"
     latest = batches()[-LATEST:]
-    for cells in (_sum_row(latest, seeded), *(_row(batch, seeded) for batch in reversed(batches()))):
+    for cells in (_sum_row(latest, seeded), *(_row(batch, seeded) for batch in reversed(latest))):
         yield f"| {' | '.join(cells)} |"
-    yield ""
-    yield from _rules_table()
-    yield ""
-    yield f"Default rules without a finding in any of them: {', '.join(silent)}."
-    yield ""
-    yield "What the readers said of the lots, the latest first:"
-    yield ""
-    for batch in reversed(batches()):
-        if "remark" in batch:
-            yield f"- `{batch['half']}`, {HEADINGS[batch['half']]}: {batch['remark']}"
-
-
-def _compared() -> str:
-    """Return what readers said of an earlier linter, and how often they said something else of the same finding."""
-    first = json.loads(FIRST.read_text("utf-8"))
-    counted = [each for each in first["verdicts"] if is_counted(each, first)]
-    answers = verdicts()
-    both = [(each, answers[key(each)]) for each in first["verdicts"] if key(each) in answers]
-    differ = [sum(old[name] != new[name] for old, new in both) for name in ("true", "verdict")]
-    stricter = sum(old["verdict"] and not new["verdict"] for old, new in both)
-
-    def told(judged: list[dict[str, Any]]) -> str:
-        true, accepted = (sum(each[name] for each in judged) for name in ("true", "verdict"))
-        return f"{true} of {len(judged)} true ({true / len(judged):.0%}), {accepted} accepted"
-
-    return (
-        f"The linter as it was before all lots (commit {first['linter'][:7]}) was run on the repositories of"
-        f" `{first['of'][0]}` to `{first['of'][-1]}`, too, and what it found was judged in the same way, by the pages"
-        f" of its rules: {told(counted)}; with the frequent rules {told(first['verdicts'])}"
-        f" ([benchmarks/lots/{FIRST.name}](../benchmarks/lots/{FIRST.name})). Of the {len(both)} findings that were"
-        f" judged in the lots, too, {differ[0]} got another first answer, and {differ[1]} another second one:"
-        f" {stricter} were accepted by the old page, and are not by today's, which names more that the rule leaves out."
-        " The share of accepted ones of two commits is of two definitions, that of true ones is of one."
-    )
 
 
 def _row(batch: dict[str, Any], seeded: dict[str, Seeded]) -> list[str]:
-    """Return the cells of a lot in the table of all lots."""
+    """Return the cells of a lot in the table."""
     judged, true, accepted = _counts(batch)
     return [
         f"`{batch['half']}` ({batch['date']}, {batch['linter'][:7]})",
         str(batch["repositories"]),
-        str(batch.get("without findings", "")),
+        str(batch["without findings"]),
         *_cells(judged, true, accepted),
-        *(map(_found, seeded[batch["half"]]) if batch["half"] in seeded else ("", "")),
+        *map(_found, seeded[batch["half"]]),
     ]
 
 
 def _sum_row(lots: list[dict[str, Any]], seeded: dict[str, Seeded]) -> list[str]:
-    """Return the cells of several lots together; the first answer has to be there for each."""
+    """Return the cells of several lots together."""
     judged, true, accepted = (sum(each) for each in zip(*map(_counts, lots), strict=True))
     mutants = [
         [sum(each) for each in zip(*row, strict=True)]
@@ -420,32 +304,24 @@ def _found(numbers: Iterable[int]) -> str:
     return f"{found} of {mutants}: {share(found, mutants)}"
 
 
-def _rules_table() -> Iterator[str]:
-    """Yield a table of what each rule found in all lots, and how much of what was judged was accepted."""
-    every = rules(own_only=True)
-    latest = {batch["half"] for batch in batches()[-LATEST:]}
+def by_rule() -> dict[str, collections.Counter[str]]:
+    """Return how much each rule found in all lots, and how much of what was judged was accepted.
+
+    What a retired rule found counts for its successor.
+    """
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for batch in batches():
         for code, number in batch["findings"].items():
-            counts[code] += collections.Counter(found=number, within=batch["in repositories"][code])
+            counts[successor(code) or code] += collections.Counter(found=number)
         for each in batch["verdicts"]:
-            counts[each["code"]] += collections.Counter(judged=1, accepted=each["verdict"])
-            if batch["half"] in latest:
-                counts[each["code"]] += collections.Counter(last=1, accepted_last=each["verdict"])
-    yield "| rule | name | found | in repositories | judged | right | share (95 %) | of the last lots | right |"
-    yield "| --- | --- | --: | --: | --: | --: | --: | --: | --: |"
-    for code, count in sorted(counts.items()):
-        name = every[code].name + (" (preview)" if every[code].preview else "") if code in every else "(removed)"
-        judged = share(count["accepted"], count["judged"]) if count["judged"] else ""
-        numbers = (count["found"], count["within"], count["judged"], count["accepted"])
-        last = (count["last"], count["accepted_last"])
-        yield f"| {code} | {name} | {' | '.join(map(str, numbers))} | {judged} | {' | '.join(map(str, last))} |"
-    yield ""
-    yield (
-        f"The last two columns are of the last {LATEST} lots. *Right* is *accepted* since `wide42`. In most lots before"
-        " a fault elsewhere that stops the program before the place counted against a finding, too, so that fewer are"
-        " right here than are accepted above."
-    )
+            counts[successor(each["code"]) or each["code"]] += collections.Counter(judged=1, right=each["verdict"])
+    return counts
+
+
+def measured() -> frozenset[str]:
+    """Return the codes of the rules that ran on a lot."""
+    found = {code for batch in batches() for code in batch["findings"]}
+    return frozenset(found.union(*(batch.get("rules", ()) for batch in batches())))
 
 
 def of_lot(batch: dict[str, Any]) -> Iterator[str]:

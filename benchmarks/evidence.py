@@ -3,7 +3,6 @@
     python benchmarks/evidence.py fetch FOLDER            # downloads and unpacks what evidence_packages.txt lists
     python benchmarks/evidence.py list FOLDER [CODE ...]  # each finding with its source line, and its verdict
     python benchmarks/evidence.py check FOLDER            # 1 if a finding has no verdict, or a verdict no finding
-    python benchmarks/evidence.py page > docs/evidence.md # the precision of each rule, from the two JSON files
 
 The packages are fixed by version and SHA-256. Nothing of them is built, imported or run. A verdict was
 given by a person: `{"package", "file", "line", "code", "verdict", "why"}`, true if the author of the code would
@@ -37,6 +36,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from mpguard.lint.model.retired import successor
 from mpguard.lint.model.rule import rules
 
 HERE = Path(__file__).parent
@@ -154,92 +154,132 @@ def check(folder: Path) -> int:
 # -- the page -----------------------------------------------------------------------------------------
 
 
-def unseen() -> tuple[str, ...]:
-    """Return a paragraph for each batch of packages that no rule had been changed for, the latest first."""
-    batches = json.loads(UNSEEN.read_text())["batches"]
-    note = (
-        "The packages of each were fixed by SHA-256, in three lots, each lot before its findings were read, and linted"
-        " before any rule was changed because of them. The later the batch, the better it describes the rules as they"
-        f" are ([benchmarks/{UNSEEN.name}](../benchmarks/{UNSEEN.name}))."
-    )
-    return (*(line for batch in reversed(batches) for line in (_batch(batch), "")), note)
+def unseen() -> str:
+    """Return sentences about each batch of packages that no rule had been changed for, the latest first."""
+    return " ".join(_batch(batch) for batch in reversed(json.loads(UNSEEN.read_text())["batches"]))
 
 
 def _batch(data: dict[str, Any]) -> str:
-    judged = [verdict for verdict in data["verdicts"] if verdict["code"] != FREQUENT]
-    frequent = [verdict["verdict"] for verdict in data["verdicts"] if verdict["code"] == FREQUENT]
-    right = sum(verdict["verdict"] for verdict in judged)
-    whole: dict[tuple[str, str], bool] = {}
-    for verdict in judged:
-        of = verdict["package"], verdict["code"]
-        whole[of] = whole.get(of, True) and verdict["verdict"]
+    judged = [verdict["verdict"] for verdict in data["verdicts"] if verdict["code"] != FREQUENT]
     return (
-        f"**On {len(data['packages'])} packages that no rule had been changed for: {right} right,"
-        f" {len(judged) - right} wrong, precision {right / len(judged):.1%}**"
-        f" ({sum(whole.values())} of {len(whole)} where each rule counts once in a package; {FREQUENT}:"
-        f" {sum(frequent)} of {len(frequent)} drawn at random), on {data['date']} with commit"
-        f" {data['mpguard commit'][:7]}; rules fixed since: {', '.join(data['fixed since'])}."
+        f"On {len(data['packages'])} packages that no rule had been changed for ({data['date']}, commit"
+        f" {data['mpguard commit'][:7]}) {sum(judged)} of {len(judged)} were right."
     )
 
 
 def page() -> str:
-    """Return docs/evidence.md, which depends on the two JSON files, the packages and the rules only."""
-    right: collections.Counter[str] = collections.Counter()
-    wrong: collections.Counter[str] = collections.Counter()
-    for verdict in verdicts().values():
-        (right if verdict["verdict"] else wrong)[verdict["code"]] += 1
-    rows = [("rule", "name", "right", "wrong", "precision"), ("---", "---", "--:", "--:", "--:")]
-    silent = []
-    for code, rule in rules(own_only=True).items():
-        true, false = right[code], wrong[code]
-        if true + false:
-            rows.append((code, rule.name, str(true), str(false), f"{true / (true + false):.0%}"))
-        elif not rule.preview:
-            silent.append(f"{code} ({rule.name})")
-    true, false = (sum(counter.values()) - counter[FREQUENT] for counter in (right, wrong))
-    preview = [f"{code} ({rule.name})" for code, rule in rules(own_only=True).items() if rule.preview]
+    """Return docs/evidence.md: what is measured and how, the last figures, and where the data are."""
+    corpus, seeded = _program("corpus"), _program("seeded")
+    judged = [each["verdict"] for each in verdicts().values() if each["code"] != FREQUENT]
+    headline = ", ".join(corpus.HEADLINE)
     return "\n".join((
         "# Evidence: the rules on code that their authors had not seen",
         "",
+        "Four things are measured: what the default rules find in public repositories, how many mistakes that were put"
+        " into right programs they see, what they find in published packages, and how many problems of users they, or a"
+        " launch, would have caught. [Rule by rule](evidence_rules.md) has the figures of each rule.",
+        "",
+        "## Public repositories",
+        "",
+        f"{len(corpus.repositories()):,} public repositories with training code, each at one commit"
+        " ([benchmarks/corpus.txt](../benchmarks/corpus.txt)), were linted in lots. A lot was listed by names and"
+        " closed before anything of it was linted, and its numbers are its first ones: rules were changed because of it"
+        " only afterwards. Up to 20 findings of each default rule were drawn by a seed and judged by readers who did"
+        f" not write the rule; MPG000, {' and '.join(corpus.FREQUENT)}, the most frequent, are left out. Intervals are"
+        " 95 %, by Wilson's formula.",
+        "",
+        *(f"- *{name.replace('verdict', 'accepted')}*: {text}." for name, text in corpus.ANSWERS.items()),
+        "",
+        *corpus.table(seeded.by_lot()),
+        "",
+        "Most findings that are true and not accepted are in code, options or versions that the project cannot run. No"
+        " further lots are planned.",
+        "",
+        "These figures are of the linter at the commits of the table. Rules were retired since"
+        " ([list](rules/README.md#retired-codes)); what a retired rule found counts for its successor.",
+        "",
+        "## Seeded mistakes",
+        "",
+        "One mistake at a time is put into a program or a config of these repositories in which the default rules"
+        " report nothing, and a finding of a rule that has to see it is looked for. The table above has the sums of"
+        f" each lot; these are the mistakes that {headline} have to see.",
+        "",
+        *seeded.headline(),
+        "",
         "## Published packages",
         "",
-        f"Every finding of the default rules in {len(packages())} published packages was read and judged"
-        f" ([benchmarks/evidence.json](../benchmarks/evidence.json); {FREQUENT} by a sample). The packages are fixed in"
-        " [benchmarks/evidence_packages.txt](../benchmarks/evidence_packages.txt);"
-        " `python benchmarks/evidence.py` repeats the measurement.",
-        "",
-        f"**Without {FREQUENT}: {true} right, {false} wrong, precision {true / (true + false):.1%}.**",
-        "",
-        *unseen(),
-        "",
-        *(f"| {' | '.join(row)} |" for row in rows),
-        "",
-        "Rules were fixed because of these findings, so the table describes them on these packages, not on others.",
-        "",
-        f"No finding in these packages, so tested by examples and seeded mistakes only: {', '.join(silent)}.",
-        "",
-        f"Preview, off by default and not judged here: {', '.join(preview)}.",
-        "",
-        *_program("corpus").section(_program("seeded").by_lot()),
-        "",
-        *_program("seeded").section(),
+        f"{len(packages())} packages, fixed by version and SHA-256, were linted, and each finding was read and judged"
+        f" ({FREQUENT} by a sample): {sum(judged)} of {len(judged)} are right, after the rules were fixed because of"
+        f" them. {unseen()}",
         "",
         *_program("threads").section(),
+        "",
+        "## The data, and how to repeat it",
+        "",
+        "| measurement | command | data |",
+        "| --- | --- | --- |",
+        "| repositories | `python benchmarks/corpus.py fetch FOLDER`, then `lint`, `sample`, `record` |"
+        " [corpus.txt](../benchmarks/corpus.txt), [lots/](../benchmarks/lots): each verdict with its place; the last"
+        f" {corpus.LATEST} with the reason |",
+        "| seeded mistakes | `python benchmarks/seeded.py` | [seeded.json](../benchmarks/seeded.json), with each that"
+        " was missed |",
+        f"| packages | `python benchmarks/evidence.py fetch FOLDER`, then `check FOLDER` |"
+        f" [{PACKAGES.name}](../benchmarks/{PACKAGES.name}), [{VERDICTS.name}](../benchmarks/{VERDICTS.name}),"
+        f" [{UNSEEN.name}](../benchmarks/{UNSEEN.name}) |",
+        "| threads | `python benchmarks/threads.py lint`, `launch` | [tests/lint/threads](../tests/lint/threads),"
+        " [thread_programs](../benchmarks/thread_programs),"
+        " [threads_launch.json](../benchmarks/results/threads_launch.json) |",
+    )) + "\n"  # fmt: skip
+
+
+def rules_page() -> str:
+    """Return docs/evidence_rules.md: what each rule found, and how much of what was judged was right."""
+    corpus = _program("corpus")
+    counts = corpus.by_rule()
+    for each in verdicts().values():
+        counts[successor(each["code"]) or each["code"]] += collections.Counter(package=1, right_there=each["verdict"])
+    own = rules(own_only=True)
+    silent = [code for code in own if code not in counts and code in corpus.measured()]
+    unmeasured = [code for code in own if code not in counts and code not in corpus.measured()]
+    rows = [
+        f"| {code} | {own[code].name}{' (preview)' if own[code].preview else ''} |"
+        f" {' | '.join(str(count[name]) for name in ('found', 'judged', 'right', 'package', 'right_there'))} |"
+        for code, count in sorted(counts.items())
+        if code in own
+    ]
+    return "\n".join((
+        "# Evidence, rule by rule",
+        "",
+        "What each rule found in all lots of [repositories](evidence.md#public-repositories), how much of what was"
+        " judged there was accepted, and the same of the findings in published packages. The early lots are those of"
+        " early rules: most of what was wrong was fixed, so the shares are lower than those of the last lots. Preview"
+        " rules are off by default.",
+        "",
+        "| rule | name | found | judged | accepted | judged in packages | right |",
+        "| --- | --- | --: | --: | --: | --: | --: |",
+        *rows,
+        "",
+        f"Ran and reported nothing: {', '.join(silent)}. They stay because a test reproduces the failure that they"
+        " name, or because users reported it.",
+        "",
+        f"Not measured yet, newer than the last lot: {', '.join(unmeasured)}.",
     )) + "\n"  # fmt: skip
 
 
 def of_rule(code: str) -> str:
     """Return the section of a rule's page: what was found and judged of it in all packages and repositories."""
     everything, batches, seeded = _results()
-    judged = [each["verdict"] for each in everything if each["code"] == code]
-    mutants = [row for row in seeded if code in row["rules"]]
+    judged = [each["verdict"] for each in everything if successor(each["code"]) == code]
+    mutants = [row for row in seeded if code in map(successor, row["rules"])]
     everywhere = "[published packages and public repositories](../evidence.md)"
     if judged:
         said = f"Of its findings in {everywhere} {len(judged)} were judged, {sum(judged)} of them right."
-    elif any(code in batch["findings"] for batch in batches):
+    elif any(code in map(successor, batch["findings"]) for batch in batches):
         said = f"It has findings in {everywhere}; none of them was judged."
-    else:
+    elif code in _program("corpus").measured():
         said = f"It reported nothing in {everywhere}: what it looks for was not found there."
+    else:
+        said = "Not measured yet: it is newer than the last measurement on public code."
     if mutants:
         said += " Mistakes that were seeded into real programs show how much of them it sees."
     elif not judged:
@@ -274,16 +314,13 @@ def main() -> int:
         if name == "list":
             command.add_argument("codes", nargs="*")
             command.add_argument("--preview", action="store_true", help="preview rules too")
-    commands.add_parser("page")
     options = parser.parse_args()
     if options.command == "fetch":
         fetch(options.folder)
     elif options.command == "list":
         show(options.folder, options.codes, options.preview)
-    elif options.command == "check":
-        return check(options.folder)
     else:
-        print(page(), end="")
+        return check(options.folder)
     return 0
 
 

@@ -170,15 +170,6 @@ def section() -> list[str]:
 
     later = [name for name in scope if name.startswith("c")]
     earlier = [name for name in scope if name not in later]
-    rows = [
-        (
-            f"[{case['title']}]({case['url']})".replace("|", "/"),
-            case["mistake"].replace("|", "/"),
-            ", ".join(case["first"]) or "-",
-            ", ".join(case["codes"]) or ("launch" if case["launch"] else "-"),
-        )
-        for case in scope.values()
-    ]
     return [
         "## Precision problems that users reported",
         "",
@@ -196,10 +187,6 @@ def section() -> list[str]:
         f" the user meant. **At first `mpguard launch` caught {caught['first']} of {len(ran)}**: it refused the run,"
         " named the mistake, or put the precision in force and proved it. mpguard was changed because of them; today it"
         f" catches {caught['outcome']} ([results](../benchmarks/results/threads_launch.json)).",
-        "",
-        "| thread | mistake | at first | today |",
-        "| --- | --- | --- | --- |",
-        *(f"| {' | '.join(row)} |" for row in rows),
     ]
 
 

@@ -53,6 +53,7 @@ def pages() -> dict[str, str]:
         "targets.md": targets_page(),
         "cli.md": cli_page(),
         "evidence.md": evidence.page(),
+        "evidence_rules.md": evidence.rules_page(),
         **gpu_pages(),
     }
 

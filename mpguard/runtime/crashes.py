@@ -150,7 +150,7 @@ def _nothing_to_update(frames: _Frames) -> Cause:
     return Cause(
         f"`scaler.update()` was called, and no optimizer was stepped or unscaled with this scaler since the last "
         f"update{_line(frames)}. Call it once after `scaler.step(optimizer)`, not after each backward pass",
-        "MPG210",
+        "MPG206",
     )
 
 

@@ -73,7 +73,7 @@ class ScalerUse:
             f"`scaler.update()` is called after the step of each of two optimizers ({names}): the loss scale, which "
             "both share, changes twice as often as it is set to, and between their backward passes. Call it once per "
             "iteration, after both were stepped, or give each its own GradScaler",
-            "MPG210",
+            "MPG206",
         )
 
     def scale_updated(self, scaler: Any, given: Any) -> None:

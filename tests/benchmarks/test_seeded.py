@@ -64,8 +64,7 @@ SEEN = {
         " adam-eps-for-half-weights float8-without-compile"),
     "ds.json": (DEEPSPEED, "deepspeed-fp16-and-bf16 deepspeed-loss-scale-under-bf16 deepspeed-misspelt-section"
         " deepspeed-static-loss-scale deepspeed-two-dtypes deepspeed-amp-section"),
-    "accelerate.yaml": (ACCELERATE, "accelerate-unquoted-no accelerate-unknown-key accelerate-fp8-without-backend"
-        " accelerate-unknown-fsdp-key"),
+    "accelerate.yaml": (ACCELERATE, "accelerate-unquoted-no accelerate-unknown-key accelerate-unknown-fsdp-key"),
 }  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def test_it_reports_again_what_changed_and_ends_with_ctrl_c(tmp_path: Path) -> N
     (tmp_path / "src").mkdir()
     train, settings = tmp_path / "src" / "train.py", tmp_path / "pyproject.toml"
     train.write_text(OLD)
-    with watching(tmp_path, "src", "--ignore", "MPG213") as watch:
+    with watching(tmp_path, "src", "--ignore", "MPG202") as watch:
         assert "src/train.py:3:10: MPG302" in watch.next("watching for changes; press Ctrl-C to stop")
         train.write_text(NEW)
         assert "No problems in 1 file.\n" in watch.next("src/train.py changed; watching for changes")

@@ -54,7 +54,7 @@ CRASHES = {
     "o = adam(); scaler.scale(net(x).sum()).backward(); scaler.update()": (
         "AssertionError: No inf checks were recorded prior to update.",
         "mpguard: `scaler.update()` was called, and no optimizer was stepped",
-        "`mpguard rule MPG210`",
+        "`mpguard rule MPG206`",
     ),
     "net.last.bfloat16(); net(x)": (
         "RuntimeError: mat1 and mat2 must have the same dtype",

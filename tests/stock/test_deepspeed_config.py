@@ -101,7 +101,7 @@ def test_s18_unknown_sections_and_a_second_precision_are_accepted(
     found, _ = taken(run_python)
     assert (found["fp8"], found["bfloat_16"], found["two"]) == ("float32", "float32", "bfloat16"), fixed_upstream(18)
 
-    for name, code in (("fp8", "MPG823"), ("bfloat_16", "MPG823"), ("two", "MPG823"), ("two", "MPG825")):
+    for name, code in (("fp8", "MPG823"), ("bfloat_16", "MPG823"), ("two", "MPG823"), ("two", "MPG821")):
         path = ds_json(tmp_path, name)
         assert code in {each for each, _ in linted(path)}, name
         assert mpguard("apply", "bf16_mixed", path).status == 0

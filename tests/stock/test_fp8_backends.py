@@ -72,7 +72,7 @@ def test_s02_accelerates_own_deepspeed_path_is_refused_for_te(tmp_path: Path) ->
     """mpguard only. Its layers under DeepSpeed: tests/runtime/test_frameworks.py, tests/gpu/test_stock_gpu.py."""
     assert "accelerate ignores TERecipeKwargs" in refused(DELAYED, "deepspeed-zero2")
     keys = {"distributed_type": "DEEPSPEED", "fp8_config": "{backend: TE, amax_history_len: 16}"}
-    assert "MPG810" in {code for code, _ in linted(config(tmp_path, mixed_precision="fp8", **keys))}
+    assert "MPG809" in {code for code, _ in linted(config(tmp_path, mixed_precision="fp8", **keys))}
 
 
 def test_s03_most_recent_is_not_passed_on(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_s17_with_all_gather_outside_fsdp2_the_converted_weights_never_train(tmp
     assert proof(tmp_path / "proof.json")["observed"]["fp8"]["converted"] == ["0", "1", "2", "3"]
     assert "AORecipeKwargs: the script's -> (removed)" in run.stderr
     stock = config(tmp_path, mixed_precision="fp8", fp8_config="{backend: AO}")
-    assert "MPG812" in {code for code, _ in linted(stock)}
+    assert "MPG413" in {code for code, _ in linted(stock)}
 
 
 def test_s19_delayed_scaling_under_compile_is_found(tmp_path: Path) -> None:

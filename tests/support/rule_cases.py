@@ -55,9 +55,13 @@ def path_of(rule: type[BaseRule]) -> Path:
 
 @functools.cache
 def examples(rule: type[BaseRule]) -> tuple[Example, ...]:
-    """Return the examples of a rule's page, then its cases."""
-    path = path_of(rule)
-    return rule.examples + (tuple(parse(path.read_text("utf-8"), str(path))) if path.exists() else ())
+    """Return the examples of a rule's page, then its cases, and those of its forms."""
+    cases: list[Example] = []
+    for each in (rule, *rule.forms()):
+        path = path_of(each)
+        for case in parse(path.read_text("utf-8"), str(path)) if path.exists() else ():
+            cases.append(case if each is rule else dataclasses.replace(case, name=file_name(each, case)))
+    return (*rule.examples, *cases)
 
 
 def named_examples(rules: dict[str, type[BaseRule]]) -> Iterator[tuple[type[BaseRule], Example, str]]:

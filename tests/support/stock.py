@@ -30,7 +30,7 @@ ENVIRONMENT = PROGRAMS / "environment.py"
 #: What mpguard has for each finding: places in its code (`module:name`), and rules. A test checks that they exist.
 OURS: Mapping[int, tuple[str, ...]] = {
     1: ("mpguard.runtime.patches.fp8_conversion:convert", "mpguard_plugins.accelerate:_te", "MPG806"),
-    2: ("mpguard.runtime.patches.fp8_conversion:convert", "mpguard_plugins.accelerate:_te", "MPG810"),
+    2: ("mpguard.runtime.patches.fp8_conversion:convert", "mpguard_plugins.accelerate:_te", "MPG809"),
     3: ("mpguard.runtime.patches.fp8_conversion:convert", "mpguard_plugins.accelerate:_te", "MPG809"),
     4: ("MPG407", "MPG809"),
     5: ("mpguard.document.schemas.accelerate:FP8", "mpguard_plugins.accelerate:accelerate", "MPG801"),
@@ -51,7 +51,7 @@ OURS: Mapping[int, tuple[str, ...]] = {
         "mpguard.runtime.patches.deepspeed_engine:_deepspeed_initialize",
         "MPG861",
     ),
-    10: ("mpguard.runtime.launch.preflight:_hardware", "MPG814"),
+    10: ("mpguard.runtime.launch.preflight:_hardware", "MPG408"),
     11: ("mpguard.runtime.patches.accelerate_plugins:_accelerator", "MPG863"),
     12: (
         "mpguard.runtime.patches.accelerate_plugins:_fsdp_plugin",
@@ -65,8 +65,8 @@ OURS: Mapping[int, tuple[str, ...]] = {
     14: ("mpguard.nn.fp8.filters:reasons",),
     15: ("mpguard.nn.fp8.filters:reasons", "MPG409"),
     16: ("mpguard_plugins.torchao:Float8Filter", "MPG409"),
-    17: ("mpguard.targets.capabilities:fp8_weights", "mpguard_plugins.accelerate:_fp8", "MPG413", "MPG812"),
-    18: ("mpguard_plugins.deepspeed:deepspeed", "MPG823", "MPG825"),
+    17: ("mpguard.targets.capabilities:fp8_weights", "mpguard_plugins.accelerate:_fp8", "MPG413", "MPG413"),
+    18: ("mpguard_plugins.deepspeed:deepspeed", "MPG823", "MPG821"),
     19: ("mpguard.nn.compile:choice", "MPG402"),
     20: ("mpguard.runtime.plan:refuse_config_after_script", "mpguard.runtime.launch.startup_hook:install", "MPG866"),
     21: ("mpguard.runtime.launch.launcher:prepare", "mpguard.runtime.activation:check_start"),
@@ -75,7 +75,7 @@ OURS: Mapping[int, tuple[str, ...]] = {
     24: ("mpguard.runtime.plan:Plan.environment",),
     25: ("mpguard_plugins.accelerate:with_deepspeed_file", "mpguard.runtime.launch.launcher:_flags", "MPG861"),
     26: ("mpguard.runtime.exit_hooks:drain_gloo_threads",),
-    27: ("MPG801", "MPG807"),
+    27: ("MPG801", "MPG401"),
     28: ("MPG802", "MPG809"),
     29: ("MPG826",),
     30: ("mpguard.nn.grouped_mm:autocast_grouped_mm",),

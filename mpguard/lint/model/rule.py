@@ -52,7 +52,7 @@ class Diagnostic:
     """What a rule yields: offsets in one file's text (code points), no syntax-tree node.
 
     The engine turns it into a `Finding` with path, lines and columns. severity: only where it differs from the rule's.
-    versions: see `BaseRule.versions`.
+    versions, yields_to: see `BaseRule`.
     """
 
     code: str
@@ -63,6 +63,7 @@ class Diagnostic:
     fix: Fix | None = None
     severity: Severity | None = None
     versions: tuple[tuple[str, str], ...] = ()
+    yields_to: tuple[str, ...] = ()
 
 
 class HasSpan(Protocol):
@@ -118,18 +119,35 @@ class BaseRule:
     triggers_nearby: ClassVar[tuple[tuple[bytes, ...], ...]] = ()
     #: One more necessary condition, on the code without comments: for tokens that are common in harmless forms.
     pattern: ClassVar[re.Pattern[bytes] | None] = None
-    #: Codes of rules that take precedence where both report the same expression.
+    #: Codes of rules that take precedence where both report the same expression; its own: that of its other forms.
     yields_to: ClassVar[tuple[str, ...]] = ()
     #: The versions of libraries for which the findings are true: `{"torch": ">=2.4"}`, `{"accelerate": ">=1.0,<2"}`.
     #: Nothing is reported in a project whose requirements, or calls of what was removed before, exclude them.
     versions: ClassVar[Mapping[str, str]] = {}
     examples: ClassVar[tuple[Example, ...]] = ()
+    #: True for a form whose findings have fixes; a rule shows it by its examples.
+    fixes: ClassVar[bool] = False
 
-    def __init_subclass__(cls, kind: bool = False, **kwargs: Any) -> None:
-        """Register a rule. kind: the class is a kind of rule, and not a rule itself."""
+    def __init_subclass__(cls, kind: bool = False, form_of: str | None = None, **kwargs: Any) -> None:
+        """Register a rule, or a form of one.
+
+        kind: the class is a kind of rule, and not a rule itself. form_of: the code of the rule that it is a form of.
+        """
         super().__init_subclass__(**kwargs)
-        if not kind:
+        if form_of is not None:
+            cls.code = form_of
+            _FORMS.setdefault(form_of, {})[cls.__module__] = cls
+        elif not kind:
             _register(cls)
+
+    @classmethod
+    def forms(cls) -> tuple[type[BaseRule], ...]:
+        """Return the other forms of the mistake that a rule reports: each is a class with a `check` of its own.
+
+        A form has the code, the page and the severity (unless it has its own) of its rule; its docstring is a row of
+        the page's table, a sentence and why.
+        """
+        return tuple(form for _, form in sorted(_FORMS.get(cls.code, {}).items()) if form is not cls)
 
     def at(
         self,
@@ -151,7 +169,8 @@ class BaseRule:
         text = (message or self.message).format(**values) if values else (message or self.message)
         shown = self.help if help is None else help
         about = tuple((self.versions if versions is None else versions).items())
-        return Diagnostic(self.code, span, text, shown, notes, fix, severity, about)
+        grade = severity or getattr(self, "severity", None)
+        return Diagnostic(self.code, span, text, shown, notes, fix, grade, about, self.yields_to)
 
     @classmethod
     def page(cls) -> str:
@@ -160,8 +179,9 @@ class BaseRule:
 
     @classmethod
     def fixable(cls) -> bool:
-        """True if the rule has a fix: one of its examples has a fixed version."""
-        return any(isinstance(example, Bad) and example.fixed is not None for example in cls.examples)
+        """True if the rule, or one of its forms, has a fix."""
+        own = any(isinstance(example, Bad) and example.fixed is not None for example in cls.examples)
+        return own or any(form.fixes for form in cls.forms())
 
 
 class Rule(BaseRule, kind=True):
@@ -208,6 +228,8 @@ class EngineRule(BaseRule, kind=True):
 
 
 _RULES: dict[str, type[BaseRule]] = {}
+#: Code of a rule -> module -> form.
+_FORMS: dict[str, dict[str, type[BaseRule]]] = {}
 
 
 def _register(rule: type[BaseRule]) -> None:

@@ -43,6 +43,8 @@ def page(rule: type[BaseRule]) -> str:
             parts += ["Use instead:", _block(bad, bad.fixed)]
     if good is not None and (bad is None or bad.fixed is None):
         parts += ["Use instead:", _block(good, good.code)]
+    if forms := rule.forms():
+        parts += ["## Other forms", "\n".join(("| form | about it |", "| --- | --- |", *map(_row, forms)))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -56,6 +58,11 @@ def as_json(rule: type[BaseRule]) -> dict[str, Any]:
         "fix": rule.fixable(),
         "doc": page(rule),
     }
+
+
+def _row(form: type[BaseRule]) -> str:
+    what, _, why = form.page().replace("|", "\\|").partition("\n\n")
+    return f"| {' '.join(what.split())} | {' '.join(why.split())} |"
 
 
 def _block(example: Example, code: str) -> str:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.model.result import Defect
 from mpguard.lint.model.rule import BaseRule, ConfigRule, Diagnostic, LaunchRule
-from mpguard.lint.model.selection import Rules
 
 if TYPE_CHECKING:
     from mpguard.lint.project.project import Project
@@ -60,22 +59,29 @@ def _require_diagnostics(yielded: Iterable[object], rule: type[BaseRule]) -> Non
             raise TypeError(f"`check` yields {each!r}; a `Diagnostic` with the code {rule.code} is needed")
 
 
-def most_specific(diagnostics: list[Diagnostic], rules: Rules) -> list[Diagnostic]:
-    """Drop a rule's diagnostics where a rule that it yields to reports the same expression: one finding per mistake."""
-    spans: dict[str, list[tuple[int, int]]] = {}
+def most_specific(diagnostics: list[Diagnostic]) -> list[Diagnostic]:
+    """Drop diagnostics where a rule, or a form, that they yield to reports the same expression: one per mistake.
+
+    Of two that yield to each other's code, or to their own, neither is dropped because of the other.
+    """
+    spans: dict[tuple[str, tuple[str, ...]], list[tuple[int, int]]] = {}
     for each in diagnostics:
-        spans.setdefault(each.code, []).append(each.span)
+        spans.setdefault((each.code, each.yields_to), []).append(each.span)
     starts, ends = {}, {}
-    for code, found in spans.items():
+    for key, found in spans.items():
         found.sort()
-        starts[code] = [start for start, _ in found]
-        ends[code] = list(itertools.accumulate((end for _, end in found), max))
+        starts[key] = [start for start, _ in found]
+        ends[key] = list(itertools.accumulate((end for _, end in found), max))
 
-    def overlapped(code: str, span: tuple[int, int]) -> bool:
-        before = bisect.bisect_left(starts[code], span[1]) if code in starts else 0  # the furthest end of those
-        return before > 0 and ends[code][before - 1] > span[0]
+    def is_dropped(diagnostic: Diagnostic) -> bool:
+        for key in spans:
+            if key[0] in diagnostic.yields_to and diagnostic.code not in key[1]:
+                before = bisect.bisect_left(starts[key], diagnostic.span[1])
+                if before > 0 and ends[key][before - 1] > diagnostic.span[0]:  # the furthest end of those before it
+                    return True
+        return False
 
-    return [each for each in diagnostics if not any(overlapped(code, each.span) for code in rules[each.code].yields_to)]
+    return [each for each in diagnostics if not is_dropped(each)]
 
 
 def within(diagnostic: Diagnostic, length: int) -> bool:

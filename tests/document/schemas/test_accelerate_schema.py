@@ -269,7 +269,7 @@ def test_behaviour_of_deepspeed_config_overriding(tmp_path: Path) -> None:
 
 
 def test_behaviour_of_backend_spellings(tmp_path: Path) -> None:
-    """The claim of MPG803, observed: the launch takes any spelling, the worker stops."""
+    """The claim of MPG813, observed: the launch takes any spelling, the worker stops."""
     variables = exported(
         tmp_path,
         "distributed_type: 'NO'\nmixed_precision: fp8\nuse_cpu: true\nnum_processes: 1\nfp8_config: {backend: te}\n",
@@ -281,7 +281,7 @@ def test_behaviour_of_backend_spellings(tmp_path: Path) -> None:
 
 
 def test_behaviour_of_dynamo_under_deepspeed(tmp_path: Path) -> None:
-    """What MPG801 and MPG807 say, seen: DeepSpeed's launcher hands no dynamo setting to the workers."""
+    """What MPG801 and MPG401 say, seen: DeepSpeed's launcher hands no dynamo setting to the workers."""
     config = (
         "mixed_precision: bf16\nnum_processes: 1\nmain_process_port: 0\ndynamo_config: {dynamo_backend: INDUCTOR}\n"
         "distributed_type: "

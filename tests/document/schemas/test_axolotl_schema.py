@@ -25,7 +25,7 @@ def test_words_that_the_schema_refuses(word: str) -> None:
 
 
 def test_trainer_refuses_both_modes() -> None:
-    """The claim of MPG841 about `bfloat16` with `fp16`, observed: axolotl passes both to TrainingArguments."""
+    """The claim of MPG849 about `bfloat16` with `fp16`, observed: axolotl passes both to TrainingArguments."""
     transformers = pytest.importorskip("transformers")
     with pytest.raises(ValueError, match="At most one of fp16 and bf16"):
         transformers.TrainingArguments(output_dir="unused", fp16=True, bf16=True, use_cpu=True)

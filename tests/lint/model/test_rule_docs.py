@@ -8,6 +8,7 @@ import pytest
 from paths import REPOSITORY
 
 from mpguard.lint.model import rule_docs
+from mpguard.lint.model.retired import RETIRED
 
 DOCS = REPOSITORY / "docs"
 PAGES = rule_docs.pages()
@@ -25,7 +26,8 @@ def test_no_page_of_a_rule_that_is_gone() -> None:
 
 
 def test_each_rule_is_in_the_index() -> None:
-    index = PAGES["rules/README.md"]
+    index, _, retired = PAGES["rules/README.md"].partition("## Retired codes")
+    assert all(f"| {code} |" in retired for code in RETIRED)
     assert all(index.count(f"({name.removeprefix('rules/')})") == 1 for name in PAGES if not name.endswith("README.md"))
 
 

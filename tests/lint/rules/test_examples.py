@@ -33,7 +33,7 @@ WORDS = {
 #: Messages that name a dtype which the program chooses without naming it.
 IMPLIED = {
     "MPG704": '"medium" is BF16',
-    "MPG825": "the dtype that torch_autocast has by default",
+    "MPG821": "the dtype that torch_autocast has by default",
 }
 EXAMPLES = [pytest.param(rule, example, id=name) for rule, example, name in named_examples(RULES)]
 
@@ -130,7 +130,20 @@ def test_page_shows_an_example_without_marks(rule: type[BaseRule]) -> None:
 
 
 def test_each_file_of_cases_is_of_a_rule() -> None:
-    assert set(rule_cases.CASES.rglob("*.*")) <= {rule_cases.path_of(rule) for rule in RULES.values()}
+    rules_and_forms = {each for rule in RULES.values() for each in (rule, *rule.forms())}
+    assert set(rule_cases.CASES.rglob("*.*")) <= {rule_cases.path_of(each) for each in rules_and_forms}
+
+
+def test_each_form_has_cases_and_a_row_of_the_page() -> None:
+    forms = [(rule, form) for rule in RULES.values() for form in rule.forms()]
+    assert forms
+    for rule, form in forms:
+        cases = list(rule_cases.parse(rule_cases.path_of(form).read_text("utf-8"), form.__module__))
+        assert any(isinstance(case, Bad) for case in cases) and any(isinstance(case, Good) for case in cases)
+        assert form.fixes == any(case.difference is not None for case in cases), form
+        summary, _, why = form.page().partition("\n\n")
+        assert summary.endswith(".") and why, form
+        assert " ".join(summary.split()).replace("|", "\\|") in page(rule)
 
 
 # -- the driver fails where it must ------------------------------------------------------------------

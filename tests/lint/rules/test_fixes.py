@@ -144,9 +144,9 @@ def test_fixes_of_statements_that_share_a_line(rule: type[BaseRule], example: Ba
 
 def test_two_fixes_that_insert_at_one_place(tmp_path: Path) -> None:
     """A new key of the last section, and a new section after it: the key must not end up in the new section."""
-    files = project(RULES["MPG812"], Bad("", name="mp.yaml"), tmp_path / "a" / "b", Selectors())
+    files = project(RULES["MPG413"], Bad("", name="mp.yaml"), tmp_path / "a" / "b", Selectors())
     config = "distributed_type: MULTI_GPU\nmixed_precision: fp8\nfp8_config:\n  backend: AO\n"
-    assert [finding.code for finding in files.check(config).findings] == ["MPG807", "MPG812"]
+    assert [finding.code for finding in files.check(config).findings] == ["MPG401", "MPG413"]
     assert files.fixed(config) == (
         f"{config}  enable_fsdp_float8_all_gather: false\ndynamo_config:\n  dynamo_backend: INDUCTOR\n"
     )

@@ -177,8 +177,8 @@ _TRAINERS = (
 TRAINERS = _pattern(_TRAINERS)
 
 _TRAINER_PACKAGES = (
-    ProjectWord("transformers", "Trainer", ("trl", "MPG507")),
-    ProjectWord("trl", "SFTTrainer, DPOTrainer and others derived from Trainer", ("trl", "MPG507")),
+    ProjectWord("transformers", "Trainer", ("trl", "MPG103")),
+    ProjectWord("trl", "SFTTrainer, DPOTrainer and others derived from Trainer", ("trl", "MPG103")),
     ProjectWord("sentence_transformers", "SentenceTransformerTrainer", ("sentence-transformers",)),
     ProjectWord("setfit", "Trainer", ("setfit",)),
 )

@@ -6,12 +6,10 @@ import libcst as cst
 
 from mpguard.lint import (
     HALF_DTYPES,
-    Bad,
     Diagnostic,
     Dtype,
     DtypeValue,
     Facts,
-    Good,
     Record,
     Rule,
     any_of,
@@ -26,48 +24,17 @@ _VALUES = ("fp16", "bf16", "float16", "bfloat16", "half")
 _COMPARED = [f"== {quote}{value}{quote}".encode() for value in _VALUES for quote in "\"'"]
 
 
-class DtypeIgnoresValue(Rule):
+class DtypeIgnoresValue(Rule, form_of="MPG310"):
     """A dtype is chosen for one value of an option, and a config of the project gives the other one.
 
-    ## What it does
-    Reports `torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32` if a config or script of the project
-    sets `mixed_precision` to `fp16`, and no code of the project mentions `"fp16"` (and the reverse).
-
-    ## Why is this bad
     The value falls into the `else` branch: the run computes in FP32, without a message, and needs more memory and time.
 
-    ## Known limits
     Values of commands outside of the project are unknown. Accelerate's own `mixed_precision` does not count.
     """
 
-    code, name = "MPG115", "dtype-ignores-value"
-    severity = "error"
     message = "`{option}` is `{value}` in a config of the project, for which this gives {given}"
     help = "choose a dtype for each value of the option, and refuse others"
     triggers = (any_of(*_COMPARED), any_of(b"float32"), any_of(b"precision", b"dtype"))
-    examples = (
-        Bad(
-            """\
-import torch
-
-def bootstrap(ctx, args):
-    ctx.dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32  # !
-    return ctx
-""",
-            files={"pyproject.toml": "", "configs/v100.yaml": "seed: 42\nmixed_precision: fp16\nbatch_size: 1\n"},
-        ),
-        Good(
-            """\
-import torch
-
-def bootstrap(ctx, args):
-    ctx.dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
-    ctx.scaler = torch.amp.GradScaler(enabled=args.mixed_precision == "fp16")
-    return ctx
-""",
-            files={"pyproject.toml": "", "configs/v100.yaml": "seed: 42\nmixed_precision: fp16\nbatch_size: 1\n"},
-        ),
-    )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for scope in facts.scopes:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
-    Bad,
     Call,
     Constant,
     Diagnostic,
@@ -13,7 +12,6 @@ from mpguard.lint import (
     Event,
     Facts,
     Fix,
-    Good,
     Note,
     Rule,
     any_of,
@@ -26,34 +24,19 @@ _PREPARES = (0, 3)
 _QUANTIZES = frozenset({"quantization_config", "load_in_8bit", "load_in_4bit"})
 
 
-class Fp16Adapters(Rule):
+class Fp16Adapters(Rule, form_of="MPG103"):
     """The parameters of an adapter that train are FP16, like the model that it is added to.
 
-    ## What it does
-    Reports, for a model that the file loads or casts in FP16 and trains:
-
-    - `get_peft_model(model, ..., autocast_adapter_dtype=False)`, and `PeftModel.from_pretrained` with it and
-      `is_trainable=True`;
-    - `model.add_adapter(LoraConfig(...))` of transformers and diffusers;
-    - `get_peft_model` with a config that has `modules_to_save`: the embeddings, the head.
-
-    ## Why is this bad
     `get_peft_model` makes adapters of an FP16 or BF16 model FP32, unless the argument is False. `add_adapter` does not,
     and copies of `modules_to_save` keep the dtype of the model. FP16 parameters have FP16 gradients, which the
     GradScaler refuses: "Attempting to unscale FP16 gradients" (peft 0.21, transformers 5.23, torch 2.13, observed).
     Without a scaler they underflow.
 
-    ## Fix safety
-    Safe: without the argument the adapters are FP32, which costs little memory.
-
-    ## Known limits
     Not reported: adapters of quantized models, which are FP32 anyway, models from other files, files without training,
     and files that cast to FP32 or call `prepare_model_for_kbit_training`, which does. (Before peft 0.3
     `prepare_model_for_int8_training` did not.)
     """
 
-    code, name = "MPG112", "fp16-adapters"
-    severity = "error"
     _scaler = "GradScaler cannot unscale their gradients"
     message = f"the adapters that are trained are FP16, like the model: {_scaler}"
     _cast = "cast the parameters that require gradients to FP32 afterwards (`param.data = param.data.float()`)"
@@ -62,40 +45,7 @@ class Fp16Adapters(Rule):
         any_of(b"autocast_adapter_dtype", b"add_adapter(", b"modules_to_save"),
         any_of(b"float16", b".half", b"fp16"),
     )
-    examples = (
-        Bad(
-            """\
-import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, Trainer
-
-model = AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=torch.float16)
-model = get_peft_model(model, LoraConfig(r=8), autocast_adapter_dtype=False)  # !
-Trainer(model, args, train_dataset=data).train()
-""",
-            fixed="""\
-import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, Trainer
-
-model = AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=torch.float16)
-model = get_peft_model(model, LoraConfig(r=8))
-Trainer(model, args, train_dataset=data).train()
-""",
-        ),
-        Good(
-            """\
-import torch
-from peft import LoraConfig, get_peft_model, prepare_model_for_int8_training
-from transformers import LlamaForCausalLM, Trainer
-
-model = LlamaForCausalLM.from_pretrained("llama", load_in_8bit=True, torch_dtype=torch.float16)
-model = prepare_model_for_int8_training(model)
-model = get_peft_model(model, LoraConfig(r=8, modules_to_save=["lm_head"]))
-Trainer(model, args, train_dataset=data).train()
-"""
-        ),
-    )
+    fixes = True
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for call in (*facts.calls.get("get_peft_model", ()), *facts.calls.get("from_pretrained", ())):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import Bad, Call, Diagnostic, Dtype, Facts, Good, Note, Record, Rule, any_of, constant, dotted
+from mpguard.lint import Call, Diagnostic, Dtype, Facts, Note, Record, Rule, any_of, constant, dotted
 
 #: Methods whose result is a part of the same model, in its dtype.
 _SAME_WEIGHTS = frozenset({
@@ -14,57 +14,19 @@ _SAME_WEIGHTS = frozenset({
 _COLLECTS = frozenset({"list", "tuple", "chain", "iter"})
 
 
-class HalfPipelineTrained(Rule):
+class HalfPipelineTrained(Rule, form_of="MPG103"):
     """A part of a diffusers pipeline that is loaded in FP16 is trained.
 
-    ## What it does
-    Reports `DiffusionPipeline.from_pretrained(..., torch_dtype=torch.float16)` if an optimizer of torch that is stepped
-    takes weights of one of its models: `pipe.unet.parameters()`, `pipe.text_encoder.get_input_embeddings().weight`.
-
-    ## Why is this bad
     FP16 weights have no FP32 copy: an update below 2^-12 of a weight is lost. Adam's `eps` of 1e-8 is 0 in FP16, and so
     is the second moment of a gradient of 1e-3: the first step produces infinities (torch 2.13). A GradScaler raises
     "Attempting to unscale FP16 gradients".
 
-    ## Known limits
     Not reported: files that cast something to FP32, and parameters that are copies.
     """
 
-    code, name = "MPG116", "half-pipeline-trained"
-    severity = "error"
     message = "the optimizer trains weights of this pipeline, which are FP16"
     help = "load the model that is trained in FP32, or cast its trained parameters to FP32 before the optimizer is made"
     triggers = (any_of(b"Pipeline"), any_of(b"float16", b"half", b"fp16"), any_of(b"optim"), any_of(b".step("))
-    examples = (
-        Bad(
-            """\
-import torch
-from diffusers import DiffusionPipeline
-
-pipe = DiffusionPipeline.from_pretrained("sdxl", torch_dtype=torch.float16)  # !
-pipe.vae.eval()
-optimizer = torch.optim.AdamW(pipe.unet.parameters(), lr=1e-3)
-for x in loader:
-    loss = pipe.unet(x, pipe.encode_prompt(x)).sample.mean()
-    loss.backward()
-    optimizer.step()
-"""
-        ),
-        Good(
-            """\
-import torch
-from diffusers import DiffusionPipeline
-
-pipe = DiffusionPipeline.from_pretrained("sdxl", torch_dtype=torch.float16)
-pipe.unet.float()
-optimizer = torch.optim.AdamW(pipe.unet.parameters(), lr=1e-3)
-for x in loader:
-    loss = pipe.unet(x, pipe.encode_prompt(x)).sample.mean()
-    loss.backward()
-    optimizer.step()
-"""
-        ),
-    )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         loads = [

@@ -56,7 +56,7 @@ class HalfWeightsInOptimizer(Rule):
     )
     pattern = lazy_pattern(rb"float16|half(?<!\whalf)|fp16")  # not `rotate_half`
     triggers_nearby = (any_of(b"optim", b"Trainer("), any_of(b".step(", b".train("))
-    yields_to = ("MPG507", "MPG862", "MPG863", "MPG864")
+    yields_to = ("MPG103", "MPG862", "MPG863", "MPG864")
     examples = (
         Bad(
             """\

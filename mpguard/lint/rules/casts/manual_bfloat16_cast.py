@@ -56,7 +56,7 @@ class ManualBfloat16Cast(Rule):
         any_of(b"backward(", b"Trainer"),
         any_of(b".to(", b".type(", b".bfloat16("),
     )
-    yields_to = ("MPG107", "MPG109", "MPG110", "MPG511", "MPG603", "MPG606")
+    yields_to = ("MPG107", "MPG109", "MPG110", "MPG511", "MPG603")
     examples = (
         Bad(
             """\

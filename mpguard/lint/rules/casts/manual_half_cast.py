@@ -95,7 +95,7 @@ class ManualHalfCast(Rule):
         ),
     )
     pattern = lazy_pattern(rb"half\b(?<!\whalf)|float16|HalfTensor|DTYPE\b")  # not `rotate_half`
-    yields_to = ("MPG107", "MPG109", "MPG110", "MPG511", "MPG603", "MPG606")
+    yields_to = ("MPG107", "MPG109", "MPG110", "MPG511", "MPG603")
     examples = (
         Bad(
             """\

@@ -6,13 +6,11 @@ import libcst as cst
 
 from mpguard.lint import (
     HALF_DTYPES,
-    Bad,
     Call,
     Diagnostic,
     Dtype,
     Event,
     Facts,
-    Good,
     Note,
     Record,
     Rule,
@@ -22,67 +20,19 @@ from mpguard.lint import (
 )
 
 
-class MixedModeCastsAdapters(Rule):
+class MixedModeCastsAdapters(Rule, form_of="MPG107"):
     """A mixed precision mode casts a model to the low dtype, with the adapters that train.
 
-    ## What it does
-    Reports `model.to(DTYPES[mode])` after `get_peft_model` if `DTYPES` has a low dtype for a mode called `mixed`
-    (`"bf16-mixed"`).
-
-    ## Why is this bad
     In a mixed mode the weights that train are FP32, and autocast computes in the low dtype. `get_peft_model` makes FP32
     adapters (peft 0.21); the cast takes that back: an update below 2^-9 (BF16) of a weight is lost, and a GradScaler
     refuses FP16 gradients.
 
-    ## Known limits
     Not reported: casts before the adapters are added, and files that cast trained parameters to FP32 again.
     """
 
-    code, name = "MPG119", "mixed-mode-casts-adapters"
-    severity = "warning"
     message = "under `{mode}` `{cast}` makes the adapters that train {dtype}: a mixed mode keeps them in FP32"
     help = "cast the model before `get_peft_model`, or only the parameters without `requires_grad`"
     triggers = (any_of(b"get_peft_model("), any_of(b"mixed"), any_of(b"float16"), any_of(b".to("))
-    examples = (
-        Bad(
-            """\
-import torch
-from peft import LoraConfig, get_peft_model
-from torch import nn
-
-DTYPES = {"32": torch.float32, "bf16-mixed": torch.bfloat16}
-
-class Encoder(nn.Module):
-    def __init__(self, base, dtype):
-        super().__init__()
-        self.dtype = dtype
-        self.net = get_peft_model(base, LoraConfig(r=8))
-        self.net.to(dtype=DTYPES[self.dtype])  # !
-
-    def forward(self, x):
-        return self.net(x.to(DTYPES[self.dtype]))
-"""
-        ),
-        Good(
-            """\
-import torch
-from peft import LoraConfig, get_peft_model
-from torch import nn
-
-DTYPES = {"32": torch.float32, "bf16-mixed": torch.bfloat16}
-
-class Encoder(nn.Module):
-    def __init__(self, base, dtype):
-        super().__init__()
-        self.dtype = dtype
-        base.to(dtype=DTYPES[self.dtype])
-        self.net = get_peft_model(base, LoraConfig(r=8))
-
-    def forward(self, x):
-        return self.net(x.to(DTYPES[self.dtype]))
-"""
-        ),
-    )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         adapts = facts.calls.get("get_peft_model", ())

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import HALF_DTYPES, Bad, Diagnostic, Event, Facts, Good, Rule, any_of, lazy_pattern
+from mpguard.lint import HALF_DTYPES, Diagnostic, Event, Facts, Rule, any_of, lazy_pattern
 
 #: The methods that a framework calls with each batch.
 _STEPS = frozenset({"compute_loss", "training_step"})
@@ -12,25 +12,18 @@ _MODEL = lazy_pattern(r"(?:self\.)?(?:_?model|net|network)(?:\.module)?")
 _SHARDS = ("--deepspeed", "--fsdp", "use_fsdp")
 
 
-class ModelCastInStep(Rule):
+class ModelCastInStep(Rule, form_of="MPG107"):
     """The training step of a framework casts the whole model: the optimizer then updates FP16 or BF16 weights.
 
-    ## What it does
-    Reports a cast of the model to FP16 or BF16 in `compute_loss` or `training_step` of a class that derives from a
-    Trainer or a `LightningModule`.
-
-    ## Why is this bad
     A module is cast in place: the parameters are those that the optimizer holds. From the first step on there are no
     FP32 master weights, and an update below 2^-9 of a BF16 weight is rounded away. With `bf16=True`, or
     `precision="bf16-mixed"`, the framework runs autocast over FP32 weights, and no cast is needed.
 
-    ## Known limits
     The model must be the argument of the method, or `self.model`. Silent where a command of the project passes
     `--deepspeed` or `--fsdp`, which keep weights of their own, and outside of a project (with a pyproject.toml or
     .git).
     """
 
-    code, name = "MPG114", "model-cast-in-step"
     severity = "error"
     message = "`{expr}` makes the weights {dtype} that the optimizer updates"
     help = "leave the weights in FP32 and remove the cast: the framework's autocast computes in low precision"
@@ -40,96 +33,6 @@ class ModelCastInStep(Rule):
         any_of(b"def compute_loss", b"def training_step"),
     )
     yields_to = ("MPG101", "MPG107")
-    examples = (
-        Bad(
-            """\
-import torch
-from transformers import Trainer
-
-class OwnTrainer(Trainer):
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        dtype = torch.bfloat16 if self.args.bf16 else torch.float32
-        if next(model.parameters()).dtype != dtype:
-            model = model.to(dtype=dtype)  # !
-        x = inputs["x"].to(dtype)
-        return model(x).mean()
-""",
-            files={"pyproject.toml": ""},
-        ),
-        Bad(
-            """\
-import lightning as L
-import torch
-from trl import SFTTrainer
-
-class Net(L.LightningModule):
-    def training_step(self, batch, index):
-        self.model.bfloat16()  # !
-        return self.model(batch.to(torch.bfloat16)).mean()
-
-class Tuner(SFTTrainer):
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        model.to(torch.bfloat16)  # !
-        return super().training_step(model, inputs, num_items_in_batch)
-""",
-            files={"pyproject.toml": ""},
-        ),
-        Good(
-            """\
-import lightning as L
-import torch
-from transformers import Trainer
-
-class OwnTrainer(Trainer):
-    def __init__(self, teacher, **kwargs):
-        super().__init__(**kwargs)
-        self.teacher = teacher
-
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        model = model.to(self.args.device)
-        teacher = self.teacher.to(torch.bfloat16)
-        with torch.no_grad():
-            wanted = teacher(inputs["x"].to(torch.bfloat16))
-        return (model(inputs["x"]).to(torch.bfloat16) - wanted).abs().mean()
-
-    def prediction_step(self, model, inputs, only_loss, ignore_keys=None):
-        model = model.to(torch.bfloat16)
-        return model(inputs["x"])
-
-class Net(L.LightningModule):
-    def training_step(self, batch, index):
-        self.model.float()
-        return self.model(batch).mean()
-
-    def on_train_end(self):
-        self.model.half()
-
-class Frozen(L.LightningModule):
-    def __init__(self):
-        self.model = load().requires_grad_(False)
-
-    def training_step(self, batch, index):
-        self.model.to(torch.bfloat16)
-        return self.head(self.model(batch)).mean()
-
-class Score:
-    def compute_loss(self, model, x):
-        return model.to(torch.bfloat16)(x)
-""",
-            files={"pyproject.toml": ""},
-        ),
-        Good(
-            """\
-import torch
-from transformers import Trainer
-
-class OwnTrainer(Trainer):
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        return model.to(torch.bfloat16)(inputs["x"]).mean()
-""",
-            files={"pyproject.toml": "", "run.sh": "deepspeed train.py --deepspeed zero2.json --bf16 True\n"},
-        ),
-    )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for event in facts.events("cast"):

@@ -6,13 +6,11 @@ import libcst as cst
 
 from mpguard.lint import (
     HALF_DTYPES,
-    Bad,
     Call,
     Diagnostic,
     Dtype,
     Event,
     Facts,
-    Good,
     Note,
     Record,
     Rule,
@@ -21,24 +19,16 @@ from mpguard.lint import (
 )
 
 
-class PolicyRepeatsWeightDtype(Rule):
+class PolicyRepeatsWeightDtype(Rule, form_of="MPG107"):
     """FSDP2's mixed precision policy has the dtype that the weights have already.
 
-    ## What it does
-    Reports `from_pretrained(dtype=X)` of a model that `fully_shard` takes with `MixedPrecisionPolicy(param_dtype=X)`,
-    and whose parameters an optimizer of torch updates. `X` is BF16, FP16, or the same variable in both places.
-
-    ## Why is this bad
     `param_dtype` is what FSDP casts its shards to for compute, so that the shards can be FP32 (torch 2.13). Where they
     have that dtype, nothing is mixed: the optimizer updates BF16 weights, with BF16 states, and an update below 2^-9 of
     a weight is lost.
 
-    ## Known limits
     Not reported: frozen models and adapters, optimizers that are not torch's, and a policy in another file.
     """
 
-    code, name = "MPG118", "policy-repeats-weight-dtype"
-    severity = "warning"
     message = (
         "`{expr}` loads the weights in `{dtype}`, to which the policy casts them: FSDP trains without FP32 weights"
     )
@@ -50,50 +40,6 @@ class PolicyRepeatsWeightDtype(Rule):
         any_of(b".step("),
     )
     yields_to = ("MPG103", "MPG107", "MPG511")
-    examples = (
-        Bad(
-            """\
-import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM
-
-class Engine:
-    def __init__(self, config):
-        self.config, self.dtype = config, getattr(torch, config["dtype"])
-        self.model = AutoModelForCausalLM.from_pretrained(config["path"], dtype=self.dtype)  # !
-
-    def shard(self):
-        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        fully_shard(self.model, mp_policy=policy)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
-
-    def step(self, batch):
-        self.model(**batch).loss.backward()
-        self.optimizer.step()
-"""
-        ),
-        Good(
-            """\
-import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM
-
-class Engine:
-    def __init__(self, config):
-        self.config, self.dtype = config, getattr(torch, config["dtype"])
-        self.model = AutoModelForCausalLM.from_pretrained(config["path"], dtype=torch.float32)
-
-    def shard(self):
-        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        fully_shard(self.model, mp_policy=policy)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
-
-    def step(self, batch):
-        self.model(**batch).loss.backward()
-        self.optimizer.step()
-"""
-        ),
-    )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         policies = [event for event in facts.events("policy") if facts.called_path(event.call).endswith("Policy")]

@@ -3,66 +3,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, accelerate_config, any_of, config_edits, siblings
+from mpguard.lint import ConfigRule, Diagnostic, accelerate_config, any_of, config_edits, siblings
 
 if TYPE_CHECKING:
     from mpguard.lint import Document
 
 
-class AllGatherOutsideFsdp2(ConfigRule):
+class AllGatherOutsideFsdp2(ConfigRule, form_of="MPG413"):
     """torchao's float8 all-gather, accelerate's default, without FSDP2.
 
-    ## Why is this bad
     The converted weights never train: with all-gather on, torchao wraps each weight in a tensor subclass whose updates
     outside FSDP2 are lost. On an H200, 4 of 4 converted weights were unchanged after training while the loss fell,
     since the layers that are not converted did train. Such weights cannot be saved as safetensors either.
     `enable_fsdp_float8_all_gather` is true by default (accelerate 1.15.0, `AORecipeKwargs`).
 
-    ## Fix safety
-    Safe: the key is set to `false`, and the weights train.
-
-    ## Known limits
     Not reported if code in the config's folder builds an `AORecipeKwargs`, and if the file names an mpguard recipe,
     which passes accelerate a config without it.
     """
 
-    code, name = "MPG812", "all-gather-outside-fsdp2"
-    severity = "error"
     message = "float8 all-gather {state} without FSDP2: the converted weights never train"
     help = "set `fp8_config.enable_fsdp_float8_all_gather: false`"
     kinds = ("accelerate",)
     triggers = (any_of(b"fp8_config"), any_of(b"AO", b"ao"))
-    examples = (
-        Bad(
-            """\
-distributed_type: MULTI_GPU
-mixed_precision: fp8
-num_processes: 8
-fp8_config:
-  backend: AO  # !
-""",
-            name="mp.yaml",
-            fixed="""\
-distributed_type: MULTI_GPU
-mixed_precision: fp8
-num_processes: 8
-fp8_config:
-  backend: AO
-  enable_fsdp_float8_all_gather: false
-""",
-        ),
-        Good(
-            """\
-distributed_type: FSDP
-mixed_precision: fp8
-fp8_config:
-  backend: AO
-fsdp_config:
-  fsdp_version: 2
-""",
-            name="mp.yaml",
-        ),
-    )
+    fixes = True
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         backend = accelerate_config.setting(document, "fp8_config", "backend")

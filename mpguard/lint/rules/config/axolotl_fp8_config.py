@@ -3,16 +3,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, any_of, axolotl_keys, did_you_mean, show
+from mpguard.lint import ConfigRule, Diagnostic, Note, any_of, axolotl_keys, did_you_mean, show
 
 if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
 
 
-class AxolotlFp8Config(ConfigRule):
+class AxolotlFp8Config(ConfigRule, form_of="MPG849"):
     """`fp8_config` or `fp32_norms` of an axolotl config, in a form that axolotl refuses or ignores.
 
-    ## Why is this bad
     axolotl 0.19.0 stops at the start of a run if
 
     - `fp8_config` has another key than `recipe`, or a recipe that it does not have;
@@ -22,59 +21,13 @@ class AxolotlFp8Config(ConfigRule):
 
     `fp32_norm_classes` without `fp32_norms` is ignored, with a warning.
 
-    ## Known limits
     Values that a template fills in are unknown.
     """
 
-    code, name = "MPG847", "axolotl-fp8-config"
-    severity = "error"
     message = "{what}"
     help = "`recipe: tensorwise` is the default; rowwise recipes have no float8 all-gather"
     kinds = ("axolotl",)
     triggers = (any_of(b"fp8_config", b"fp32_norm"),)
-    examples = (
-        Bad(
-            """\
-base_model: meta-llama/Llama-3.2-1B
-micro_batch_size: 1
-fp8: true
-fp8_config:
-  recipee: rowwise  # !
-torch_compile: true
-""",
-            name="axolotl.yaml",
-        ),
-        Bad(
-            """\
-base_model: meta-llama/Llama-3.2-1B
-micro_batch_size: 1
-fp8: true
-fp8_config:
-  recipe: rowwise
-fp8_enable_fsdp_float8_all_gather: true  # !
-torch_compile: true
-fsdp_version: 2
-fsdp_config:
-  reshard_after_forward: true
-""",
-            name="axolotl.yaml",
-        ),
-        Good(
-            """\
-base_model: meta-llama/Llama-3.2-1B
-micro_batch_size: 1
-fp8: true
-fp8_config:
-  recipe: rowwise_with_gw_hp
-torch_compile: true
-fsdp_version: 2
-fsdp_config:
-  reshard_after_forward: true
-fp32_norms: true
-""",
-            name="axolotl.yaml",
-        ),
-    )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         section = document.entry("fp8_config")

@@ -3,16 +3,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, any_of, axolotl_keys
+from mpguard.lint import ConfigRule, Diagnostic, Note, any_of, axolotl_keys
 
 if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
 
 
-class AxolotlPrecisionConflict(ConfigRule):
+class AxolotlPrecisionConflict(ConfigRule, form_of="MPG849"):
     """Precision keys of an axolotl config that exclude each other, or a value that its schema refuses.
 
-    ## Why is this bad
     With axolotl 0.19.0:
 
     - `bf16: true` with `fp16: true`: BF16 wins, `fp16` is turned off without a warning.
@@ -28,38 +27,13 @@ class AxolotlPrecisionConflict(ConfigRule):
     - `bf16: full`, which axolotl's documentation recommends: its schema accepts `auto` and booleans only, and
       axolotl stops.
 
-    ## Known limits
     `bf16: auto` with `fp16: true` is clearly FP16, and is reported only without an adapter. Values that a template
     fills in (`${BF16}`) are unknown.
     """
 
-    code, name = "MPG841", "axolotl-precision-conflict"
-    severity = "error"
     message = "`{key}: {value}` {reason}"
     kinds = ("axolotl",)
     triggers = (any_of(b"bf16", b"fp16", b"bfloat16", b"float16"),)
-    examples = (
-        Bad(
-            """\
-base_model: meta-llama/Llama-3.2-1B
-micro_batch_size: 1
-bf16: true
-fp16: true  # !
-""",
-            name="axolotl.yaml",
-        ),
-        Good(
-            """\
-base_model: meta-llama/Llama-3.2-1B
-micro_batch_size: 1
-bf16: auto
-fp16: true
-bfloat16: false
-adapter: qlora
-""",
-            name="axolotl.yaml",
-        ),
-    )
 
     def _weights(self, document: Document, low: Entry | None, weights: Entry | None) -> Iterator[Diagnostic]:
         """Report what concerns the weights: pure BF16 next to AMP, and FP16 weights that are all trained."""

@@ -3,62 +3,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, accelerate_config, accelerate_keys, any_of, config_edits
+from mpguard.lint import ConfigRule, Diagnostic, accelerate_config, accelerate_keys, any_of, config_edits
 
 if TYPE_CHECKING:
     from mpguard.lint import Document
 
 
-class BackendSpelling(ConfigRule):
+class BackendSpelling(ConfigRule, form_of="MPG813"):
     """The FP8 backend of an accelerate config is not one of `TE`, `AO` and `MSAMP` in capitals.
 
-    ## Why is this bad
-    The launcher accepts any text and passes it on; each worker then raises
-    `ValueError: 'te' is not a valid FP8BackendType` (accelerate 1.15.0). Capitals are needed although `--fp8_backend`
-    on the command line accepts only the lower-case words, and although accelerate's own template writes `MS-AMP`.
-
-    ## Fix safety
-    Safe: the intended backend in accelerate's spelling. There is no fix for a word that is not a backend.
+    The launcher accepts any text and passes it on; each worker then raises `ValueError: 'te' is not a valid
+    FP8BackendType` (accelerate 1.15.0). Capitals are needed although `--fp8_backend` on the command line accepts only
+    the lower-case words, and although accelerate's own template writes `MS-AMP`.
     """
 
-    code, name = "MPG803", "backend-spelling"
-    severity = "error"
     message = (
         "`{written}` is not an FP8 backend, and the workers stop; accelerate accepts `TE`, `AO` and `MSAMP` in capitals"
     )
     help = "write one of the three, in capitals"
     kinds = ("accelerate",)
     triggers = (any_of(b"fp8_config"), any_of(b"backend"))
-    examples = (
-        Bad(
-            """\
-distributed_type: MULTI_GPU
-mixed_precision: fp8
-num_processes: 8
-fp8_config:
-  backend: te  # !
-  amax_history_len: 16
-""",
-            name="mp.yaml",
-            fixed="""\
-distributed_type: MULTI_GPU
-mixed_precision: fp8
-num_processes: 8
-fp8_config:
-  backend: TE
-  amax_history_len: 16
-""",
-        ),
-        Good(
-            """\
-distributed_type: FSDP
-mixed_precision: fp8
-fp8_config:
-  backend: AO
-""",
-            name="mp.yaml",
-        ),
-    )
+    fixes = True
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         entry = accelerate_config.setting(document, "fp8_config", "backend")

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Dtype, Good, Note, any_of
+from mpguard.lint import ConfigRule, Diagnostic, Dtype, Note, any_of
 
 if TYPE_CHECKING:
     from mpguard.lint import Document
@@ -11,51 +11,25 @@ if TYPE_CHECKING:
 _SECTIONS = {"bf16": Dtype.BF16, "bfloat16": Dtype.BF16, "fp16": Dtype.FP16}
 
 
-class Bf16AndTorchAutocast(ConfigRule):
+class Bf16AndTorchAutocast(ConfigRule, form_of="MPG821"):
     """A DeepSpeed config whose `torch_autocast` has another dtype than its enabled `bf16` or `fp16` section.
 
-    ## Why is this bad
     `bf16` and `fp16` store the parameters in the low precision, `torch_autocast` casts the inputs of operations.
     DeepSpeed 0.19.8 accepts both without a warning. With two dtypes each matrix product casts BF16 parameters to FP16
     or the reverse, and loses range or precision twice; gradients of Linear layers are reduced in the autocast's dtype,
     which under `bf16` has no loss scale to protect them. Without a `dtype`, `torch_autocast` is FP16 on a GPU: torch's
     default.
 
-    ## Known limits
     Both in one dtype are not reported, though DeepSpeed PR#6993 excluded it at first: since PR#7700 its own examples
     combine `torch_autocast` with `bf16_master_weights_and_grads`, and code uses it for FP32 inputs. `"enabled": "auto"`
     counts as on in `torch_autocast`, since DeepSpeed reads the text as true. In `bf16` and `fp16` it depends on the
     program that fills it in, and is not reported.
     """
 
-    code, name = "MPG825", "bf16-and-torch-autocast"
-    severity = "error"
     message = "`{low}` is enabled and `torch_autocast` computes in {dtype}: two precisions at once"
     help = "enable one of them, or give `torch_autocast` the dtype of the other"
     kinds = ("deepspeed",)
     triggers = (any_of(b"torch_autocast"), any_of(b"bf16", b"fp16", b"bfloat16"))
-    examples = (
-        Bad(
-            """\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "bf16": {"enabled": true},
-  "torch_autocast": {"enabled": true, "dtype": "float16"}  # !
-}
-""",
-            name="ds_config.json",
-        ),
-        Good(
-            """\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true},
-  "torch_autocast": {"enabled": true, "dtype": "bfloat16"}
-}
-""",
-            name="ds_config.json",
-        ),
-    )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         autocast, setting = document.entry("torch_autocast.enabled"), document.entry("torch_autocast.dtype")

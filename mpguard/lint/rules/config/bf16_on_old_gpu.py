@@ -5,10 +5,8 @@ from typing import TYPE_CHECKING
 
 from mpguard.lint import (
     NEEDS,
-    Bad,
     ConfigRule,
     Diagnostic,
-    Good,
     accelerate_config,
     any_of,
     axolotl_keys,
@@ -19,52 +17,24 @@ if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
 
 
-class Bf16OnOldGpu(ConfigRule):
+class Bf16OnOldGpu(ConfigRule, form_of="MPG408"):
     """BF16 for a GPU that has no BF16 arithmetic.
 
-    ## What it does
-    Reports BF16 in configs of accelerate, DeepSpeed and axolotl if the GPU has a compute capability below 8.0 (V100,
-    T4, RTX 20).
-
-    ## Why is this bad
     torch emulates BF16 there (pytorch#148322): values are converted to FP32, computed without tensor cores, and rounded
     again. FP16 has tensor cores from 7.0 on. `torch.compile` skips such graphs, and cuDNN has no BF16 convolutions
     below 8.0 (diffusers#14129). With torch 2.2, `torch.cuda.is_bf16_supported()` is False on a V100 (pytorch#124996):
     there accelerate, DeepSpeed and transformers raise, and the finding is an error. Since then it is True, and nothing
     warns.
 
-    ## Known limits
     The GPU is taken from SageMaker's `ec2_instance_type`, from `--gpu NAME`, or from `gpu` in [tool.mpguard]; without
     one of them nothing is reported. axolotl's `bf16: auto` is decided on the machine.
     """
 
-    code, name = "MPG816", "bf16-on-old-gpu"
     severity = "warning"
     message = "BF16 on {gpu} (compute capability {has}): {what}; BF16 needs 8.0"
     help = "use FP16 with loss scaling on this GPU"
     kinds = ("accelerate", "deepspeed", "axolotl")
     triggers = (any_of(b"bf16", b"BF16", b"bfloat16"),)
-    examples = (
-        Bad(
-            """\
-compute_environment: AMAZON_SAGEMAKER
-distributed_type: DATA_PARALLEL
-ec2_instance_type: ml.p3.16xlarge
-iam_role_name: accelerate_sagemaker
-mixed_precision: bf16  # !
-""",
-            name="sagemaker.yaml",
-        ),
-        Good(
-            """\
-distributed_type: MULTI_GPU
-mixed_precision: bf16
-num_processes: 8
-""",
-            name="mp.yaml",
-            files={"mpguard.toml": 'gpu = "a100"\n'},
-        ),
-    )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         entry = _bf16(document)

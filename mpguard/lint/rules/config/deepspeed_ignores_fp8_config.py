@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, accelerate_config, any_of
+from mpguard.lint import ConfigRule, Diagnostic, Note, accelerate_config, any_of
 
 if TYPE_CHECKING:
     from mpguard.lint import Document
@@ -18,54 +18,21 @@ _RECIPE = {
 }
 
 
-class DeepspeedIgnoresFp8Config(ConfigRule):
+class DeepspeedIgnoresFp8Config(ConfigRule, form_of="MPG809"):
     """DeepSpeed with Transformer Engine in an accelerate config, and settings for the FP8 recipe.
 
-    ## Why is this bad
     Under DeepSpeed accelerate 1.15.0 builds Transformer Engine's `DelayedScaling()` with its defaults and ignores
     `fp8_config`: it passes on `fp8_recipe_handler`, which only the deprecated `FP8RecipeKwargs` sets (accelerator.py,
     `_prepare_deepspeed`). MXFP8, E4M3 and the length of the history are lost without a warning.
 
-    ## Known limits
     Values that are Transformer Engine's defaults are not reported. Not reported if the file, or `[tool.mpguard]`, names
     an mpguard recipe: its plugin enters FP8 autocast with the policy's recipe. Read in the source of accelerate 1.15.0.
     """
 
-    code, name = "MPG810", "deepspeed-ignores-fp8-config"
-    severity = "error"
     message = "under DeepSpeed accelerate ignores `{key}`: Transformer Engine gets its default recipe, {default}"
     help = "pass `FP8RecipeKwargs` to `Accelerator` in the code, or name an mpguard recipe and use `mpguard launch`"
     kinds = ("accelerate",)
     triggers = (any_of(b"fp8_config"), any_of(b"DEEPSPEED"), any_of(b"TE", b"te"))
-    examples = (
-        Bad(
-            """\
-distributed_type: DEEPSPEED
-mixed_precision: fp8
-fp8_config:
-  backend: TE
-  fp8_format: E4M3  # !
-  amax_history_len: 16  # !
-  margin: 0
-deepspeed_config:
-  zero_stage: 2
-""",
-            name="ds.yaml",
-        ),
-        Good(
-            """\
-distributed_type: DEEPSPEED
-mixed_precision: fp8
-fp8_config:
-  backend: TE
-  fp8_format: HYBRID
-  amax_history_len: 1024
-deepspeed_config:
-  zero_stage: 2
-""",
-            name="ds.yaml",
-        ),
-    )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         if (

@@ -30,7 +30,7 @@ class DroppedTeSetting(ConfigRule):
     ## Known limits
     Values that Transformer Engine uses anyway (`interval: 1`, a list of `false`) are not reported. Not reported if the
     file names an mpguard recipe, whose policy builds the recipe itself. `most_recent` is reported only if the backend
-    is `TE` or not set; under DeepSpeed no such key arrives (MPG810).
+    is `TE` or not set; under DeepSpeed no such key arrives (MPG809).
     """
 
     code, name = "MPG809", "dropped-te-setting"

@@ -3,53 +3,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint import NEEDS, Bad, ConfigRule, Diagnostic, Good, accelerate_config, any_of
+from mpguard.lint import NEEDS, ConfigRule, Diagnostic, accelerate_config, any_of
 
 if TYPE_CHECKING:
     from mpguard.lint import Document
 
 
-class Fp8OnOldGpu(ConfigRule):
+class Fp8OnOldGpu(ConfigRule, form_of="MPG408"):
     """`mixed_precision: fp8` for a GPU without FP8.
 
-    ## Why is this bad
     FP8 needs compute capability 8.9 (Ada, Hopper or newer). On an older GPU accelerate 1.15.0 warns once and continues
     in FP16, not BF16 (state.py). Layers may have been converted all the same, and then run or fail depending on the
     backend.
 
-    ## Known limits
     The GPU is taken from SageMaker's `ec2_instance_type`, from `--gpu NAME`, or from `gpu` in [tool.mpguard]; without
     one of them nothing is reported.
     """
 
-    code, name = "MPG814", "fp8-on-old-gpu"
-    severity = "error"
     message = "`mixed_precision: fp8` on {gpu} (compute capability {has}): accelerate continues in FP16; FP8 needs 8.9"
     help = "use `bf16` from compute capability 8.0 on, `fp16` below"
     kinds = ("accelerate",)
     triggers = (any_of(b"fp8", b"FP8"),)
-    examples = (
-        Bad(
-            """\
-compute_environment: AMAZON_SAGEMAKER
-distributed_type: DATA_PARALLEL
-ec2_instance_type: ml.p4d.24xlarge
-iam_role_name: accelerate_sagemaker
-mixed_precision: fp8  # !
-""",
-            name="sagemaker.yaml",
-        ),
-        Good(
-            """\
-compute_environment: AMAZON_SAGEMAKER
-distributed_type: DATA_PARALLEL
-ec2_instance_type: ml.p5.48xlarge
-iam_role_name: accelerate_sagemaker
-mixed_precision: fp8
-""",
-            name="sagemaker.yaml",
-        ),
-    )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         entry = accelerate_config.mixed_precision_entry(document)

@@ -5,10 +5,8 @@ from typing import TYPE_CHECKING
 
 from mpguard.lint import (
     ABSENT,
-    Bad,
     ConfigRule,
     Diagnostic,
-    Good,
     Note,
     accelerate_config,
     any_of,
@@ -23,17 +21,12 @@ if TYPE_CHECKING:
 _COMPILES = r"\bcompile\(|torch_compile|dynamo_backend|dynamo_plugin|TorchDynamoPlugin|HfArgumentParser"
 
 
-class Fp8WithoutDynamo(ConfigRule):
+class Fp8WithoutDynamo(ConfigRule, form_of="MPG401"):
     """FP8 with torchao in an accelerate config without a dynamo backend.
 
-    ## Why is this bad
     torchao's casts and scales are many small kernels, which only a compiler fuses. Without it FP8 is slower than BF16:
     on an H200 0.55 times the speed of plain BF16 (benchmarks/results).
 
-    ## Fix safety
-    Unsafe: `dynamo_backend: INDUCTOR` compiles the model, which takes time at the start and may not work with its code.
-
-    ## Known limits
     Not reported if related Python code compiles or takes transformers' `TrainingArguments` from the command line.
     Related is code in the config's folder, in its parent folder, and in the folder of a script that a launch line of
     the tree starts with the config. Not reported either if such a line has `--dynamo_backend`, or if the file names an
@@ -41,46 +34,11 @@ class Fp8WithoutDynamo(ConfigRule):
     accelerate 1.15.0 passes them to no worker there.
     """
 
-    code, name = "MPG807", "fp8-without-dynamo"
-    severity = "error"
     message = "FP8 with torchao, but nothing compiles the model: slower than BF16"
     help = "set `dynamo_config: {dynamo_backend: INDUCTOR}`, or compile the model in the code"
     kinds = ("accelerate",)
     triggers = (any_of(b"fp8_config"), any_of(b"AO", b"ao"))
-    examples = (
-        Bad(
-            """\
-distributed_type: FSDP
-mixed_precision: fp8
-fp8_config:
-  backend: AO  # !
-fsdp_config:
-  fsdp_version: 2
-""",
-            name="mp.yaml",
-            fixed="""\
-distributed_type: FSDP
-mixed_precision: fp8
-fp8_config:
-  backend: AO
-fsdp_config:
-  fsdp_version: 2
-dynamo_config:
-  dynamo_backend: INDUCTOR
-""",
-        ),
-        Good(
-            """\
-distributed_type: MULTI_GPU
-mixed_precision: fp8
-dynamo_config:
-  backend: inductor
-fp8_config:
-  backend: AO
-""",
-            name="mp.yaml",
-        ),
-    )
+    fixes = True
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         backend = accelerate_config.setting(document, "fp8_config", "backend")

@@ -3,58 +3,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, any_of, llamafactory_keys
+from mpguard.lint import ConfigRule, Diagnostic, any_of, llamafactory_keys
 
 if TYPE_CHECKING:
     from mpguard.lint import Document
 
 
-class LlamaFactoryWithoutMixedPrecision(ConfigRule):
+class LlamaFactoryWithoutMixedPrecision(ConfigRule, form_of="MPG849"):
     """A LLaMA-Factory config trains without mixed precision.
 
-    ## What it does
-    Reports a config with `do_train: true` that switches on none of `bf16`, `fp16` and `pure_bf16`.
-
-    ## Why is this bad
     LLaMA-Factory 0.9.5 casts the parameters that train to FP32, and without one of the switches there is no autocast:
     full fine-tuning computes in FP32, with twice the memory and a fraction of the speed. With LoRA, the base model is
     loaded in 16 bit all the same, and new tokens and other trained parts, which are FP32, meet 16-bit activations. A
     line of the log says only "We recommend enable mixed precision training".
 
-    ## Known limits
     Values that a template fills in are unknown. Not reported: BAdam, GaLore and APOLLO, Unsloth, and configs that only
     tokenize (`tokenized_path`).
     """
 
-    code, name = "MPG845", "llamafactory-without-mixed-precision"
     severity = "warning"
     message = "{what}: LLaMA-Factory trains without mixed precision"
     help = "set `bf16: true`, or `fp16: true` on a GPU without BF16"
     kinds = ("llamafactory",)
     triggers = (any_of(b"finetuning_type"), any_of(b"do_train"))
-    examples = (
-        Bad(
-            """\
-model_name_or_path: seeklhy/codes-1b
-stage: sft
-do_train: true
-finetuning_type: lora
-learning_rate: 1.0e-4
-bf16: false  # !
-""",
-            name="sft.yaml",
-        ),
-        Good(
-            """\
-model_name_or_path: meta-llama/Llama-3.1-8B
-stage: sft
-do_train: true
-finetuning_type: full
-bf16: true
-""",
-            name="sft.yaml",
-        ),
-    )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         trains = document.entry("do_train")

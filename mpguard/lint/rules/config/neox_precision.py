@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, any_of
+from mpguard.lint import ConfigRule, Diagnostic, any_of
 
 if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
@@ -12,65 +12,25 @@ if TYPE_CHECKING:
 _MODEL = {"num_layers", "hidden_size", "num_attention_heads", "pipe_parallel_size"}
 
 
-class NeoxPrecision(ConfigRule):
+class NeoxPrecision(ConfigRule, form_of="MPG849"):
     """A GPT-NeoX config asks for BF16 in a DeepSpeed section only, and not by `precision`.
 
-    ## What it does
-    Reports `bf16: {enabled: true}`, and `type: bfloat16` in an enabled `fp16` section, in a GPT-NeoX config without
-    `precision: bfloat16`.
-
-    ## Why is this bad
     GPT-NeoX builds its model in the dtype of `precision`. Its releases, and its main branch before 13 November 2024, do
     not look at the `bf16` section: without the key they build an FP32 model, rotary embedding included, and DeepSpeed
-    casts the parameters to BF16. Products of the two dtypes then fail, or compute in another precision than meant.
-    With `fp16` enabled and no key, all versions set `precision` to `fp16`. Only DeeperSpeed 1.0 reads
-    `type` in that section; later ones train in FP16 with a loss scale. DeeperSpeed 2.0 casts all inputs of the model,
-    token ids as well, with `auto_cast: true`.
+    casts the parameters to BF16. Products of the two dtypes then fail, or compute in another precision than meant. With
+    `fp16` enabled and no key, all versions set `precision` to `fp16`. Only DeeperSpeed 1.0 reads `type` in that
+    section; later ones train in FP16 with a loss scale. DeeperSpeed 2.0 casts all inputs of the model, token ids as
+    well, with `auto_cast: true`.
 
-    ## Known limits
     GPT-NeoX reads several files for a run: `precision` in another one is not seen. Later versions of its main branch
     derive `precision` from the `bf16` section.
     """
 
-    code, name = "MPG846", "neox-precision"
     severity = "warning"
     message = "{what}, and `precision` is not set: {effect}"
     help = 'set `"precision": "bfloat16"`, which every version of GPT-NeoX reads'
     kinds = ("deepspeed",)
     triggers = (any_of(b"pipe_parallel_size", b"pipe-parallel-size"), any_of(b"num_layers", b"num-layers"))
-    examples = (
-        Bad(
-            """\
-{
-  "pipe-parallel-size": 1,
-  "num-layers": 24,
-  "hidden-size": 2048,
-  "num-attention-heads": 16,
-  "train_micro_batch_size_per_gpu": 4,
-  "zero_optimization": {"stage": 1},
-  "bf16": {"enabled": true},  # !
-  "train-iters": 1000
-}
-""",
-            name="1-3B.yml",
-        ),
-        Good(
-            """\
-{
-  "pipe_parallel_size": 1,
-  "num_layers": 24,
-  "hidden_size": 2048,
-  "num_attention_heads": 16,
-  "train_micro_batch_size_per_gpu": 4,
-  "precision": "bfloat16",
-  "bf16": {"enabled": true},
-  "data_types": {"grad_accum_dtype": "fp32"},
-  "zero_optimization": {"stage": 1}
-}
-""",
-            name="1-3B.yml",
-        ),
-    )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         keys = {str(key).replace("-", "_") for key in document.require()}

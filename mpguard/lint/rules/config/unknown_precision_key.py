@@ -59,7 +59,7 @@ fp8_backend: torchao
         dialect = dialects.DIALECTS[str(document.kind)]
         for entry in dialect.unknown(document):
             if document.kind == "axolotl" and len(entry.path) == 2:
-                continue  # axolotl stops there: MPG847
+                continue  # axolotl stops there: MPG849
             meant = config_edits.likely_key(entry.key, dialect.keys, cutoff=0.75)
             yield self.at(
                 entry,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Diagnostic, Good, Launch, LaunchRule, Note, Word, any_of, lazy_pattern, library_names
+from mpguard.lint import Diagnostic, Launch, LaunchRule, Note, Word, any_of, lazy_pattern, library_names
 
 #: Options that name the model which is trained.
 _MODEL = lazy_pattern(r"--(?:base_|pretrained_)?model(?:[_-]?(?:name|name_or_path|id|path|checkpoint))?")
@@ -11,53 +11,18 @@ _TRUE = frozenset({"true", "yes", "1", "t", "y"})
 _NO_TRAINING = lazy_pattern(r"(?i)infer|predict|eval|generat|test|demo|serve")
 
 
-class LaunchBf16ModelInFp16(LaunchRule):
+class LaunchBf16ModelInFp16(LaunchRule, form_of="MPG519"):
     """A launch line trains a checkpoint in FP16 whose activations overflow in FP16.
 
-    ## What it does
-    Reports `--fp16`, or accelerate's `--mixed_precision fp16`, on a line whose option for the model names T5 v1.1,
-    mT5, ByT5, Flan-T5, UL2, T0, T5 from `t5-large` on, or Gemma 3.
-
-    ## Why is this bad
     They were pretrained in BF16, which has the range of FP32: the loss is NaN or 0, or the GradScaler skips all steps
     (see MPG519).
 
-    ## Known limits
     A model that a variable, a config or a default names is unknown.
     """
 
-    code, name = "MPG869", "launch-bf16-model-in-fp16"
-    severity = "warning"
     message = "`{flag}`, but the activations of `{model}` overflow in FP16"
     help = "pass `--bf16` (`--mixed_precision bf16`), or train in FP32 on a GPU without BF16"
     triggers = (any_of(b"fp16"), any_of(b"t5-", b"T0", b"mt0-", b"ul2", b"gemma-3"), any_of(b"model"))
-    examples = (
-        Bad(
-            """\
-deepspeed --num_gpus=4 run_multitask.py --deepspeed ds_config.json \\
-  --model_name_or_path t5-11b --do_train \\
-  --fp16 \\  # !
-  --output_dir out
-torchrun train.py --model google/mt5-base --fp16 True --lr 1e-4  # !
-torchrun sft.py --model_name_or_path google/gemma-3-4b-it --use_peft --fp16  # !
-accelerate launch --mixed_precision fp16 train.py --model_name_or_path=google/flan-t5-xl  # !
-""",
-            name="run.sh",
-        ),
-        Good(
-            """\
-torchrun train.py --model_name_or_path t5-11b --bf16
-torchrun train.py --model_name_or_path t5-11b --fp16 False
-torchrun train.py --model_name_or_path t5-base --fp16
-torchrun train.py --model_name_or_path google/gemma-2b-it --fp16
-torchrun train.py --model_name_or_path $MODEL --fp16
-torchrun train.py --text_encoder google/t5-v1_1-xxl --fp16
-torchrun predict.py --model_name_or_path google/flan-t5-xl --fp16
-torchrun train.py --do_eval --model_name_or_path google/flan-t5-xl --fp16
-""",
-            name="run.sh",
-        ),
-    )
 
     def check(self, launches: list[Launch]) -> Iterator[Diagnostic]:
         for launch in launches:

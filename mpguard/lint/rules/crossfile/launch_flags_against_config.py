@@ -4,10 +4,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.lint import (
-    Bad,
     ConfigError,
     Diagnostic,
-    Good,
     Launch,
     LaunchRule,
     Note,
@@ -40,102 +38,21 @@ _TRUE, _FALSE = frozenset({"true", "yes", "1", "t", "y"}), frozenset({"false", "
 _MODES = ("fp16", "bf16")
 
 
-class LaunchFlagsAgainstConfig(LaunchRule):
+class LaunchFlagsAgainstConfig(LaunchRule, form_of="MPG863"):
     """`--bf16` or `--fp16` on a launch line, against the config on the same line.
 
-    ## What it does
-    Reports `--fp16` and `--bf16` of a script that parses `TrainingArguments` (`HfArgumentParser`, `TrlParser`) if the
-    DeepSpeed file (`--deepspeed ds.json`), the accelerate config (`--config_file`) or `--mixed_precision` on the same
-    line has another precision, or the DeepSpeed file switches that one off; both flags together; and a line with
-    neither flag whose DeepSpeed file enables one of them.
-
-    ## Why is this bad
     With a DeepSpeed file the run stops ("Please correct the following DeepSpeed config values that mismatch
     TrainingArguments values"): the flags are compared, and neither `--torch_dtype` nor `auto_cast` counts. With
-    accelerate the flag silently wins, and FP8 of the config is off. With both flags
-    TrainingArguments raise "At most one of fp16 and bf16 can be True" (transformers 5.23).
+    accelerate the flag silently wins, and FP8 of the config is off. With both flags TrainingArguments raise "At most
+    one of fp16 and bf16 can be True" (transformers 5.23).
 
-    ## Known limits
     The script must be in the tree and contain the parser. Values from variables are unknown, and a config with `no` or
     `auto` is not compared. A line without a flag is compared if the script gives `TrainingArguments` no other defaults.
     """
 
-    code, name = "MPG867", "launch-flags-against-config"
-    severity = "error"
     message = "`{flag}`, but {what}"
     help = "set the precision in one place"
     triggers = (any_of(b"--bf16", b"--fp16", b"--deepspeed"),)
-    examples = (
-        Bad(
-            """\
-torchrun --nproc_per_node 8 train.py --bf16 True --fp16 True  # !
-deepspeed train.py --fp16 --deepspeed ds.json  # !
-accelerate launch --config_file fp8.yaml train.py --lr 1e-4 --bf16=true  # !
-accelerate launch --mixed_precision fp16 train.py --bf16 --output_dir out  # !
-""",
-            name="run.sh",
-            files={"train.py": "from transformers import HfArgumentParser, TrainingArguments\n",
-                   "ds.json": '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}',
-                   "fp8.yaml": "distributed_type: FSDP\nmixed_precision: fp8\n"},
-        ),
-        Bad(
-            """\
-deepspeed pkg/train.py --model_name_or_path $MODEL --train_file data.json --deepspeed bf16.json  # !
-torchrun --nproc_per_node 2 pkg/train.py --do_train --torch_dtype float16 --deepspeed fp16.json  # !
-deepspeed pkg/train.py --bf16 False --deepspeed=bf16.json  # !
-deepspeed pkg/train.py --fp16 --deepspeed off.json  # !
-""",
-            name="run.sh",
-            files={"pkg/train.py": "from dataclasses import dataclass, field\n\nimport transformers\n\n"
-                   "from pkg.data import Collator\n\n@dataclass\n"
-                   "class TrainingArguments(transformers.TrainingArguments):\n    cutoff: int = field(default=512)\n\n"
-                   "parser = transformers.HfArgumentParser(TrainingArguments)\n"
-                   "(args,) = parser.parse_args_into_dataclasses()\nmultiple = 8 if args.fp16 else None\n",
-                   "bf16.json": '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}',
-                   "off.json": '{"fp16": {"enabled": false}, "zero_optimization": {"stage": 2}}',
-                   "fp16.json": '{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}'},
-        ),
-        Good(
-            """\
-deepspeed train.py --bf16_full_eval --deepspeed bf16.json
-deepspeed train.py --deepspeed bf16.json $EXTRA
-deepspeed train.py --do_train "$@" --deepspeed bf16.json
-deepspeed train.py --deepspeed bf16.json --config args.yaml
-deepspeed train.py --deepspeed auto.json
-deepspeed train.py --deepspeed $CONFIG
-deepspeed default.py --deepspeed bf16.json
-deepspeed other.py --deepspeed bf16.json
-deepspeed trl_sft.py --deepspeed bf16.json
-deepspeed own.py --deepspeed bf16.json
-""",
-            name="run.sh",
-            files={"train.py": "from transformers import HfArgumentParser, TrainingArguments\n",
-                   "default.py": "from transformers import HfArgumentParser, TrainingArguments\n\n"
-                   "class Settings(TrainingArguments):\n    bf16: bool = True\n",
-                   "other.py": "from transformers import HfArgumentParser, TrainingArguments\n"
-                   "from config import (\n    DataArguments,\n    TrainArgs,\n)\n",
-                   "trl_sft.py": "from transformers import HfArgumentParser, TrainingArguments\nimport trl\n",
-                   "own.py": "from transformers import HfArgumentParser\n",
-                   "bf16.json": '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}',
-                   "auto.json": '{"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}'},
-        ),
-        Good(
-            """\
-torchrun --nproc_per_node 8 train.py --bf16 True --fp16 False
-deepspeed train.py --bf16 --deepspeed ds.json
-deepspeed train.py --fp16 $FP16 --deepspeed ds.json
-deepspeed train.py --fp16 --deepspeed auto.json
-accelerate launch --config_file $CONFIG train.py --bf16
-deepspeed own.py --fp16 --deepspeed ds.json
-deepspeed train.py --fp16 --deepspeed other.json
-""",
-            name="run.sh",
-            files={"train.py": "from transformers import HfArgumentParser, TrainingArguments\n",
-                   "own.py": "import torch\n",
-                   "ds.json": '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}',
-                   "auto.json": '{"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}'},
-        ),
-    )  # fmt: skip
 
     def check(self, launches: list[Launch]) -> Iterator[Diagnostic]:
         for launch in launches:

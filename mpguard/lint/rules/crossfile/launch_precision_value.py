@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Diagnostic, Edit, Fix, Good, Launch, LaunchRule, Note, Word, any_of, lazy_pattern
+from mpguard.lint import Diagnostic, Edit, Fix, Launch, LaunchRule, Note, Word, any_of, lazy_pattern
 
 #: An option for the precision that ends in `=`: its value is the empty string.
 _EMPTY = lazy_pattern(r"--[\w-]*(?:mixed[_-]precision|precision|dtype|fp16|bf16|fp8|amp)[\w-]*=$")
@@ -14,72 +14,20 @@ _CHOICES = ("no", "fp16", "bf16", "fp8")
 _MEANT = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "no", "fp32": "no", "float8": "fp8"}
 
 
-class LaunchPrecisionValue(LaunchRule):
+class LaunchPrecisionValue(LaunchRule, form_of="MPG813"):
     """An option for the precision on a launch line has an empty or unknown value.
 
-    ## What it does
-    Reports a space after the equals sign of such an option of the script (`--mixed_precision= fp16`), and a
-    `--mixed_precision` of `accelerate launch` that is none of its choices (`float16`).
-
-    ## Why is this bad
     A shell splits words at spaces: the option gets an empty string, which most scripts take for "not set", and `fp16`
     becomes an argument of its own. argparse stops at it; a script that uses `parse_known_args` ignores it, and trains
     in another precision. An unknown value stops the launcher ("invalid choice", accelerate 1.15).
 
-    ## Fix safety
-    Safe: the space is removed.
-
-    ## Known limits
     Values from variables are unknown.
     """
 
-    code, name = "MPG868", "launch-precision-value"
-    severity = "error"
     message = "`{option}` {what}"
     help = "write the value directly after the equals sign"
     triggers = (any_of(b"precision", b"dtype", b"16", b"fp8", b"amp"),)
-    examples = (
-        Bad(
-            """\
-accelerate launch train.py \\
-  --mixed_precision= fp16 \\  # !
-  --max_train_steps=400
-torchrun --nproc_per_node 8 train.py --torch-dtype= "bfloat16" --lr 1e-4  # !
-deepspeed train.py --fp16= True  # !
-accelerate launch --mixed_precision=float16 train.py  # !
-accelerate launch --mixed_precision bfloat16 train.py  # !
-""",
-            name="run.sh",
-            fixed="""\
-accelerate launch train.py \\
-  --mixed_precision=fp16 \\
-  --max_train_steps=400
-torchrun --nproc_per_node 8 train.py --torch-dtype="bfloat16" --lr 1e-4
-deepspeed train.py --fp16=True
-accelerate launch --mixed_precision=fp16 train.py
-accelerate launch --mixed_precision bf16 train.py
-""",
-        ),
-        Bad(
-            """\
-accelerate launch --mixed_precision="bfloat16" train.py  # !
-""",
-            name="run.sh",
-        ),
-        Good(
-            """\
-accelerate launch --mixed_precision=fp16 train.py
-accelerate launch --mixed_precision "bf16" train.py --mixed_precision=float16
-accelerate launch --mixed_precision $PRECISION train.py
-accelerate launch --mixed_precision=no train.py --mixed_precision= --lr 1e-4
-torchrun train.py --mixed_precision=
-torchrun train.py --prompt= fp16 --dtype=$DTYPE bf16
-accelerate launch --mixed_precision [fp16|bf16] train.py
-accelerate launch --mixed_precision FP16 train.py
-""",
-            name="run.sh",
-        ),
-    )
+    fixes = True
 
     def check(self, launches: list[Launch]) -> Iterator[Diagnostic]:
         for launch in launches:

@@ -4,20 +4,14 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Note, Rule, any_of, fp8_facts
+from mpguard.lint import Call, Diagnostic, Facts, Note, Rule, any_of, fp8_facts
 
 _STORES = ("enable_layerwise_casting", "apply_layerwise_casting")
 
 
-class Float8ParamsDtype(Rule):
+class Float8ParamsDtype(Rule, form_of="MPG415"):
     """A float8 dtype is given as the dtype of parameters, for which no arithmetic exists.
 
-    ## What it does
-    Reports a float8 dtype as `params_dtype=` of a layer of Transformer Engine or a config of Megatron, as the dtype in
-    which transformers loads a model, and a module that is cast to float8 by hand and whose parameters are passed to an
-    optimizer.
-
-    ## Why is this bad
     A float8 tensor without a scale is a storage format: it has no addition, no multiplication and no initialisation.
     `te.Linear(..., params_dtype=torch.float8_e4m3fn)` stops ("normal_kernel_cuda not implemented for Float8_e4m3fn"),
     `from_pretrained(dtype=torch.float8_e4m3fn)` too ("couldn't find storage object"), and AdamW and SGD cannot step on
@@ -25,12 +19,10 @@ class Float8ParamsDtype(Rule):
     a recipe (`te.autocast(recipe=...)`, `convert_to_float8_training`): the parameters stay in BF16 or FP32.
     `torch.float8_e4m3` does not exist.
 
-    ## Known limits
     A module that is cast to float8 for storage (a frozen base under autocast, layerwise casting) works and is not
     reported. Loading in diffusers, which stores in float8, is not checked.
     """
 
-    code, name = "MPG403", "float8-params-dtype"
     severity = "error"
     in_tests = True
     message = "parameters in {dtype}: no arithmetic exists for it"
@@ -40,50 +32,6 @@ class Float8ParamsDtype(Rule):
         any_of(b"params_dtype", b".to(", b".type(", b"torch_dtype", b"dtype="),
         any_of(
             b"transformer_engine", b"megatron", b"nemo", b"import transformers", b"from transformers", b"parameters("
-        ),
-    )
-    examples = (
-        Bad(
-            """\
-import torch
-import transformer_engine.pytorch as te
-
-layer = te.Linear(1024, 1024, params_dtype=torch.float8_e4m3)  # !
-DTYPE = torch.float8_e5m2
-block = te.TransformerLayer(1024, 4096, 16, params_dtype=DTYPE)  # !
-"""
-        ),
-        Bad(
-            """\
-import torch
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("x", torch_dtype=torch.float8_e4m3fn)  # !
-net = torch.nn.Linear(64, 64).to(torch.float8_e4m3fn)  # !
-optimizer = torch.optim.AdamW(net.parameters())
-for x in loader:
-    net(x).sum().backward()
-    optimizer.step()
-"""
-        ),
-        Good(
-            """\
-import torch
-import transformer_engine.pytorch as te
-from diffusers import FluxTransformer2DModel
-from transformers import AutoModelForCausalLM
-
-layer = te.Linear(1024, 1024, params_dtype=torch.bfloat16)
-model = AutoModelForCausalLM.from_pretrained("x", dtype=torch.bfloat16)
-stored = FluxTransformer2DModel.from_pretrained("x", torch_dtype=torch.float8_e4m3fn)
-base = torch.nn.Linear(64, 64).to(torch.float8_e4m3fn)
-base.requires_grad_(False)
-scaled = (weight / scale).to(torch.float8_e4m3fn)
-kernel(x, params_dtype=torch.float8_e4m3fn)
-method.create_weights(layer, params_dtype=torch.float8_e4m3fn)
-chosen = te.Linear(64, 64, params_dtype=getattr(torch, args.dtype))
-optimizer = torch.optim.AdamW(model.parameters())
-"""
         ),
     )
 

@@ -35,6 +35,10 @@ class AutocastAgainstFsdpPolicy(Rule):
     and its range, or the reverse: the run has the rounding of one and the overflow of the other, and is slower than
     either.
 
+    ## Fix safety
+    Only the class of the other FSDP version has a fix. It is safe if both classes have the given fields: the class is
+    changed, with its import. It is unsafe if fields that only FSDP1 has (`buffer_dtype`) are removed.
+
     ## Known limits
     Both dtypes must be literal, or that of the policy one of a table, by the value of a setting, around a region
     without a condition. Evaluation is not checked. A region around FP32 parameters (`param_dtype` not given) is

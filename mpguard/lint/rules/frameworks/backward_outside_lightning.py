@@ -3,14 +3,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import (
-    Bad,
     Call,
     Diagnostic,
     Edit,
     Event,
     Facts,
     Fix,
-    Good,
     Note,
     Object,
     Rule,
@@ -21,96 +19,23 @@ from mpguard.lint import (
 )
 
 
-class BackwardOutsideLightning(Rule):
+class BackwardOutsideLightning(Rule, form_of="MPG501"):
     """`loss.backward()` is called directly where Lightning steps through its own GradScaler.
 
-    ## What it does
-    Reports a plain `backward()`
-
-    - in a `LightningModule` with `automatic_optimization = False`, before the `step` of an optimizer from
-      `self.optimizers()`, if each `Trainer` that is seen with a precision has an FP16 mixed precision;
-    - before the `step` of an optimizer that `fabric.setup` or `fabric.setup_optimizers` returned, if the precision of
-      the `Fabric` is FP16 mixed precision.
-
-    ## Why is this bad
     With `precision="16-mixed"` Lightning owns the GradScaler. `self.manual_backward(loss)` and `fabric.backward(loss)`
     scale the loss; `step` unscales the gradients. Without a scaled loss the first `step` raises "Attempted unscale_ but
     _scale is None" (Lightning 1.6 to 2.6). If another loss was scaled before, the gradients become 65536 times too
     small. Newer versions of Fabric raise in `loss.backward()` itself.
 
-    ## Fix safety
-    Safe: under each other precision both are the same, apart from strategies that need the call too.
-
-    ## Known limits
     Not reported: a precision that only the command line sets; the optimizers that
     `self.optimizers(use_pl_optimizer=False)` gives.
     """
 
-    code, name = "MPG524", "backward-outside-lightning"
-    severity = "error"
     message = "`{expr}` bypasses the GradScaler of Lightning's FP16 mixed precision, which `step` uses"
     help = "call `{through}`, which scales the loss"
     triggers = (any_of(b".backward("), any_of(b"optimizers(", b".setup", b"abric"))
     triggers_nearby = (any_of(b"lightning"), any_of(b"precision"))
-    examples = (
-        Bad(
-            """\
-import lightning as L
-
-class Gan(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, index):
-        g, d = self.optimizers()
-        loss = self.loss(batch)
-        loss.backward()  # !
-        g.step()
-""",
-            fixed="""\
-import lightning as L
-
-class Gan(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, index):
-        g, d = self.optimizers()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        g.step()
-""",
-            name="gan.py",
-            files={
-                "pyproject.toml": "",
-                "train.py": """\
-import lightning as L
-
-from gan import Gan
-
-L.Trainer(precision="16-mixed").fit(Gan())
-""",
-            },
-        ),
-        Good(
-            """\
-from lightning.fabric import Fabric
-
-def main(model, optimizer, loader):
-    fabric = Fabric(devices=2, precision="bf16-mixed")
-    model, optimizer = fabric.setup(model, optimizer)
-    train(fabric, model, optimizer, loader)
-
-def train(fabric, model, optimizer, loader):
-    for x in loader:
-        loss = model(x).sum()
-        loss.backward()
-        optimizer.step()
-"""
-        ),
-    )
+    fixes = True
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for backward in facts.events("backward"):

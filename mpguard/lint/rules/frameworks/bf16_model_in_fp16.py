@@ -55,7 +55,7 @@ class Bf16ModelInFp16(Rule):
 
     ## Known limits
     The FP16 must be unconditional, and visible in the same file or in those that use the class or function with the
-    load. Names from a command line are checked by MPG869.
+    load. Names from a command line are checked by MPG519.
     """
 
     code, name = "MPG519", "bf16-model-in-fp16"

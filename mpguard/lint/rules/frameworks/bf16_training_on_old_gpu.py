@@ -4,13 +4,11 @@ from collections.abc import Iterator
 
 from mpguard.lint import (
     NEEDS,
-    Bad,
     Call,
     Diagnostic,
     Dtype,
     Event,
     Facts,
-    Good,
     Rule,
     accelerate_config,
     any_of,
@@ -23,24 +21,17 @@ _EMULATES = (2, 3)
 _BF16 = frozenset({"bf16", "bf16-mixed", "bf16-true"})
 
 
-class Bf16TrainingOnOldGpu(Rule):
+class Bf16TrainingOnOldGpu(Rule, form_of="MPG408"):
     """BF16 training in code for a GPU that has no BF16 arithmetic.
 
-    ## What it does
-    Reports `TrainingArguments(bf16=True)`, Lightning's `precision="bf16-mixed"`, `Accelerator(mixed_precision="bf16")`
-    and a BF16 autocast around a training step if the GPU has a compute capability below 8.0 (V100, T4, RTX 20).
-
-    ## Why is this bad
     transformers stops with "Your setup doesn't support bf16/gpu" where torch reports no BF16 (before torch 2.3). Later
     versions emulate it: values are converted to FP32, computed without tensor cores, and rounded again. FP16 has tensor
     cores from 7.0 on.
 
-    ## Known limits
     The GPU is taken from `--gpu NAME`, from `gpu` in [tool.mpguard], from the runtime that Colab wrote into a notebook,
     or from the shell scripts that start the file, if they name one GPU. Other values than literals are unknown.
     """
 
-    code, name = "MPG522", "bf16-training-on-old-gpu"
     severity = "warning"
     message = "BF16 on {gpu} (compute capability {has}): {what}; BF16 needs 8.0"
     help = 'use FP16 on this GPU (`fp16=True`, `precision="16-mixed"`)'
@@ -50,30 +41,6 @@ class Bf16TrainingOnOldGpu(Rule):
     )
     #: An argument or a key, a value, or the loop around an autocast.
     pattern = lazy_pattern(rb"""bf16["']?[ \t]*[=:]|["']bf16|\.backward\(""")
-    examples = (
-        Bad(
-            """\
-from transformers import Trainer, TrainingArguments
-
-bf16 = True
-args = TrainingArguments("out", bf16=bf16, optim="paged_adamw_32bit")  # !
-Trainer(model, args, train_dataset=data).train()
-""",
-            files={"setup_colab.sh": "# Colab, GPU runtime: Tesla T4 16GB\npip install -q peft\npython example.py\n"},
-        ),
-        Good(
-            """\
-import torch
-
-dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-for x in loader:
-    with torch.autocast("cuda", dtype=dtype):
-        loss = model(x).sum()
-    scaler.scale(loss).backward()
-""",
-            files={"run.sh": "# Colab, GPU runtime: Tesla T4 16GB\npython example.py\n"},
-        ),
-    )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         found = [

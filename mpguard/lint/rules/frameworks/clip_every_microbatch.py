@@ -4,12 +4,10 @@ import re
 from collections.abc import Iterator
 
 from mpguard.lint import (
-    Bad,
     Call,
     Constant,
     Diagnostic,
     Facts,
-    Good,
     Note,
     Object,
     PathCondition,
@@ -30,73 +28,21 @@ _OPTION = lazy_pattern(r"(?i)clip|norm|grad_max")
 _ASKS = (": fp16", ': "fp16', "=fp16", '="fp16', " fp16", ' = "fp16', '": "fp16')
 
 
-class ClipEveryMicrobatch(Rule):
+class ClipEveryMicrobatch(Rule, form_of="MPG206"):
     """`accelerator.clip_grad_norm_` runs for each micro-batch, the optimizer's step once for several, under FP16.
 
-    ## What it does
-    Reports `accelerator.clip_grad_norm_`, `clip_grad_value_` and `unscale_gradients`, if the Accelerator has, or may be
-    given, FP16 mixed precision,
-
-    - inside `with accelerator.accumulate(model):` without a condition on `accelerator.sync_gradients`, if the
-      Accelerator has `gradient_accumulation_steps`;
-    - in a loop over micro-batches with a backward pass, after which the optimizer steps once.
-
-    ## Why is this bad
     All three call `scaler.unscale_`, which raises if it is called twice without a step between (accelerate 0.12 to
     1.15): "unscale_() has already been called on this optimizer since the last update()". Under BF16 nothing raises,
     but sums of some of the micro-batches are clipped, so that the first ones weigh less.
 
-    ## Known limits
     An option for the number of micro-batches whose default is 1 counts if a launch line gives it another value. Not
-    reported: a precision that only the launcher knows, and one that cannot be FP16; engines (DeepSpeed,
-    Megatron-LM), which clip by themselves; a helper that clips.
+    reported: a precision that only the launcher knows, and one that cannot be FP16; engines (DeepSpeed, Megatron-LM),
+    which clip by themselves; a helper that clips.
     """
 
-    code, name = "MPG525", "clip-every-microbatch"
-    severity = "error"
     message = "`{expr}` unscales for each micro-batch, the optimizer steps once for several: the second one raises"
     help = "clip once per step: {how}"
     triggers = (any_of(b"ccelerator"), any_of(*(f".{name}(".encode() for name in _UNSCALES)))
-    examples = (
-        Bad(
-            """\
-from accelerate import Accelerator
-
-def main(args, model, optimizer, loader):
-    accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=args.steps)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for x in loader:
-        with accelerator.accumulate(model):
-            loss = model(x).mean()
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)  # !
-            optimizer.step()
-            optimizer.zero_grad()
-"""
-        ),
-        Good(
-            """\
-from accelerate import Accelerator
-
-def main(args, model, optimizer, loader):
-    accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=args.accumulate)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for x in loader:
-        with accelerator.accumulate(model):
-            loss = model(x).mean()
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def parse():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--accumulate", type=int, default=1)
-    return parser.parse_args()
-"""
-        ),
-    )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for clip in (call for name in _UNSCALES for call in facts.calls.get(name, ())):

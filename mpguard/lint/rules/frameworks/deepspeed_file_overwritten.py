@@ -5,11 +5,9 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
-    Bad,
     Binding,
     Diagnostic,
     Facts,
-    Good,
     LaunchConfig,
     Rule,
     any_of,
@@ -22,110 +20,18 @@ _MODES = ("fp16", "bf16")
 _OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed", "--ds_config")
 
 
-class DeepspeedFileOverwritten(Rule):
+class DeepspeedFileOverwritten(Rule, form_of="MPG862"):
     """Code switches the other precision on in the DeepSpeed config that a launch line names.
 
-    ## What it does
-    Reports `config["fp16"] = {"enabled": True, ...}` and `config["fp16"]["enabled"] = True` (and `bf16`) if `config` is
-    read from a JSON file, and the DeepSpeed files that the launch lines of the script name all enable the other
-    precision.
-
-    ## Why is this bad
     The run computes in a precision that no config asks for. FP16 overflows where BF16 does not, and a change of the
     file has no effect.
 
-    ## Known limits
     Values other than literals are unknown, as are assignments under an option for the precision.
     """
 
-    code, name = "MPG520", "deepspeed-file-overwritten"
-    severity = "error"
     message = "this enables `{mode}`, but the DeepSpeed file of the launch line enables {wanted}: it has no effect"
     help = "set the precision in the file only, and remove the assignment"
     triggers = (any_of(b"deepspeed"), any_of(b"fp16", b"bf16"), any_of(b"json"), any_of(b"enabled"))
-    examples = (
-        Bad(
-            """\
-import argparse
-import json
-
-import deepspeed
-
-parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
-args = parser.parse_args()
-
-def read(path):
-    with open(path) as file:
-        config = json.load(file)
-    config["train_micro_batch_size_per_gpu"] = 1
-    config["bf16"] = {"enabled": False}
-    config["fp16"] = {"enabled": True, "loss_scale_window": 100}  # !
-    return config
-
-engine, *_ = deepspeed.initialize(model=build(), config=read(args.deepspeed_config))
-""",
-            files={"ds.json": '{"bf16": {"enabled": true}, "fp16": {"enabled": false}}',
-                   "run.sh": "deepspeed --num_gpus 2 example.py --deepspeed --deepspeed_config ds.json\n"},
-        ),
-        Bad(
-            """\
-import json
-import sys
-
-import deepspeed
-
-config = json.load(open(sys.argv[1]))
-config["bf16"]["enabled"] = True  # !
-engine, *_ = deepspeed.initialize(model=build(), config=config)
-""",
-            files={"ds.json": '{"bf16": {"enabled": false}, "fp16": {"enabled": true}}',
-                   "run.sh": "torchrun example.py --ds_config=ds.json\n"},
-        ),
-        Good(
-            """\
-import json
-
-import deepspeed
-
-def read(args):
-    config = json.load(open(args.ds_config))
-    if args.fp16:
-        config["fp16"] = {"enabled": True}
-    config["bf16"] = {"enabled": True}
-    config["fp16"]["enabled"] = args.half
-    return config
-
-def own(args):
-    config = {"zero_optimization": {"stage": 2}}
-    config["fp16"] = {"enabled": True}
-    return config
-
-def main(args):
-    deepspeed.initialize(model=build(), config=read(args) if args.read else own(args))
-""",
-            files={"ds.json": '{"bf16": {"enabled": true}}',
-                   "run.sh": "deepspeed example.py --ds_config ds.json\n"},
-        ),
-        Good(
-            """\
-import json
-
-import deepspeed
-
-def read(args):
-    config = json.load(open(args.ds_config))
-    config["fp16"] = {"enabled": True}
-    return config
-
-def main(args):
-    deepspeed.initialize(model=build(), config=read(args))
-""",
-            files={"bf16.json": '{"bf16": {"enabled": true}}',
-                   "fp16.json": '{"fp16": {"enabled": true}}',
-                   "a.sh": "deepspeed example.py --ds_config bf16.json\n",
-                   "b.sh": "deepspeed example.py --ds_config fp16.json\n"},
-        ),
-    )  # fmt: skip
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         set_here = [

@@ -5,12 +5,10 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
-    Bad,
     Call,
     Constant,
     Diagnostic,
     Facts,
-    Good,
     Note,
     Record,
     Rule,
@@ -24,91 +22,19 @@ from mpguard.lint import (
 _BF16 = lazy_pattern(r"(?i)bf16|bfloat16|dtype|precision")
 
 
-class Fp16IgnoresBf16Option(Rule):
+class Fp16IgnoresBf16Option(Rule, form_of="MPG310"):
     """The program has an option `--bf16`, and its Trainer computes in FP16 with and without it.
 
-    ## What it does
-    Reports `fp16=True` of `TrainingArguments` without `bf16=`, if other arguments of the call are options of a parser
-    that has a flag `--bf16` too, and the value of `fp16=` does not depend on it.
-
-    ## Why is this bad
     With `--bf16` the run computes in FP16 all the same: activations above 65504 overflow, and a model that is loaded in
     BF16 is cast to FP16 for each product.
 
-    ## Known limits
     Options of `HfArgumentParser`, and values that are not constants, are not checked.
     """
 
-    code, name = "MPG873", "fp16-ignores-bf16-option"
-    severity = "error"
     message = "`fp16={value}` does not depend on the option `--bf16`: the Trainer computes in FP16 with it too"
     help = "pass `bf16=` from the option, and `fp16=` only without it"
     triggers = (any_of(b"fp16"), any_of(b"TrainingArguments(", b"Config("))
     triggers_nearby = (any_of(b"bf16"), any_of(b"add_argument("))
-    examples = (
-        Bad(
-            """\
-import shared
-from transformers import Trainer, TrainingArguments
-
-def train(model, data):
-    options = shared.args
-    Trainer(
-        model,
-        args=TrainingArguments(
-            "out",
-            num_train_epochs=options.epochs,
-            fp16=False if options.cpu else True,  # !
-        ),
-        train_dataset=data,
-    ).train()
-""",
-            name="train.py",
-            files={
-                "pyproject.toml": "",
-                "shared.py": """\
-import argparse
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--cpu", action="store_true")
-parser.add_argument("--bf16", action="store_true", help="Load the model in bfloat16.")
-args = parser.parse_args()
-""",
-            },
-        ),
-        Good(
-            """\
-import shared
-from transformers import Trainer, TrainingArguments
-
-def train(model, data):
-    options = shared.args
-    Trainer(
-        model,
-        args=TrainingArguments(
-            "out",
-            num_train_epochs=options.epochs,
-            fp16=not options.bf16,
-        ),
-        train_dataset=data,
-    ).train()
-""",
-            name="train.py",
-            files={
-                "pyproject.toml": "",
-                "shared.py": """\
-import argparse
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--cpu", action="store_true")
-parser.add_argument("--bf16", action="store_true", help="Load the model in bfloat16.")
-args = parser.parse_args()
-""",
-            },
-        ),
-    )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for event in facts.events("arguments"):

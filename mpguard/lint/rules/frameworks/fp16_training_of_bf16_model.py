@@ -2,26 +2,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Call, Diagnostic, Dtype, Event, Facts, Good, Note, Rule, any_of, compatible
+from mpguard.lint import Call, Diagnostic, Dtype, Event, Facts, Note, Rule, any_of, compatible
 
 
-class Fp16TrainingOfBf16Model(Rule):
+class Fp16TrainingOfBf16Model(Rule, form_of="MPG519"):
     """`TrainingArguments(fp16=True)` with a model that is loaded in BF16.
 
-    ## What it does
-    Reports `from_pretrained` with a BF16 dtype if the model, or an adapter of it, is passed to a Trainer of
-    transformers or TRL whose arguments contain `fp16=True`.
-
-    ## Why is this bad
     `fp16=True` runs FP16 autocast, which casts the BF16 weights to FP16 for each product. The activations have the
     range of FP16 and the weights the precision of BF16: the worst of both. Models that were trained in BF16 overflow,
     and the GradScaler then skips their steps.
 
-    ## Known limits
     Not reported for arguments and models that are created in other files.
     """
 
-    code, name = "MPG523", "fp16-training-of-bf16-model"
     severity = "error"
     message = "`{expr}` loads the model in BF16, and the Trainer computes in FP16"
     help = "pass `bf16=True` in place of `fp16=True`, or load the model in the other dtype"
@@ -32,71 +25,6 @@ class Fp16TrainingOfBf16Model(Rule):
         any_of(b"Trainer("),
     )
     yields_to = ("MPG107",)
-    examples = (
-        Bad(
-            """\
-import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-
-model = AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=torch.bfloat16)  # !
-model = get_peft_model(model, LoraConfig(r=8))
-args = TrainingArguments("out", learning_rate=1e-4, fp16=True)
-Trainer(model, args, train_dataset=data).train()
-"""
-        ),
-        Bad(
-            """\
-import torch
-from transformers import AutoModelForCausalLM
-from trl import SFTConfig, SFTTrainer
-
-def load(name):
-    return AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16")  # !
-
-def main(data, peft_config):
-    config = SFTConfig("out", fp16=True, bf16=False)
-    SFTTrainer(model=load("gpt2"), args=config, train_dataset=data, peft_config=peft_config).train()
-"""
-        ),
-        Good(
-            """\
-import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-
-def same(data):
-    model = AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=torch.bfloat16)
-    model = get_peft_model(model, LoraConfig(r=8))
-    Trainer(model, TrainingArguments("out", bf16=True), train_dataset=data).train()
-
-def chosen(data):
-    bf16 = torch.cuda.is_bf16_supported()
-    dtype = torch.bfloat16 if bf16 else torch.float16
-    model = AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=dtype)
-    model = get_peft_model(model, LoraConfig(r=8))
-    Trainer(model, TrainingArguments("out", bf16=bf16, fp16=not bf16), train_dataset=data).train()
-
-def teacher(data):
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained("gpt2"), LoraConfig(r=8))
-    judge = AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=torch.bfloat16)
-    Trainer(model, TrainingArguments("out", fp16=True), train_dataset=data, compute_metrics=metrics(judge)).train()
-
-def branches(data, half):
-    if half:
-        model = AutoModelForCausalLM.from_pretrained("gpt2")
-        args = TrainingArguments("out", fp16=True)
-    else:
-        model = AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=torch.bfloat16)
-        args = TrainingArguments("out", bf16=True)
-    Trainer(get_peft_model(model, LoraConfig(r=8)), args, train_dataset=data).train()
-
-def upcast(data):
-    model = AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=torch.bfloat16).float()
-    Trainer(model, TrainingArguments("out", fp16=True), train_dataset=data).train()
-"""
-        ),
-    )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if facts.declared == "inference":

@@ -4,12 +4,10 @@ from collections.abc import Iterator
 
 from mpguard.lint import (
     HALF_DTYPES,
-    Bad,
     Call,
     Diagnostic,
     Dtype,
     Facts,
-    Good,
     Note,
     Object,
     Rule,
@@ -18,97 +16,20 @@ from mpguard.lint import (
 )
 
 
-class FsdpPolicyComputesInFloat32(Rule):
+class FsdpPolicyComputesInFloat32(Rule, form_of="MPG512"):
     """An FSDP policy for mixed precision has `param_dtype=torch.float32`: all products run in FP32.
 
-    ## What it does
-    Reports FSDP1 with a `MixedPrecision` whose `param_dtype` is FP32 and whose `reduce_dtype` is BF16 or FP16, and
-    FSDP2 with such a `MixedPrecisionPolicy`, if the program has no autocast.
-
-    ## Why is this bad
     FSDP casts the gathered parameters, and the inputs of its root, to `param_dtype` (torch 1.12 to 2.13). With FP32
     there, no product is in 16 bits: the run is as slow as in FP32 and takes the same memory. Only the gradients, which
     need the precision most, are reduced in 16 bits.
 
-    ## Known limits
     Not reported: policies from a config, and programs that mention autocast.
     """
 
-    code, name = "MPG526", "fsdp-policy-computes-in-float32"
     severity = "warning"
     message = "the policy computes in FP32 and reduces gradients in {reduced}: no product is in 16 bits"
     help = "set `param_dtype=torch.bfloat16`, and `reduce_dtype=torch.float32` to keep the reduction exact"
     triggers = (any_of(b"FullyShardedDataParallel", b"fully_shard"), any_of(b"mixed_precision", b"mp_policy"))
-    examples = (
-        Bad(
-            """\
-import torch
-from policies import bf16, mixed
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-def policy_of(config):
-    if config.mixed_precision:
-        return mixed
-    return None
-
-def main(config, model, loader):
-    model = FSDP(model, mixed_precision=policy_of(config))  # !
-    optimizer = torch.optim.AdamW(model.parameters())
-    for x in loader:
-        loss = model(x).mean()
-        loss.backward()
-        optimizer.step()
-""",
-            files={
-                "pyproject.toml": "",
-                "policies.py": """\
-import torch
-from torch.distributed.fsdp import MixedPrecision
-
-bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-mixed = MixedPrecision(
-    param_dtype=torch.float32,
-    reduce_dtype=torch.bfloat16,
-    buffer_dtype=torch.bfloat16,
-)
-""",
-            },
-        ),
-        Good(
-            """\
-import torch
-from policies import bf16, mixed
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-def policy_of(config):
-    if config.mixed_precision:
-        return bf16
-    return None
-
-def main(config, model, loader):
-    model = FSDP(model, mixed_precision=policy_of(config))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for x in loader:
-        loss = model(x).mean()
-        loss.backward()
-        optimizer.step()
-""",
-            files={
-                "pyproject.toml": "",
-                "policies.py": """\
-import torch
-from torch.distributed.fsdp import MixedPrecision
-
-bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-mixed = MixedPrecision(
-    param_dtype=torch.float32,
-    reduce_dtype=torch.bfloat16,
-    buffer_dtype=torch.bfloat16,
-)
-""",
-            },
-        ),
-    )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         shards = facts.events("shard")

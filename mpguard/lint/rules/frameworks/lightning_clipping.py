@@ -3,12 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import (
-    Bad,
     Call,
     Diagnostic,
     Facts,
     Fix,
-    Good,
     Note,
     Rule,
     Scope,
@@ -23,90 +21,23 @@ _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 
 
-class LightningClipping(Rule):
+class LightningClipping(Rule, form_of="MPG503"):
     """Gradient clipping of Lightning that cannot work under its mixed precision.
 
-    ## What it does
-    Reports, in a file with a `Trainer` in mixed precision, or with a module that such a file uses:
-
-    - `fused=True` of an optimizer, if the `Trainer` has `gradient_clip_val`, or the module calls `clip_gradients`;
-    - clipping between `manual_backward` and `step` of a module with `automatic_optimization = False`, if the precision
-      is FP16.
-
-    ## Why is this bad
     A fused optimizer unscales the gradients inside its step, so Lightning cannot unscale them before it clips: it stops
     with "does not allow for gradient clipping because it performs unscaling of gradients internally", also in BF16
     (Lightning 2.6.6, observed; pytorch-lightning#21435). In manual optimization Lightning unscales in
     `optimizer.step()`, after the clipping in `training_step`: what is clipped is 65536 times too large, and the step is
     as small as if everything were clipped (Lightning 2.6.6, observed; pytorch-lightning#18089).
 
-    ## Fix safety
-    Safe: without `fused=True` the optimizer computes the same, in more kernels.
-
-    ## Known limits
     The `Trainer` must be in the file of the module, or in one that imports it, with a literal precision.
     """
 
-    code, name = "MPG516", "lightning-clipping"
-    severity = "error"
     in_tests = True
     message = "{what}"
     triggers = (any_of(b"lightning"), any_of(b"clip_", b"fused"))
     triggers_nearby = (any_of(b"precision"), any_of(b"clip_"))
-    examples = (
-        Bad(
-            """\
-import lightning as L
-import torch
-
-class Lit(L.LightningModule):
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)  # !
-
-trainer = L.Trainer(precision="bf16-mixed", gradient_clip_val=1.0)
-trainer.fit(Lit())
-""",
-            fixed="""\
-import lightning as L
-import torch
-
-class Lit(L.LightningModule):
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-trainer = L.Trainer(precision="bf16-mixed", gradient_clip_val=1.0)
-trainer.fit(Lit())
-""",
-        ),
-        Good(
-            """\
-import lightning as L
-import torch
-
-class Automatic(L.LightningModule):
-    def on_before_optimizer_step(self, optimizer):
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=False)
-
-class InTheHook(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, index):
-        optimizer = self.optimizers()
-        self.manual_backward(self(batch))
-        optimizer.step()
-
-    def on_before_optimizer_step(self, optimizer):
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
-
-L.Trainer(precision="16-mixed", gradient_clip_val=1.0).fit(Automatic())
-"""
-        ),
-    )
+    fixes = True
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for module in facts.scopes:

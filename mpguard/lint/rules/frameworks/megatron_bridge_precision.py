@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.lint import (
-    Bad,
     Call,
     Diagnostic,
     Facts,
-    Good,
     Note,
     Rule,
     any_of,
@@ -28,61 +26,21 @@ _PAIRS = (
 _PACKAGE = "megatron.bridge"
 
 
-class MegatronBridgePrecision(Rule):
+class MegatronBridgePrecision(Rule, form_of="MPG849"):
     """Precision in Megatron Bridge code that contradicts itself, or names what Megatron Bridge does not have.
 
-    ## What it does
-    Reports `MixedPrecisionConfig` with `bf16` and `fp16`, with `fp8` and `fp4`, or with an unknown `fp8_recipe`; a name
-    that is no recipe in `mixed_precision=` of `ConfigContainer` and in `get_mixed_precision_config`; and `bf16` or
-    `fp16` of a model config that `mixed_precision` overwrites with another value.
-
-    ## Why is this bad
     With both modes the model has both switches on. An unknown `fp8_recipe` or recipe name stops the run, after the data
     were prepared. What `mixed_precision` overwrites in the model, optimizer and DDP configs is logged at debug level
     only, so that nobody sees it.
 
-    ## Known limits
     Names are not reported in a file that registers recipes of its own. Values that are not literals are unknown.
     """
 
-    code, name = "MPG527", "megatron-bridge-precision"
-    severity = "error"
     message = "{what}"
     help = "name one recipe in `mixed_precision`, and set no precision elsewhere"
     triggers = (
         any_of(b"megatron.bridge"),
         any_of(b"MixedPrecisionConfig", b"mixed_precision"),
-    )
-    examples = (
-        Bad(
-            """\
-from megatron.bridge.training.mixed_precision import MixedPrecisionConfig
-
-precision = MixedPrecisionConfig(bf16=True, fp16=True)  # !
-"""
-        ),
-        Bad(
-            """\
-from megatron.bridge.training.config import ConfigContainer
-
-def pretrain(model_config, optimizer_config):
-    model_config.bf16 = False
-    return ConfigContainer(model=model_config, optimizer=optimizer_config, mixed_precision="bf16_mixed")  # !
-"""
-        ),
-        Good(
-            """\
-from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.mixed_precision import MixedPrecisionConfig, get_mixed_precision_config
-
-precision = MixedPrecisionConfig(bf16=True, fp16=False, fp8="hybrid", fp8_recipe="tensorwise", fp4=None)
-other = get_mixed_precision_config("bf16-with-mxfp8-mixed")
-
-def pretrain(model_config, optimizer_config):
-    model_config.bf16 = True
-    return ConfigContainer(model=model_config, optimizer=optimizer_config, mixed_precision="bf16_mixed")
-"""
-        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

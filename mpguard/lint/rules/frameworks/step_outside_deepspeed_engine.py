@@ -5,13 +5,11 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
-    Bad,
     Call,
     Diagnostic,
     Event,
     Facts,
     Fix,
-    Good,
     Note,
     Rule,
     Wrap,
@@ -26,80 +24,23 @@ from mpguard.lint import (
 _DEPTH = 4
 
 
-class StepOutsideDeepspeedEngine(Rule):
+class StepOutsideDeepspeedEngine(Rule, form_of="MPG501"):
     """The client optimizer steps, or the loss runs backward, without the DeepSpeed engine.
 
-    ## What it does
-    Reports `optimizer.step()` of the optimizer that was passed to `deepspeed.initialize`, and `loss.backward()` of an
-    engine's loss if the config (a dict in the code, or the JSON file that the code names) sets ZeRO stage 0, or FP16
-    and nothing calls `engine.scale`.
-
-    ## Why is this bad
     Tried with DeepSpeed 0.19.8: under BF16 at stage 0, and at ZeRO 1 and 2 in FP32 and BF16, the client optimizer has
     gradients that are never filled: its step changes no weight, and nothing warns. In FP32 at stage 0 it steps, but the
     engine's gradient clipping, accumulation and schedule are skipped. `loss.backward()` raises a RuntimeError at stage
     0 ("Direct calls to tensor.backward() are not supported in this configuration"), and under FP16 if the loss was not
     scaled. From ZeRO 1 on without loss scaling it works, and is not reported.
 
-    ## Fix safety
-    Safe for `backward`: `engine.backward(loss)`. There is no fix for the step: `engine.step()` also zeroes the
-    gradients and steps the schedule, so other lines have to be removed with it.
-
-    ## Known limits
     The optimizer that `deepspeed.initialize` *returns* is not checked. A config that comes from the command line is
     unknown, and so is its stage.
     """
 
-    code, name = "MPG504", "step-outside-deepspeed-engine"
-    severity = "error"
     message = "`{expr}` {reason}"
     help = "use `engine.backward(loss)` and `engine.step()`"
     triggers = (any_of(b"deepspeed"), any_of(b"initialize("), any_of(b".step(", b".backward("))
-    examples = (
-        Bad(
-            """\
-import deepspeed
-import torch
-
-config = {"train_batch_size": 8, "bf16": {"enabled": True}}
-model = torch.nn.Linear(8, 8)
-optimizer = torch.optim.AdamW(model.parameters())
-engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-for x in loader:
-    loss = engine(x).sum()
-    loss.backward()  # !
-    engine.step()
-""",
-            fixed="""\
-import deepspeed
-import torch
-
-config = {"train_batch_size": 8, "bf16": {"enabled": True}}
-model = torch.nn.Linear(8, 8)
-optimizer = torch.optim.AdamW(model.parameters())
-engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-for x in loader:
-    loss = engine(x).sum()
-    engine.backward(loss)
-    engine.step()
-""",
-        ),
-        Good(
-            """\
-import deepspeed
-import torch
-
-config = {"train_batch_size": 8, "bf16": {"enabled": True}}
-model = torch.nn.Linear(8, 8)
-optimizer = torch.optim.AdamW(model.parameters())
-engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-for x in loader:
-    loss = engine(x).sum()
-    engine.backward(loss)
-    engine.step()
-"""
-        ),
-    )
+    fixes = True
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if not facts.events("initialize"):

@@ -2,27 +2,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Call, Constant, Diagnostic, Dtype, Facts, Good, Note, Rule, Weights, any_of, compatible
+from mpguard.lint import Call, Constant, Diagnostic, Dtype, Facts, Note, Rule, Weights, any_of, compatible
 
 
-class TrainerWithHalfModel(Rule):
+class TrainerWithHalfModel(Rule, form_of="MPG103"):
     """`TrainingArguments(fp16=True)` with a model that is loaded in FP16.
 
-    ## What it does
-    Reports `from_pretrained` and `from_config` with an FP16 dtype if the model is passed to a Trainer of transformers,
-    TRL or sentence-transformers whose arguments contain `fp16=True`.
-
-    ## Why is this bad
     `fp16=True` is mixed precision: FP32 weights, FP16 autocast, a GradScaler. The scaler refuses the gradients of FP16
     weights: the first step with gradient clipping (on by default) raises "Attempting to unscale FP16 gradients".
     Without an FP32 copy of the weights, updates below 2^-11 of a weight would be lost as well.
 
-    ## Known limits
     Not reported for LoRA and other adapters (PEFT keeps those in FP32), 8-bit and 4-bit loads, DeepSpeed, and arguments
     that are created elsewhere.
     """
 
-    code, name = "MPG507", "trainer-with-half-model"
     severity = "warning"
     message = "`{expr}` loads FP16 weights for a Trainer with `fp16=True`, whose GradScaler refuses them"
     help = "load the weights in FP32, or train with `bf16=True`"
@@ -33,30 +26,6 @@ class TrainerWithHalfModel(Rule):
         any_of(b"from_pretrained", b"from_config"),
     )
     yields_to = ("MPG862",)
-    examples = (
-        Bad(
-            """\
-import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-
-model = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float16)  # !
-args = TrainingArguments(output_dir="out", fp16=True)
-trainer = Trainer(model=model, args=args, train_dataset=data)
-trainer.train()
-"""
-        ),
-        Good(
-            """\
-import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-
-model = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float32)
-args = TrainingArguments(output_dir="out", fp16=True)
-trainer = Trainer(model=model, args=args, train_dataset=data)
-trainer.train()
-"""
-        ),
-    )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if facts.declared == "inference" or not facts.events("trainer") or self._only_evaluates(facts):

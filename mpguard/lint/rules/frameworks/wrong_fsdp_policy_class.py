@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
-    Bad,
     Binding,
     Call,
     Diagnostic,
@@ -13,7 +12,6 @@ from mpguard.lint import (
     Event,
     Facts,
     Fix,
-    Good,
     Note,
     Object,
     Rule,
@@ -36,68 +34,22 @@ _POLICIES = {
 _ONLY_FSDP1 = {"buffer_dtype", "keep_low_precision_grads", "cast_root_forward_inputs"}
 
 
-class WrongFsdpPolicyClass(Rule):
+class WrongFsdpPolicyClass(Rule, form_of="MPG512"):
     """FSDP1 is given the policy class of FSDP2, or the reverse.
 
-    ## What it does
-    Reports `fully_shard(..., mp_policy=MixedPrecision(...))` and
-    `FullyShardedDataParallel(..., mixed_precision=MixedPrecisionPolicy(...))`.
-
-    ## Why is this bad
     FSDP1 raises an AttributeError on a `MixedPrecisionPolicy` (it has no `keep_low_precision_grads`). `fully_shard`
     accepts a `MixedPrecision` without a warning, but leaves the inputs in FP32 (`cast_forward_inputs` is off there by
     default): the first matrix product raises for mixed dtypes, and modules without one fail later because the policy
     has no `output_dtype` (torch 2.13).
 
-    ## Fix safety
-    Safe if both classes have the given fields (`param_dtype`, `reduce_dtype`, `cast_forward_inputs`): the class is
-    changed, with its import. Unsafe if fields that only FSDP1 has (`buffer_dtype`) are removed for `fully_shard`. There
-    is no fix for `output_dtype`, which FSDP1 does not have, and if the policy is also used elsewhere.
-
-    ## Known limits
     A policy that is created elsewhere is not checked.
     """
 
-    code, name = "MPG510", "wrong-fsdp-policy-class"
-    severity = "error"
     in_tests = True
     message = "{what} takes a `{wanted}`, but this is a `{found}`"
     help = "FSDP1 takes `MixedPrecision`, `fully_shard` (FSDP2) takes `MixedPrecisionPolicy`"
     triggers = (any_of(b"MixedPrecision"), any_of(b"mp_policy", b"mixed_precision"), any_of(b"fsdp"))
-    examples = (
-        Bad(
-            """\
-import torch
-from torch.distributed.fsdp import MixedPrecision, fully_shard
-
-policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-fully_shard(model, mp_policy=policy)  # !
-""",
-            fixed="""\
-import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-fully_shard(model, mp_policy=policy)
-""",
-        ),
-        Good(
-            """\
-import torch
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
-
-def shard(model, args, policy):
-    fully_shard(model, mp_policy=policy)
-    if args.version == 2:
-        mine = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    else:
-        mine = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    if args.version == 2:
-        return fully_shard(model, mp_policy=mine)
-    return FullyShardedDataParallel(model, mixed_precision=mine)
-"""
-        ),
-    )
+    fixes = True
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for shard in facts.events("shard"):

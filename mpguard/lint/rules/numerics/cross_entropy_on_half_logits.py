@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import CASTS_LOW_PRECISION, Bad, Call, Diagnostic, Facts, Good, Note, Object, Ref, Rule, any_of
+from mpguard.lint import CASTS_LOW_PRECISION, Call, Diagnostic, Facts, Note, Object, Ref, Rule, any_of
 
 _LOSSES = frozenset({
     "cross_entropy", "binary_cross_entropy_with_logits", "binary_cross_entropy",
@@ -10,98 +10,23 @@ _LOSSES = frozenset({
 })  # fmt: skip
 
 
-class CrossEntropyOnHalfLogits(Rule):
+class CrossEntropyOnHalfLogits(Rule, form_of="MPG603"):
     """A loss is computed on logits that were cast to FP16 or BF16 by hand, outside autocast.
 
-    ## What it does
-    Follows explicit casts to the first argument of `cross_entropy` and `binary_cross_entropy` (with logits or without),
-    as functions and as layers, in code that trains. Losses of log-probabilities belong to MPG603, which reports their
-    softmax.
-
-    ## Why is this bad
     The loss has the dtype of the logits: between 8 and 16 a BF16 number has steps of 0.06, so a loss that improves by
     less does not change, and logits of 10.0 and 9.99 are the same number. Under autocast the loss is computed in FP32
     (on CUDA). Cast the logits with `.float()`, or do not cast them.
 
-    ## Known limits
     Logits of unknown dtype are not reported, nor is code that may run under autocast: a module whose callers are
     unknown, and functions of a file that mentions autocast or a trainer.
     """
 
-    code, name = "MPG606", "cross-entropy-on-half-logits"
-    severity = "warning"
     message = "`{loss}` on logits that were cast to {dtype} by hand"
     help = "Cast them with `.float()`, or not at all"
     triggers = (
         any_of(*CASTS_LOW_PRECISION),
         any_of(b"cross_entropy", b"CrossEntropyLoss", b"BCELoss", b"BCEWithLogitsLoss"),
         any_of(b"backward("),
-    )
-    examples = (
-        Bad(
-            """\
-import torch
-import torch.nn.functional as F
-
-def train(model, loader, optimizer):
-    for x, y in loader:
-        logits = model(x).half()
-        loss = F.cross_entropy(logits, y)  # !
-        loss.backward()
-        optimizer.step()
-"""
-        ),
-        Bad(
-            """\
-import torch
-from torch import nn
-
-class Task:
-    def __init__(self, model):
-        self.model = model
-        self.criterion = nn.CrossEntropyLoss()
-        self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def step(self, x, y):
-        logits = self.model(x)
-        loss = self.criterion(logits.view(-1, 10).to(torch.bfloat16), y)  # !
-        loss += nn.functional.binary_cross_entropy_with_logits(input=logits.to(dtype=torch.half), target=y)  # !
-        loss.backward()
-        self.optimizer.step()
-"""
-        ),
-        Good(
-            """\
-import torch
-import torch.nn.functional as F
-
-def train(model, loader, optimizer, scaler):
-    for x, y in loader:
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = F.cross_entropy(model(x).half(), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-"""
-        ),
-        Good(
-            """\
-import torch
-import torch.nn.functional as F
-
-def train(model, loader, optimizer):
-    for x, y in loader:
-        logits = model(x).half()
-        loss = F.cross_entropy(logits.float(), y) + F.cross_entropy(model(x), y)
-        loss = loss + F.nll_loss(F.log_softmax(logits, dim=-1), y)  # MPG603
-        loss.backward()
-        optimizer.step()
-
-@torch.no_grad()
-def evaluate(model, x, y):
-    return F.cross_entropy(model(x).half(), y)
-"""
-        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -66,7 +66,7 @@ class MaskOverflowsHalf(Rule):
         rb"|\*\* ?\(?(?:\d\d|[5-9]|[\w.]*(?:bit|BIT))|finfo\(torch\.bfloat16"
     )
     triggers_nearby = (any_of(*MENTIONS_FP16),)
-    yields_to = ("MPG609",)
+    yields_to = ("MPG601",)
     examples = (
         Bad(
             """\

@@ -57,7 +57,7 @@ class BackwardOnUnscaledLoss(Rule):
     message = "`{expr}` runs on a loss that `{scaler}` has not scaled, and `{scaler}` steps on its gradients"
     help = "call `{scaler}.scale({loss}).backward()`"
     triggers = (any_of(b".backward("), any_of(b".step("), any_of(b"scaler", b"Scaler"))
-    yields_to = ("MPG213",)
+    yields_to = ("MPG202",)
     examples = (
         Bad(
             """\
@@ -141,7 +141,7 @@ def given_away(args, model, loader, run):
                 )
 
     def _discarded(self, trace: Trace, place: int, facts: Facts) -> bool:
-        """True if the loss was scaled before and the result was discarded, which MPG213 reports."""
+        """True if the loss was scaled before and the result was discarded, which MPG202 reports."""
         backward = trace[place]
         loss = facts.short(backward.call.receiver).strip("()")
         return any(

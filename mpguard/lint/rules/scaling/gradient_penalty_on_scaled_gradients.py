@@ -3,11 +3,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import (
-    Bad,
     Call,
     Diagnostic,
     Facts,
-    Good,
     Note,
     Rule,
     Scope,
@@ -22,108 +20,22 @@ from mpguard.lint import (
 _FACTOR = lazy_pattern(r"(?i)(?:inv|loss|grad|amp|fp16)\w*_scale(?!r)|^_scale$|unscale(?!_$)")
 
 
-class GradientPenaltyOnScaledGradients(Rule):
+class GradientPenaltyOnScaledGradients(Rule, form_of="MPG215"):
     """`torch.autograd.grad` of a scaled loss, and the gradients are used without dividing by the scale.
 
-    ## What it does
-    Reports `torch.autograd.grad(outputs=scaler.scale(loss), ...)` in code that never reads the scale.
-
-    ## Why is this bad
     The gradients are larger than the true ones by the scale, 65536 at first: a penalty such as `(norm - 1) ** 2` then
     pulls towards gradients of 1/65536, and its size changes whenever the scale does. torch's AMP examples divide by
     `scaler.get_scale()` before they compute the penalty, and scale the sum again.
 
-    ## Known limits
     Only calls with `create_graph=True`, which a penalty needs, and only if the output is known to be scaled. Any
     computation with the scale in the function, its class or its callers (`get_scale`, `inv_scale`) counts as the
     division; so does a call that takes both gradients and scaler. A scale that is only logged or compared does not.
     """
 
-    code, name = "MPG214", "gradient-penalty-on-scaled-gradients"
     severity = "error"
     message = "`{expr}` gives scaled gradients, and nothing divides them by the scale"
     help = "multiply them by `1.0 / scaler.get_scale()` before the penalty is computed"
     triggers = (any_of(b"autograd"), any_of(b".scale("), any_of(b"scaler", b"Scaler"))
-    examples = (
-        Bad(
-            """\
-import torch
-
-scaler = torch.amp.GradScaler("cuda")
-for x in loader:
-    with torch.autocast("cuda", dtype=torch.float16):
-        loss = model(x).sum()
-    grads = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)  # !
-    penalty = sum(g.pow(2).sum() for g in grads).sqrt()
-    scaler.scale(loss + penalty).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
-        ),
-        Bad(
-            """\
-import torch
-from torch.autograd import grad as gradients
-
-def penalty(critic, x, scaler):
-    out = scaler.scale(critic(x).sum())
-    (g,) = gradients(outputs=out, inputs=x, create_graph=True)  # !
-    return (g.norm(2, dim=1) - 1).pow(2).mean()
-"""
-        ),
-        Bad(
-            """\
-import torch
-
-scaler = torch.amp.GradScaler("cuda")
-logs = {}
-for x in loader:
-    grads = torch.autograd.grad(scaler.scale(model(x).sum()), model.parameters(), create_graph=True)  # !
-    penalty = sum(g.pow(2).sum() for g in grads).sqrt()
-    scaler.scale(penalty).backward()
-    before = scaler.get_scale()
-    scaler.step(optimizer)
-    scaler.update()
-    if scaler.get_scale() >= before:
-        scheduler.step()
-    print(f"scale {scaler.get_scale()}")
-    logs["scale"] = scaler.get_scale()
-"""
-        ),
-        Good(
-            """\
-import torch
-from elsewhere import unscaled
-
-def right(model, loss, optimizer):
-    scaler = torch.amp.GradScaler("cuda")
-    scaled = torch.autograd.grad(outputs=scaler.scale(loss), inputs=model.parameters(), create_graph=True)
-    inv_scale = 1.0 / scaler.get_scale()
-    grads = [p * inv_scale for p in scaled]
-    return sum(g.pow(2).sum() for g in grads).sqrt()
-
-def not_scaled(critic, x, scaler):
-    (g,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
-    return (g.norm(2, dim=1) - 1).pow(2).mean()
-
-def given_away(model, loss, scaler):
-    grads = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)
-    return unscaled(grads, scaler)
-
-def handed_on(model, criterion, x, scaler):
-    image = model(x)
-    (g,) = torch.autograd.grad(scaler.scale(criterion(image)), image)
-    for part, slope in zip(image.split(8), g.split(8)):
-        part.backward(slope, retain_graph=True)
-
-def divided_by_the_caller(model, x, scaler):
-    return helper(model(x), x, scaler)[0] / scaler.get_scale()
-
-def helper(out, x, scaler):
-    return torch.autograd.grad(scaler.scale(out), x, create_graph=True)
-"""
-        ),
-    )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         scales = {event.call: event for event in facts.events("scale")}

@@ -80,7 +80,7 @@ class MissingGradScaler(Rule):
     help = "create a GradScaler, scale the loss, step and update through it; or use BF16"
     triggers = (any_of(b".backward("),)
     triggers_nearby = (any_of(b"autocast", b"half", b"float16", b"fp16"), any_of(b".step("))
-    yields_to = ("MPG202", "MPG211", "MPG212", "MPG213")
+    yields_to = ("MPG202", "MPG211", "MPG212")
     examples = (
         Bad(
             """\

@@ -3,11 +3,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import (
-    Bad,
     Diagnostic,
     Facts,
     Fix,
-    Good,
     Note,
     Rule,
     Trace,
@@ -18,107 +16,21 @@ from mpguard.lint import (
 )
 
 
-class ScaledLossDiscarded(Rule):
+class ScaledLossDiscarded(Rule, form_of="MPG202"):
     """The result of `scaler.scale(loss)` is discarded, and `backward()` runs on the loss that is not scaled.
 
-    ## What it does
-    Reports a call of `scale` whose result is not used, if `backward` of the same loss follows.
-
-    ## Why is this bad
     `scale` returns the scaled loss and does not change its argument. The gradients stay small and underflow in FP16,
     and `scaler.step` then divides them by a scale that they were not multiplied by: the steps have 1/65536 of their
     size.
 
-    ## Fix safety
-    The fix is `scaler.scale(loss).backward()`. It is unsafe because the gradients change: a learning rate that was
-    tuned for the wrong ones does not fit.
-
-    ## Known limits
     The loss must have the same name in both places.
     """
 
-    code, name = "MPG213", "scaled-loss-discarded"
-    severity = "error"
     in_tests = True
     message = "the result of `{expr}` is discarded"
     help = "`scale` returns the scaled loss: call `backward()` on that"
     triggers = (any_of(b".scale("), any_of(b".backward("), any_of(b"scaler", b"Scaler"))
-    examples = (
-        Bad(
-            """\
-import torch
-
-scaler = torch.amp.GradScaler("cuda")
-for x in loader:
-    with torch.autocast("cuda", dtype=torch.float16):
-        loss = model(x).sum()
-    scaler.scale(loss)  # !
-    loss.backward()
-    scaler.step(optimizer)
-    scaler.update()
-""",
-            fixed="""\
-import torch
-
-scaler = torch.amp.GradScaler("cuda")
-for x in loader:
-    with torch.autocast("cuda", dtype=torch.float16):
-        loss = model(x).sum()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-""",
-        ),
-        Bad(
-            """\
-import torch
-
-class Run:
-    def __init__(self, args):
-        self.scaler = torch.cuda.amp.GradScaler(enabled=args.amp)
-
-    def step(self, out, optimizer):
-        optimizer.zero_grad()
-        self.scaler.scale(out.loss)  # !
-        out.loss.backward(retain_graph=True)
-        self.scaler.step(optimizer)
-        self.scaler.update()
-""",
-            fixed="""\
-import torch
-
-class Run:
-    def __init__(self, args):
-        self.scaler = torch.cuda.amp.GradScaler(enabled=args.amp)
-
-    def step(self, out, optimizer):
-        optimizer.zero_grad()
-        self.scaler.scale(out.loss).backward(retain_graph=True)
-        self.scaler.step(optimizer)
-        self.scaler.update()
-""",
-        ),
-        Good(
-            """\
-import torch
-
-def train(args, model, loader, optimizer, scaler, features):
-    for x in loader:
-        loss = model(x).sum()
-        if args.amp:
-            loss = scaler.scale(loss)
-        loss.backward()
-        other = model(x).mean()
-        scaler.scale(other).backward()
-
-def arms(args, loss, scaler):
-    if args.warm:
-        scaler.scale(loss)
-    else:
-        loss.backward()
-"""
-        ),
-    )
+    fixes = True
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         reported: set[object] = set()

@@ -4,12 +4,10 @@ import re
 from collections.abc import Iterator
 
 from mpguard.lint import (
-    Bad,
     Condition,
     Diagnostic,
     Facts,
     Flag,
-    Good,
     Note,
     PathCondition,
     Rule,
@@ -25,75 +23,20 @@ from mpguard.lint import (
 _ACCUMULATES = lazy_pattern(r"(?i)%|accum")
 
 
-class ScalerUpdateEveryMicrobatch(Rule):
+class ScalerUpdateEveryMicrobatch(Rule, form_of="MPG206"):
     """The scaler is updated, or steps, at each micro-batch while gradients accumulate over several.
 
-    ## What it does
-    Reports `scaler.update()` outside the `if` that contains `scaler.step`, and `scaler.step` outside the `if` that
-    contains `zero_grad`, if the condition of that `if` is that of gradient accumulation.
-
-    ## Why is this bad
     An update changes the scale in the middle of an accumulation: the gradients of two micro-batches are then summed at
     two scales. Without an `unscale_` or `step` since the last one it raises (torch 2.13): "No inf checks were recorded
     prior to update". A `step` at each micro-batch unscales gradients to which scaled ones are added next.
 
-    ## Known limits
     Only an `if` whose condition is a remainder (`%`) or contains "accum" is taken for gradient accumulation.
     """
 
-    code, name = "MPG210", "scaler-update-every-microbatch"
     severity = "warning"
     message = "`{expr}` runs at each micro-batch, {other} once for several"
     help = "keep `step`, `update` and `zero_grad` together, once per accumulated batch"
     triggers = (any_of(b".update(", b".zero_grad("), any_of(b".step("), any_of(b".scale("), any_of(b"%", b"ccum"))
-    examples = (
-        Bad(
-            """\
-import torch
-
-scaler = torch.amp.GradScaler("cuda")
-for i, x in enumerate(loader):
-    with torch.autocast("cuda", dtype=torch.float16):
-        loss = model(x).sum() / 4
-    scaler.scale(loss).backward()
-    if (i + 1) % 4 == 0:
-        scaler.step(optimizer)
-        optimizer.zero_grad()
-    scaler.update()  # !
-"""
-        ),
-        Good(
-            """\
-def right(args, model, loader, optimizer, scaler):
-    for i, x in enumerate(loader):
-        scaler.scale(model(x) / args.accumulate).backward()
-        if (i + 1) % args.accumulate == 0:
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-
-def always(args, model, loader, optimizer, scaler):
-    for i, x in enumerate(loader):
-        optimizer.zero_grad()
-        scaler.scale(model(x)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        if i % 100 == 0:
-            print(i)
-
-def critic_now_and_then(generator, critic, loader, one, two, scaler):
-    for i, x in enumerate(loader):
-        scaler.scale(generator(x)).backward()
-        scaler.step(one)
-        if i % 16 == 0:
-            two.zero_grad()
-            scaler.scale(critic(x)).backward()
-            scaler.step(two)
-        scaler.update()
-        one.zero_grad()
-"""
-        ),
-    )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         reported: set[object] = set()

@@ -68,11 +68,15 @@ class Context:
         return code in self.selection.codes
 
     def selected(self, kind: type[R]) -> tuple[type[R], ...]:
-        """Return the rules of a kind that are on for the file."""
+        """Return the rules of a kind that are on for the file, each after its forms."""
         key = self.selection.codes, kind
         if key not in self.rules_by_kind:
             self.rules_by_kind[key] = tuple(
-                rule for code, rule in self.rules.items() if self.is_on(code) and issubclass(rule, kind)
+                each
+                for code, rule in self.rules.items()
+                if self.is_on(code)
+                for each in (*rule.forms(), rule)
+                if issubclass(each, kind)
             )
         return self.rules_by_kind[key]  # type: ignore[return-value]
 
@@ -81,7 +85,7 @@ class Context:
     ) -> tuple[list[Diagnostic], list[Defect]]:
         """Run rules on a subject (facts, a document, launch lines). Raises the errors in `fatal`."""
         diagnostics, defects = runner.run_rules(rules, subject, self.project, self.path, fatal)
-        return runner.most_specific(diagnostics, self.rules), defects
+        return runner.most_specific(diagnostics), defects
 
     def finish(self, output: RuleOutput) -> FileCheck:
         """Apply suppressions, report the unused ones, and place what is left in lines and columns."""

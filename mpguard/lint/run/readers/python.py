@@ -7,6 +7,7 @@ from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 from mpguard.core.lazy_pattern import lazy_pattern
+from mpguard.core.text_edits import Span
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.model import suppressions
 from mpguard.lint.model.finding import Lines
@@ -58,7 +59,7 @@ def _check(data: bytes, context: Context, cells: Sequence[int]) -> FileCheck:
 
     diagnostics: list[Diagnostic] = []
     defects: list[Defect] = []
-    is_unused = None
+    is_unused, about_dicts = None, set[tuple[str, Span]]()
     parse = bool(rules or dict_rules) or strict
     source = Source.parse(data, context.path, check_syntax=strict) if parse else Source(data, context.path)
     if rules or dict_rules:
@@ -77,7 +78,8 @@ def _check(data: bytes, context: Context, cells: Sequence[int]) -> FileCheck:
             more, failed = _check_dicts(dict_rules, facts, context)
             diagnostics += more
             defects += failed
-        is_unused = _Unused(facts, {rule.code for rule in dict_rules}, cells).is_unused
+            about_dicts = {(each.code, each.span) for each in more}
+        is_unused = _Unused(facts, about_dicts, cells).is_unused
     ran = set(context.selection.codes) - {defect.code for defect in defects} - {rule.code for rule in left_out}
     lines = Lines(source.text)
     comments = suppressions.in_python(lines) if has_suppressions or diagnostics else suppressions.NONE
@@ -91,15 +93,16 @@ def _check(data: bytes, context: Context, cells: Sequence[int]) -> FileCheck:
 class _Unused:
     """The code and the DeepSpeed configs of a file that nothing in its project uses, or gets to.
 
-    codes: rules about configs.
+    about_dicts: code and place of diagnostics about configs.
     """
 
-    def __init__(self, facts: Facts, codes: Container[str], cells: Sequence[int]) -> None:
-        self._facts, self._codes = facts, codes
+    def __init__(self, facts: Facts, about_dicts: Container[tuple[str, Span]], cells: Sequence[int]) -> None:
+        self._facts, self._about_dicts = facts, about_dicts
         self._reachability, self._cells = facts.part(Reachability), cells
 
     def is_unused(self, diagnostic: Diagnostic) -> bool:
-        if diagnostic.code in self._codes and not self._facts.project.deepspeed_config_read(self._facts.path):
+        about_dict = (diagnostic.code, diagnostic.span) in self._about_dicts
+        if about_dict and not self._facts.project.deepspeed_config_read(self._facts.path):
             return True
         evidence = [note.span[0] for note in diagnostic.notes if note.span is not None and note.path is None]
         places = (diagnostic.span[0], *evidence)

@@ -1,4 +1,4 @@
 import torch
 import transformer_engine.pytorch as te
 
-layer = te.Linear(768, 768, params_dtype=torch.float8_e4m3fn)  # ! MPG403
+layer = te.Linear(768, 768, params_dtype=torch.float8_e4m3fn)  # ! MPG415

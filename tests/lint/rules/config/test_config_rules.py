@@ -141,7 +141,7 @@ def test_suppressions_hold_for_dicts(tmp_path: Path) -> None:
 def test_the_gpu_of_the_command_line(tmp_path: Path, gpu: str | None, reported: bool) -> None:
     path = tmp_path / "mp.yaml"
     path.write_text("distributed_type: MULTI_GPU\nmixed_precision: fp8\nfp8_config: {backend: TE}\n")
-    engine = Engine(RULES, Options(Selectors(select=("MPG814",)), gpu=gpu))
+    engine = Engine(RULES, Options(Selectors(select=("MPG408",)), gpu=gpu))
     (report,) = engine.run([Target(str(path), "config", named=True)])
     assert [(each.line, each.column) for each in report.findings] == ([(2, 1)] if reported else [])
 
