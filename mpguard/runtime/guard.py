@@ -30,7 +30,7 @@ from mpguard.runtime.inspection import Inspection
 from mpguard.runtime.messages import not_in_force
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.progress import Budget, Progress
-from mpguard.runtime.proof import account, consensus
+from mpguard.runtime.proof import account, consensus, program_threads
 from mpguard.runtime.proof.checks.common import is_unsynchronized
 from mpguard.runtime.proof.checks.optimizer import ROUNDED_WEIGHTS
 from mpguard.runtime.proof.inferred import Inferred, products_behind
@@ -193,6 +193,7 @@ class Guard(StepCounter):
 
     def step_begins(self, optimizer: Any) -> None:
         """Record the gradients with which a step begins, and compare weights whose memory has been replaced."""
+        program_threads.uses(optimizer)
         if self.waiting:
             self.recorder.begin_step(optimizer)
         progress = self.known_progress(optimizer)
@@ -488,6 +489,7 @@ class Guard(StepCounter):
             self._begin_after_refusal()
         self.recorder.several |= self._optimizer_existed
         self._optimizer_existed = True
+        program_threads.uses(optimizer)
         self.optimizers.add(optimizer)
         self._unstepped.add(optimizer)
         if self._listening and self.proof is not None and self.refusal is None and not self.engine_depth:

@@ -84,6 +84,8 @@ class Gradients:
         watched = accumulates and not is_capturing()
         leaves = (safely(self._find_leaves, list(outputs)) or []) if watched else []
         if not leaves or self._depth:  # activation checkpoints run passes within the pass
+            if leaves:
+                safely(self.handoffs.pass_not_sampled, leaves)  # or another thread's runs at the same time
             yield []
             return
         before = safely(self.handoffs.pass_begins, leaves)

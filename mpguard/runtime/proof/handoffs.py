@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpguard.runtime.proof import samples, witness
+from mpguard.runtime.proof import program_threads, samples, witness
 from mpguard.runtime.proof.samples import LEAVES, is_capturing, sample
 
 if TYPE_CHECKING:
@@ -69,15 +70,17 @@ class HandOffs:
         #: The scale by which the gradients of an optimizer were divided, by its id.
         self._scales: dict[int, float] = {}
         self._hooked: dict[int, torch.Tensor] = {}
+        #: The thread of the last backward pass that has reached a leaf: only it reads the gradient around a pass.
+        self._threads: dict[int, int] = {}
 
     def release(self) -> None:
         """Release the samples; what was found remains."""
         self._leaves, self._left, self._terms, self._factors, self._hooked = {}, {}, {}, {}, {}
-        self.optimizers = ()
+        self.optimizers, self._threads = (), {}
 
     def forget_leaf(self, number: int) -> None:
         """Release the weak reference to a tensor, and its samples. number: its id."""
-        for known in (self._leaves, self._left, self._terms, self._factors, self._hooked):
+        for known in (self._leaves, self._left, self._terms, self._factors, self._hooked, self._threads):
             known.pop(number, None)
 
     # -- which tensors are sampled -----------------------------------------------------------
@@ -98,6 +101,18 @@ class HandOffs:
             found |= self._tracked_of(optimizer)
         return found
 
+    def _tracked_here(self) -> dict[int, torch.Tensor]:
+        """Return those that no backward pass of another thread reaches: it may change their gradients at any time."""
+        own, elsewhere = threading.get_ident(), set[int]()
+        for optimizer in list(self.optimizers):
+            if self._is_elsewhere(optimizer):
+                elsewhere |= self._tracked_of(optimizer).keys()
+        return {
+            key: leaf
+            for key, leaf in self._tracked().items()
+            if key not in elsewhere and self._threads.get(key, own) == own
+        }
+
     def _tracked_of(self, optimizer: Any) -> dict[int, torch.Tensor]:
         """Return the sampled parameters of an optimizer, by id. It keeps their positions: no weak reference."""
         places = [(a, b) for a, group in enumerate(optimizer.param_groups) for b in range(len(group["params"]))]
@@ -110,18 +125,40 @@ class HandOffs:
         own = (optimizer.param_groups[a]["params"][b] for a, b in chosen)
         return {id(each): each for each in own}
 
+    @contextlib.contextmanager
+    def optimizers_here(self, optimizers: Iterable[Any]) -> Iterator[list[Any]]:
+        """Yield the optimizers whose gradients can be read: no pass of another thread reaches their parameters."""
+        with program_threads.reading:
+            yield [each for each in optimizers if not self._is_elsewhere(each)]
+
+    def _is_elsewhere(self, optimizer: Any) -> bool:
+        own, threads = threading.get_ident(), {self._threads.get(id(each)) for each in _parameters(optimizer)} - {None}
+        return bool(threads - {own}) or (not threads and program_threads.is_used_elsewhere(optimizer))
+
     # -- backward passes ---------------------------------------------------------------------
 
     def pass_begins(self, leaves: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Compare what a backward pass finds with what the last one left, and return samples of it."""
-        self.track(leaves)
-        tracked = self._tracked()
-        return self._hand_off("accumulation", "between two backward passes", tracked)
+        leaves, own = list(leaves), threading.get_ident()
+        with program_threads.reading:
+            self._threads.update((id(leaf), own) for leaf in leaves)
+            self.track(leaves)
+            return self._hand_off("accumulation", "between two backward passes", self._tracked_here())
+
+    def pass_not_sampled(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Forget what was left in leaves that a thread's pass reaches while the pass of another thread is sampled."""
+        with program_threads.reading:
+            for leaf in leaves:
+                if program_threads.is_another(self._threads.get(id(leaf), 0)):
+                    self._threads[id(leaf)] = threading.get_ident()
+                    self._left.pop(id(leaf), None)
+                    self._terms.pop(id(leaf), None)
 
     def pass_ended(self, leaves: Iterable[torch.Tensor], before: Mapping[int, torch.Tensor]) -> None:
         """Record what a backward pass has left. before: what it found."""
-        tracked = self._tracked()
-        now = _gradients(tracked)
+        with program_threads.reading:
+            everyones, tracked = self._tracked(), self._tracked_here()
+            now = _gradients(tracked)
         earlier = [key for key, flag in zip(before, samples.are_set(list(before.values())), strict=True) if flag]
         made = {id(leaf) for leaf in leaves}
         for key, values in now.items():
@@ -130,11 +167,11 @@ class HandOffs:
             elif key in made or key not in before:
                 self._add_term(key, values)
             self._factors.pop(key, None)
-        self._left = now
-        hooked, self._hooked = self._hooked, {}
-        for key, values in hooked.items():
-            if key in now:
-                seen = _Seen.of(tracked[key], values, now[key])
+        self._left = {key: each for key, each in self._left.items() if key in everyones and key not in tracked} | now
+        for key in tracked:
+            hooked = self._hooked.pop(key, None)
+            if hooked is not None and key in now:
+                seen = _Seen.of(tracked[key], hooked, now[key])
                 self._judge("accumulation", "in a hook of the backward pass", seen)
 
     @contextlib.contextmanager

@@ -41,15 +41,19 @@ class Recording:
 
     def stop(self) -> tuple[list[Any], list[str], list[int]]:
         """Stop the profiler. Return its events, and the names and starts of those that are not finished."""
-        global _running  # noqa: PLW0603  how many there are in this process
+        global _running  # noqa: PLW0603  see there
         self.running = False
-        _running -= 1
         record_on()
-        return _disable()
+        try:
+            return _disable()
+        finally:
+            _running = None
 
 
-#: How many recordings run in this process.
-_running = 0
+#: The recording that runs in this process, in any thread: Kineto has one session per process, and crashes where two
+#: threads stop theirs.
+_running: Recording | None = None
+_starting = threading.Lock()
 
 
 class _Muting(threading.local):
@@ -67,7 +71,7 @@ def muted() -> Iterator[None]:
 
     Does nothing unless a recording of mpguard runs.
     """
-    if not _running or _muting.on:
+    if _running is None or _muting.on:
         yield
         return
     _mute(True)
@@ -113,21 +117,29 @@ _of_thread = threading.local()
 
 
 def start(*, shapes: bool = True) -> Recording | None:
-    """Start Kineto for the operators of this thread; None if a profiler is enabled already.
+    """Start Kineto for the operators of this thread; None if a profiler is enabled already, or one of another thread.
 
     shapes: False to record no shapes and dtypes of operands, which are three quarters of what an event costs.
     """
-    global _running  # noqa: PLW0603  see `Recording.stop`
+    global _running  # noqa: PLW0603  see there
     from torch._C._autograd import _profiler_enabled
 
     if _profiler_enabled() or _other_profilers:
         return None
+    recording = Recording(threading.get_ident(), shapes)
+    with _starting:
+        if _running is not None:
+            return None
+        _running = recording
     _stop_in_forks()
-    _enable(shapes)
+    try:
+        _enable(shapes)
+    except BaseException:
+        _running = None
+        raise
     if not hasattr(_of_thread, "end"):
         _of_thread.end = _EndOfThread()
-    _of_thread.end.recording = recording = Recording(threading.get_ident(), shapes)
-    _running += 1
+    _of_thread.end.recording = recording
     return recording
 
 
@@ -268,7 +280,7 @@ def _stop_in_forks() -> None:
 
 def _stop_recording() -> None:
     global _running
-    _running, _muting.on = 0, False
+    _running, _muting.on = None, False
     import torch
     from torch._C._autograd import _profiler_enabled, _toggle_collection_dynamic
     from torch._C._profiler import ProfilerActivity

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.policy.policy import Policy
 from mpguard.runtime.containment import contained
-from mpguard.runtime.proof import attention_masks, fp8, graphs
+from mpguard.runtime.proof import attention_masks, fp8, graphs, program_threads
 from mpguard.runtime.proof.account import StepAccount, shapes_of
 from mpguard.runtime.proof.collectives import Collective, CollectiveListener
 from mpguard.runtime.proof.gradients import Gradients
@@ -78,6 +79,7 @@ class Recorder:
         self.casts: dict[tuple[str, str], weakref.WeakSet[nn.Module]] = previous.casts if previous is not None else {}
         self.several: bool = previous is not None and previous.several
         self._open: Inferred | None = None  # of the backward pass that runs
+        self._thread = 0  # in which it runs
         self._optimizers_exist = previous is not None
         self._scaled = False
         self._module_hook: Any = None
@@ -142,13 +144,17 @@ class Recorder:
             yield
             return
         behind = products_behind(outputs)
-        if self._open is not None:
-            self._open.add(behind)
+        with self.gradients.handoffs.optimizers_here(optimizers) as here:
+            begins = self._open is None
+            if begins:
+                self.backwards += 1
+                self.account.begin_pass(behind, here)
+                self._open, self._scaled, self._thread = behind, False, threading.get_ident()
+        if not begins:
+            if self._open is not None and not program_threads.is_another(self._thread):
+                self._open.add(behind)
             yield
             return
-        self.backwards += 1
-        self.account.begin_pass(behind, optimizers)
-        self._open, self._scaled = behind, False
         try:
             yield
         finally:
