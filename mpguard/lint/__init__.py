@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.behaviour import accelerate_precision as accelerate_precision
     from mpguard.lint.facts.behaviour import autocast_ops as autocast_ops
     from mpguard.lint.facts.behaviour import lightning as lightning
-    from mpguard.lint.facts.behaviour import trace
+    from mpguard.lint.facts.behaviour import trace_steps
     from mpguard.lint.facts.behaviour.events import Event as Event
     from mpguard.lint.facts.behaviour.events import EventKind as EventKind
     from mpguard.lint.facts.behaviour.events import is_optimizer as is_optimizer
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.behaviour.regions import Region as Region
     from mpguard.lint.facts.behaviour.regions import enabled_argument as enabled_argument
     from mpguard.lint.facts.behaviour.scalars import ScalarUse as ScalarUse
-    from mpguard.lint.facts.behaviour.trace import StepKind as StepKind
-    from mpguard.lint.facts.behaviour.trace import Trace as Trace
-    from mpguard.lint.facts.behaviour.trace import TraceStep as TraceStep
+    from mpguard.lint.facts.behaviour.trace_steps import StepKind as StepKind
+    from mpguard.lint.facts.behaviour.trace_steps import Trace as Trace
+    from mpguard.lint.facts.behaviour.trace_steps import TraceStep as TraceStep
     from mpguard.lint.facts.domain import autocast_cache as autocast_cache
     from mpguard.lint.facts.domain import backends as backends
     from mpguard.lint.facts.domain import fp8
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.domain.scaler_dtype import bfloat16_region as bfloat16_region
     from mpguard.lint.facts.domain.scaler_dtype import computes_without_float16 as computes_without_float16
     from mpguard.lint.facts.domain.scaler_dtype import scales_without_need as scales_without_need
-    from mpguard.lint.facts.domain.training_use import Weights as Weights
+    from mpguard.lint.facts.domain.training import Weights as Weights
     from mpguard.lint.facts.domain.wrappers import Wrap as Wrap
     from mpguard.lint.facts.domain.wrappers import WrapperSettings as WrapperSettings
     from mpguard.lint.facts.file import Facts as Facts
@@ -142,7 +142,7 @@ if TYPE_CHECKING:
 
     accelerate_keys, axolotl_keys, deepspeed_keys, llamafactory_keys = accelerate, axolotl, deepspeed, llamafactory
     megatron_bridge_keys = megatron_bridge
-    fp8_facts, library_names, trace_facts = fp8, api_names, trace
+    fp8_facts, library_names, trace_facts = fp8, api_names, trace_steps
 
 #: Where each name is defined: module -> names. A test compares this and `_MODULES` with the imports above, which only
 #: type checkers read.
@@ -151,13 +151,13 @@ _NAMES = {
     "mpguard.core.lazy_pattern": ("lazy_pattern",),
     "mpguard.core.text_edits": ("Edit", "Span"),
     "mpguard.document": ("Document", "Entry"),
-    "mpguard.lint.facts.behaviour.trace": ("StepKind", "Trace", "TraceStep"),
+    "mpguard.lint.facts.behaviour.trace_steps": ("StepKind", "Trace", "TraceStep"),
     "mpguard.lint.facts.domain.backends": ("Switch",),
     "mpguard.lint.facts.domain.compiled_functions": ("compiled_scopes",),
     "mpguard.lint.facts.domain.fp8": ("Layer", "is_never_switched_on"),
     "mpguard.lint.facts.behaviour.regions": ("Region", "enabled_argument"),
     "mpguard.lint.facts.domain.scaler_dtype": ("bfloat16_region", "computes_without_float16", "scales_without_need"),
-    "mpguard.lint.facts.domain.training_use": ("Weights",),
+    "mpguard.lint.facts.domain.training": ("Weights",),
     "mpguard.lint.facts.domain.wrappers": ("Wrap", "WrapperSettings"),
     "mpguard.lint.facts.behaviour.events": ("Event", "EventKind", "is_optimizer"),
     "mpguard.lint.facts.behaviour.events.compile": ("launched_compiled",),
@@ -245,7 +245,7 @@ _MODULES = {
     "settings": "mpguard.core.settings",
     "siblings": "mpguard.lint.project.siblings",
     "targets": "mpguard.targets",
-    "trace_facts": "mpguard.lint.facts.behaviour.trace",
+    "trace_facts": "mpguard.lint.facts.behaviour.trace_steps",
     "tracked_fs": "mpguard.core.tracked_fs",
     "unscaled_steps": "mpguard.lint.facts.domain.unscaled_steps",
     "unused": "mpguard.lint.reachability.unused",

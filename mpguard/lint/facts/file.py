@@ -12,7 +12,8 @@ from __future__ import annotations
 from functools import cached_property
 
 from mpguard.lint.facts.domain.checkpoints import Checkpoints
-from mpguard.lint.facts.domain.master_weights import may_keep_masters
+from mpguard.lint.facts.domain.master_weights import MasterWeights
+from mpguard.lint.facts.domain.optimizers import Optimizers
 from mpguard.lint.facts.domain.training_use import TrainingUse
 from mpguard.lint.facts.domain.view import DomainView
 from mpguard.lint.facts.domain.wrappers import WrapperFacts
@@ -35,6 +36,8 @@ class Facts(DomainView):
         autocast_states  the autocast state at a place
         measures       what the file does only to measure, or to evaluate
         wrappers       objects wrapped by Accelerate, DeepSpeed or FSDP
+        optimizers     the optimizers and Trainers, and what they train
+        master_weights  FP32 master weights that may be kept
         training_use   the values and weights that are trained
         frozen_params  the models that are never trained
         checkpoints    the states that are saved and restored
@@ -56,6 +59,8 @@ class Facts(DomainView):
         super().__init__(source, project, imported)
         self.wrappers = self.part(WrapperFacts)
         self.training_use = self.part(TrainingUse)
+        self.optimizers = self.part(Optimizers)
+        self.master_weights = self.part(MasterWeights)
         self.checkpoints = self.part(Checkpoints)
         if not imported:
             apply_constant_flags(self.index, {SUPPORTS_BF16: True} if self.always_supports_bf16() else {})
@@ -67,7 +72,7 @@ class Facts(DomainView):
         code = stripped(self.file_text).encode("utf-8", "surrogateescape")
         return settings.updates(code) or self.project.scaler_updated_elsewhere(self.path)
 
-    @cached_property
+    @property
     def may_keep_masters(self) -> bool:
         """True if FP32 master weights may be kept, and the loss scaled, by other means than torch.amp."""
-        return may_keep_masters(self)
+        return self.master_weights.may_be_kept

@@ -44,6 +44,8 @@ MOST_NEARBY = 32
 class Project(ProjectApi):
     """The surroundings of a file, for rules. There is one per process, for one file after another.
 
+    `ProjectApi` documents the methods that facts and rules call.
+
     given: the configs of `--config`; they replace those of the settings and those in the file's folder.
     """
 
@@ -108,11 +110,9 @@ class Project(ProjectApi):
         self._counted = {path}
 
     def add_linted(self, facts: Facts) -> None:
-        """Make the facts of the file that is being checked those of its module."""
         self._linted = os.path.realpath(facts.path), facts
 
     def facts_at(self, path: str) -> Facts | None:
-        """Return the facts of a file that are in use; None if there are none."""
         if self._linted is not None and path == self._linted[1].path:
             return self._linted[1]
         return self._by_path.get(path)
@@ -177,13 +177,11 @@ class Project(ProjectApi):
             return () if found and launch_configs.for_others(path, found) else found
 
     def launches_of(self, path: str) -> tuple[Launch, ...]:
-        """Return the launch lines of the tree that start a file."""
         with tracked_fs.recording_for(path):
             top = tree.top_of(Path(path).absolute().parent)
             return launch_lines.in_tree(top).get(tracked_fs.real_path(path), ())
 
     def launches_given(self, path: str) -> tuple[Launch, ...]:
-        """Return the launch lines of the tree that give a Python file to another script, as its config."""
         with tracked_fs.recording_for(path):
             top = tree.top_of(Path(path).absolute().parent)
             return launch_lines.given_in_tree(top).get(tracked_fs.real_path(path), ())
@@ -217,15 +215,10 @@ class Project(ProjectApi):
         return None
 
     def deepspeed_half(self, path: str) -> str:
-        """Return "FP16" or "BF16" if the DeepSpeed JSONs in the folder of a file all cast the model to it, else ""."""
         with tracked_fs.recording_for(path):
             return siblings.deepspeed_half(Path(path).absolute().parent)
 
     def executed_settings(self, path: str, names: frozenset[str]) -> dict[str, list[object]]:
-        """Return what Python files that only set some of these names, in the config folders of a script, set them to.
-
-        A script that calls `exec` runs one of them in its own namespace.
-        """
         found: dict[str, list[object]] = {}
         with tracked_fs.recording_for(path):
             for own, values in siblings.settings_in(Path(path).absolute().parent):
@@ -246,7 +239,6 @@ class Project(ProjectApi):
         return self._facts_at(path, from_path) if path is not None else None
 
     def users_of(self, name: str, path: str) -> list[Facts] | None:
-        """Return the facts of the modules that use a name of a file and may train; None if they are not all known."""
         file = Path(path).absolute()
         with tracked_fs.recording_for(path):
             files = summaries.users(tree.top_of(file.parent), file, name)
@@ -328,7 +320,6 @@ class Project(ProjectApi):
             return summaries.may_import(tree.top_of(file.parent), file, name)
 
     def derived_elsewhere(self, path: str, name: str) -> bool:
-        """True if a class of another file of the tree may derive from a class of a module."""
         file = Path(path).absolute()
         with tracked_fs.recording_for(path):
             return summaries.may_derive(tree.top_of(file.parent), file, name)
@@ -364,7 +355,6 @@ class Project(ProjectApi):
         return found if len(found) == len(files) else None
 
     def method_used_elsewhere(self, path: str, name: str) -> bool:
-        """True if other code may use a method of this name of a class of a file; outside of a project, it may."""
         return self._ask(path, uses.may_call, name, otherwise=True)
 
     def subclassed_elsewhere(self, path: str, name: str) -> bool:
@@ -375,41 +365,32 @@ class Project(ProjectApi):
         return self._ask(path, uses.may_derive, name, otherwise=True, whole=True)
 
     def attribute_set_elsewhere(self, path: str, name: str) -> bool:
-        """True if other code may set an attribute of this name; outside of a project, it may."""
         return self._ask(path, uses.may_set, name, otherwise=True, whole=True)
 
     def mentioned_beside(self, path: str, name: str, paths: Iterable[str]) -> bool:
-        """True if code in the folder that contains a file and others, but not in the file, has a name."""
         folder = os.path.commonpath([Path(each).absolute().parent for each in (path, *paths)])
         return self._ask(path, uses.may_mention, f"{name} {folder}", otherwise=True)
 
     def keyword_given_elsewhere(self, path: str, name: str) -> bool:
-        """True if other code gives something a keyword argument of this name; outside of a project, it may."""
         return self._ask(path, uses.may_give, name, otherwise=True)
 
     def is_replaced(self, path: str, name: str) -> bool:
-        """True if another file that imports a module has its own definition of a function of this name."""
         return self._ask(path, uses.is_replaced, name)
 
     def attribute_set_from_outside(self, path: str, name: str) -> bool:
-        """True if a file that uses another one assigns to an attribute of this name, other than of `self`."""
         return self._ask(path, uses.may_set_from_outside, name)
 
     def scaler_updated_elsewhere(self, path: str) -> bool:
-        """True if other code may update a GradScaler that a file steps with; outside of a project, it may."""
         return self._ask(path, settings_read.may_update_scaler, otherwise=True, whole=True)
 
     def compiled_elsewhere(self, path: str) -> bool:
-        """True if other code may compile a model that a file gets; outside of a project, it may."""
         return self._ask(path, settings_read.may_compile, otherwise=True, whole=True)
 
     def looked_up(self, path: str) -> bool:
-        """True if code of the project of a file may get a class by a name that is not in the code."""
         with tracked_fs.recording_for(path):
             return ask(tree.top_of(Path(path).absolute().parent), "", uses.may_look_up)
 
     def is_library(self, path: str) -> bool:
-        """True if a file is in a package that other projects may install, and use."""
         folder = Path(path).absolute().parent
         with tracked_fs.recording_for(path):
             if not tracked_fs.is_file(folder / "__init__.py"):
@@ -420,32 +401,25 @@ class Project(ProjectApi):
             return packages.is_installable(top) and (package == top or packages.builds_from(top, package.parent))
 
     def is_all_code(self, path: str) -> bool:
-        """True if a file is the only Python file of its project, which has no notebook either."""
         return self._ask(path, uses.is_all_code)
 
     def asks_for(self, path: str, word: str) -> bool:
-        """True if a script, config or text of the project contains a word; outside of a project that is unknown."""
         return self._ask(path, settings_read.may_ask_for, word, otherwise=True)
 
     def drops_option(self, path: str, name: str) -> bool:
-        """True if no code of the project of a file reads an option; outside of a project, it may."""
         return not self._ask(path, settings_read.may_read_option, name, otherwise=True)
 
     def passes_option(self, path: str, name: str) -> bool:
-        """True if a script, config or text of the project of a file passes an option that asks for low precision."""
         with tracked_fs.recording_for(path):
             return ask(tree.top_of(Path(path).absolute().parent), "", settings_read.passes_option, name)
 
     def gives_option(self, path: str, name: str, value: str) -> bool:
-        """True if a config or script of the project of a file gives an option this value."""
         return self._ask(path, settings_read.gives_option, f"{name} {value}")
 
     def gives_unhandled(self, path: str, name: str, value: str) -> bool:
-        """True if a config or script of the project gives an option a value that no code of the project mentions."""
         return self.gives_option(path, name, value) and not self._ask(path, settings_read.may_handle_value, value)
 
     def unread_keys(self, path: str) -> list[tuple[str, str]]:
-        """Return the configs that a file names with a key for low precision that no code names, each with the key."""
         file = Path(path).absolute()
         with tracked_fs.recording_for(path):
             top = tree.top_of(file.parent)
@@ -466,11 +440,9 @@ class Project(ProjectApi):
             return tree.is_project(top) and copies.is_in_copy(file, top, by_terms=True)
 
     def launches_with_deepspeed_only(self, path: str) -> bool:
-        """True if the project has accelerate configs, and all of them choose DeepSpeed."""
         return self._ask(path, settings_read.configs_choose_deepspeed)
 
     def deepspeed_config_read(self, path: str) -> bool:
-        """True if something in the project may read the DeepSpeed config that a file is, or contains."""
         return self._ask(path, settings_read.may_read_deepspeed, otherwise=True)
 
     def deepspeed_config_read_as_json(self, path: str) -> bool:

@@ -1,6 +1,8 @@
 """What training code does, in terms of mixed precision.
 
-training_use.py        the values and weights that are trained, and by what
+training_use.py        the values and weights that are trained
+training.py            what is known of one of them
+optimizers.py          what trains: optimizers, the parameters that they take, Trainers
 wrapped_loads.py       models that are loaded into an attribute of a module
 master_weights.py      FP32 master weights and loss scaling by other means than torch.amp
 unscaled_steps.py      optimizer steps that apply FP16 gradients without loss scaling

@@ -9,7 +9,9 @@ import libcst as cst
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour import accelerate_precision
 from mpguard.lint.facts.behaviour.events import Event, EventKind
-from mpguard.lint.facts.domain.training_use import Training, TrainingUse
+from mpguard.lint.facts.domain.optimizers import Optimizers
+from mpguard.lint.facts.domain.training import Training
+from mpguard.lint.facts.domain.training_use import TrainingUse
 from mpguard.lint.facts.domain.view import DomainView
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible
@@ -83,7 +85,7 @@ def _enters_low_models(cast: Event, dtype: Dtype, guard: PathCondition) -> bool:
     takers = [
         call
         for call in reach.models
-        if not any(facts.of(call).part(TrainingUse).is_untaken(key, call) for key in (call.path, dotted(call.receiver)))
+        if not any(facts.of(call).part(Optimizers).is_untaken(key, call) for key in (call.path, dotted(call.receiver)))
     ]
     if takers and any(map(_NEEDS_FLOAT32.search, {cast.key, *reach.names})):
         return False

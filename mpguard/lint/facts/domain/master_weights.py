@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour.events import Event, EventKind, is_optimizer
-from mpguard.lint.facts.program import project_words
+from mpguard.lint.facts.domain.training import Weights
+from mpguard.lint.facts.program import api_names, project_words
 from mpguard.lint.facts.program.lattice import Object
+from mpguard.lint.facts.program.mentions import mentions
 from mpguard.lint.facts.syntax.nodes import dotted
-from mpguard.lint.facts.syntax.records import Call, Use
+from mpguard.lint.facts.syntax.records import Call, Scope, Use
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.domain.view import DomainView
@@ -28,7 +31,63 @@ _OPTIM = lazy_pattern("(?i)optim").search
 _GRAD = lazy_pattern(r"\.grad\b")
 
 
-def may_keep_masters(facts: DomainView) -> bool:
+class MasterWeights:
+    """The FP32 master weights that one file, or what launches it, may keep."""
+
+    def __init__(self, facts: DomainView) -> None:
+        self.facts = facts
+        self._sharding: dict[Scope, bool] = {}
+
+    @cached_property
+    def may_be_kept(self) -> bool:
+        """True if FP32 master weights may be kept, and the loss scaled, by other means than torch.amp."""
+        return _may_keep_masters(self.facts)
+
+    def kept_for(self, weights: Weights) -> bool:
+        """True if FP32 copies of these low-precision weights may be kept.
+
+        By an FP16 optimizer of a project, a DeepSpeed engine that takes the model, a sharding framework in the code
+        that is connected with its training, or one in the file's launch config (accelerate's FSDP upcasts weights), or
+        by DeepSpeed in all accelerate configs of the project.
+        """
+        if self.are_always_kept or weights.training.reach.meets("initialize"):
+            return True
+        if self.runs_in_deepspeed:
+            return True
+        takes = (sink.call.scope for sink in weights.training.sinks if sink.kind != "backward")
+        starts = dict.fromkeys((weights.event.scope, *takes))
+        programs = (self.facts.programs_of(scope, _may_shard) for scope in starts)
+        near = {each for program in programs for each in program if each.kind != "class"}
+        return any(self.mentions_sharding(each, weights.event.call) for each in near)
+
+    @cached_property
+    def runs_in_deepspeed(self) -> bool:
+        """True if the project launches the Accelerators of the file with DeepSpeed, which keeps FP32 masters."""
+        return bool(self.facts.events("accelerator")) and self.facts.project.launches_with_deepspeed_only(
+            self.facts.path
+        )
+
+    @cached_property
+    def are_always_kept(self) -> bool:
+        """True if masters may be kept whatever the weights are: by code of the file, or by the strategy of a launch."""
+        launched = {config.distributed_type for config in self.facts.project.configs_for(self.facts.path)}
+        return self.may_be_kept or bool(launched & {"DEEPSPEED", "FSDP", "MEGATRON_LM"})
+
+    def mentions_sharding(self, scope: Scope, model: Call | None = None) -> bool:
+        """True if a function uses a sharding framework, of a model if one is given."""
+        if scope not in self._sharding:
+            self._sharding[scope] = mentions(self.facts, scope, project_words.SHARDING.search)
+        if not self._sharding[scope] or model is None:
+            return self._sharding[scope]
+        return mentions(self.facts, scope, project_words.SHARDING.search, {model})
+
+
+def _may_shard(callee: Scope) -> bool:
+    """True if a callee may shard a model: not a module by what it defines, nor what saves or loads a checkpoint."""
+    return callee.kind == "function" and not api_names.CHECKPOINTS.search(callee.name)
+
+
+def _may_keep_masters(facts: DomainView) -> bool:
     """True if FP32 master weights may be kept, and the loss scaled, by other means than torch.amp.
 
     These are apex, a framework's or project's own FP16 optimizer or module, and gradients copied from one set of

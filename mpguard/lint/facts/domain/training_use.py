@@ -7,10 +7,7 @@ Frozen towers, LoRA bases, inference, rounding and copies for a checkpoint are e
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterator
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import libcst as cst
@@ -18,18 +15,18 @@ import libcst as cst
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour import lightning
 from mpguard.lint.facts.behaviour.accelerate_precision import follows_policy
-from mpguard.lint.facts.behaviour.autocast_ops import LOWERED
 from mpguard.lint.facts.behaviour.events import Event, EventKind
 from mpguard.lint.facts.behaviour.events.event import creates_optimizer, is_optimizer
 from mpguard.lint.facts.behaviour.forward_flow import FRAMEWORK_STEPS, Reach, Sink
 from mpguard.lint.facts.domain import wrapped_loads
-from mpguard.lint.facts.domain.master_weights import may_keep_masters
+from mpguard.lint.facts.domain.master_weights import MasterWeights
+from mpguard.lint.facts.domain.optimizers import Optimizers, is_parts
+from mpguard.lint.facts.domain.training import Training, Weights
 from mpguard.lint.facts.program import api_names, keywords, project_words
 from mpguard.lint.facts.program.dtypes import AnyDtype, PossibleDtypes, as_dtype
-from mpguard.lint.facts.program.lattice import Class, Function, Object, Ref
-from mpguard.lint.facts.program.mentions import mentions
+from mpguard.lint.facts.program.lattice import Function, Object
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
-from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible, negated
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
 from mpguard.policy.dtype import Dtype
 
@@ -38,67 +35,18 @@ if TYPE_CHECKING:
 
 #: Events that may set the dtype of weights.
 _SETS_DTYPE: tuple[EventKind, ...] = ("cast", "construct", "load")
-#: Events of training.
-_TRAINS: tuple[EventKind, ...] = ("backward", "framework", "trainer")
-#: Iterators over the parts of a model: a cast of each part is a cast of the model.
-_PARTS = frozenset({"parameters", "named_parameters", "modules", "named_modules", "children", "named_children"})
-#: Functions that collect parameters.
-_COLLECTS = frozenset({"list", "tuple", "filter", "chain", "sorted", "iter"})
 #: The condition under which a loop casts what is not trained.
 _FROZEN = negated(Flag("requires_grad"))
 #: Arguments of a load that quantize: adapters are trained, the weights stay.
 _QUANTIZES = ("quantization_config", "load_in_8bit", "load_in_4bit")
-#: Arguments of a Trainer that add adapters to its model or replace its optimizer; arguments of its settings that shard.
-_OTHER_OPTIMIZER = ("peft_config", "optimizers", "optimizer_cls_and_kwargs")
-#: Methods of `HfArgumentParser`; flags of launchers and scripts that shard, add adapters or choose another optimizer.
-_PARSES = frozenset({"parse_args_into_dataclasses", "parse_args_and_config"})
-_OTHER_LAUNCH = frozenset({"config_file", "use_fsdp", "use_deepspeed"})
-_OTHER_FLAGS = lazy_pattern(r"(?i)^--(?:deepspeed|fsdp|optim|load_in|use_)|lora|peft|quant|bits|\.(?:json|ya?ml)$")
-_SHARDING_ARGUMENTS = frozenset({"deepspeed", "fsdp", "fsdp_config"})
 #: What gives the tensors of a checkpoint.
 _LOADS = frozenset({"state_dict", "load", "load_file", "safe_open"})
-#: Names of checkpoints: they may come from anywhere.
-_CHECKPOINT = lazy_pattern(r"(?i)state_?dict|ckpt|checkpoint|(?:^|_)sd$")
 #: Functions whose results are zeros and ones; names of losses and masks.
 _ZEROS_AND_ONES = frozenset({"one_hot", "eq", "ne", "gt", "lt", "ge", "le", "bool", "isnan", "isinf", "bernoulli"})
 _CRITERION = lazy_pattern(r"(?i)(?:^|[._])(?:loss|loss_?fn|loss_?func(?:tion)?|criterion)$")
 _MASK = lazy_pattern(r"(?i)mask")
 #: What a helper may return that gives the dtype of any name.
 _ANY_DTYPE = frozenset({Dtype.FP32, Dtype.BF16, Dtype.FP16})
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Training:
-    """How a value is trained: `sink` is the first place that shows it, `reach` all that the value reaches.
-
-    by_engine: in other arms of the program an engine of DeepSpeed or the like runs the backward pass.
-    """
-
-    reach: Reach
-    sinks: tuple[Sink, ...]
-    by_engine: bool = False
-
-    @property
-    def sink(self) -> Sink:
-        """The first place that shows that the value is trained."""
-        return self.sinks[0]
-
-    def of(self, kind: str) -> list[Call]:
-        """Return the calls of the sinks of a kind.
-
-        Kinds are `optimizer` (that takes the parameters), `trainer`, `prepare`, `parallel`.
-        """
-        return [sink.call for sink in self.sinks if sink.kind == kind]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Weights:
-    """Low-precision weights that are trained: `event` (a `cast`, `construct` or `load`) is where they get the dtype."""
-
-    event: Event
-    dtype: AnyDtype
-    guard: PathCondition
-    training: Training
 
 
 class TrainingUse:
@@ -108,7 +56,6 @@ class TrainingUse:
         self.facts = facts
         self._weights: dict[AnyDtype, list[Weights]] = {}
         self._adapted: dict[str, set[Scope]] | None = None
-        self._sharding: dict[Scope, bool] = {}
 
     # -- casts --------------------------------------------------------------------------------------
 
@@ -146,7 +93,11 @@ class TrainingUse:
         if not is_module or whole is not None:
             return training
         bound = self.facts.bound_to(cast.call)
-        untaken = self.is_untaken(bound.key, bound) if bound is not None else self.is_untaken(cast.key, cast.call)
+        untaken = (
+            self.facts.part(Optimizers).is_untaken(bound.key, bound)
+            if bound is not None
+            else self.facts.part(Optimizers).is_untaken(cast.key, cast.call)
+        )
         return None if untaken else training
 
     def _is_replaced_by_callers(self, cast: Event, dtype: AnyDtype | str) -> bool:
@@ -314,7 +265,7 @@ class TrainingUse:
             named = (key for key in keys if key and not self.facts.frozen_params.is_frozen_name(key))
             key = next(named, "")
             return (key, binding) if key else None
-        if isinstance(over, cst.Call) and isinstance(over.func, cst.Attribute) and _is_parts(over.func.attr.value):
+        if isinstance(over, cst.Call) and isinstance(over.func, cst.Attribute) and is_parts(over.func.attr.value):
             over = over.func.value
         elif isinstance(over, cst.Attribute):  # model.layers
             over = over.value
@@ -332,51 +283,6 @@ class TrainingUse:
             if any(isinstance(each.atom, Function) and each.atom.scope is scope for each in given):
                 return self._applied(call)
         return None
-
-    def autocast_inputs(self, cast: Event) -> list[Call]:
-        """Return the calls that take the value of a cast itself and that autocast runs in low precision anyway.
-
-        Autocast runs their matrix products so: they are calls of a model, or of one of torch's operations.
-        """
-        bound = self.facts.bound_to(cast.call)
-        found = []
-        parents = self.facts.index.parents
-        given: list[cst.CSTNode] = [cast.call.node]
-        if bound is not None:
-            uses = cast.scope.uses.get(bound.key.split(".", 1)[0], ())
-            given += [use.node for use in uses if use.path == bound.key and use.order > bound.order]
-        calls = {
-            self.facts.index.call_of.get(parents[arg])
-            for each in given
-            if isinstance(arg := parents.get(each), cst.Arg)
-        }
-        for call in sorted((c for c in calls if c is not None and c.scope is cast.scope), key=lambda c: c.order):
-            arguments = (*call.positional, *call.keywords.values())
-            if cast.call.node in arguments or (
-                bound is not None
-                and call.order > bound.order
-                and any(
-                    dotted(each) == bound.key
-                    and bound in self.facts.values.reaching(bound.key, call.scope, call.order, call.guard)
-                    for each in arguments
-                )
-            ):
-                found.append(call)
-        return [call for call in found if self._is_autocast(call)]
-
-    def _is_autocast(self, call: Call) -> bool:
-        for each in self.facts.evaluate(call.func, call):
-            if isinstance(each.atom, Ref) and each.atom.path.startswith("torch.") and call.name in LOWERED:
-                return True
-            if (
-                isinstance(each.atom, Object)
-                and each.atom.kind == "model"
-                and not self.facts.frozen_params.is_frozen_name(call.path)
-            ):
-                return True
-        last = call.path.rsplit(".", 1)[-1]
-        known = self.facts.kinds(call.func, call) - {""}
-        return not known and last in self.facts.module_names and not self.facts.frozen_params.is_frozen_name(call.path)
 
     def is_rounding_or_copy(self, cast: Event, dtype: AnyDtype | str) -> bool:
         """True if the cast only rounds (`.half().float()`), or makes a copy for a checkpoint."""
@@ -403,7 +309,7 @@ class TrainingUse:
             parts = [(each.value, each) for each in returns] or [(call.receiver, at)]
         elif isinstance(node, cst.Subscript):
             parts = [(node.value, at)]
-        elif _CHECKPOINT.search(dotted(node)):
+        elif api_names.CHECKPOINTS.search(dotted(node)):
             return True
         else:
             bindings = self.facts.values.reaching(dotted(node), at.scope, at.order, at.guard)
@@ -422,9 +328,9 @@ class TrainingUse:
         if is_step or call.name == "manual_backward":  # Lightning's, maybe with DeepSpeed
             strategies = (each.keywords.get("strategy") for each in lightning.created(self.facts, "Trainer"))
             return (
-                self._all_keep_masters
+                self.facts.part(MasterWeights).are_always_kept
                 or any(project_words.SHARDING.search(text_of(each)) for each in strategies if each is not None)
-                or any(map(self._mentions_sharding, self.facts.scopes))
+                or any(map(self.facts.part(MasterWeights).mentions_sharding, self.facts.scopes))
             )
         if sink.kind != "backward" or not call.positional or call.receiver is None:
             return False
@@ -612,254 +518,11 @@ class TrainingUse:
             at.scope in self.facts.reachable(place) or place in self.facts.reachable(at.scope) for place in places
         )
 
-    def keeps_masters(self, weights: Weights) -> bool:
-        """True if FP32 copies of these low-precision weights may be kept.
-
-        By an FP16 optimizer of a project, a DeepSpeed engine that takes the model, a sharding framework in the code
-        that is connected with its training, or one in the file's launch config (accelerate's FSDP upcasts weights), or
-        by DeepSpeed in all accelerate configs of the project.
-        """
-        if self._all_keep_masters or weights.training.reach.meets("initialize"):
-            return True
-        if self.runs_in_deepspeed:
-            return True
-        takes = (sink.call.scope for sink in weights.training.sinks if sink.kind != "backward")
-        starts = dict.fromkeys((weights.event.scope, *takes))
-        programs = (self.facts.programs_of(scope, _may_shard) for scope in starts)
-        near = {each for program in programs for each in program if each.kind != "class"}
-        return any(self._mentions_sharding(each, weights.event.call) for each in near)
-
-    @cached_property
-    def runs_in_deepspeed(self) -> bool:
-        """True if the project launches the Accelerators of the file with DeepSpeed, which keeps FP32 masters."""
-        return bool(self.facts.events("accelerator")) and self.facts.project.launches_with_deepspeed_only(
-            self.facts.path
-        )
-
-    @cached_property
-    def _all_keep_masters(self) -> bool:
-        launched = {config.distributed_type for config in self.facts.project.configs_for(self.facts.path)}
-        return may_keep_masters(self.facts) or bool(launched & {"DEEPSPEED", "FSDP", "MEGATRON_LM"})
-
-    def _mentions_sharding(self, scope: Scope, model: Call | None = None) -> bool:
-        if scope not in self._sharding:
-            self._sharding[scope] = mentions(self.facts, scope, project_words.SHARDING.search)
-        if not self._sharding[scope] or model is None:
-            return self._sharding[scope]
-        return mentions(self.facts, scope, project_words.SHARDING.search, {model})
-
-    # -- what trains --------------------------------------------------------------------------------
-
-    def trainer_of(self, call: Call) -> Call | None:
-        """Return what trains in the programs that run a call.
-
-        That is a backward pass with a step, `prepare`, or a Trainer.
-        """
-        near = set(self.facts.programs_of(call.scope))
-        if call.scope.kind == "module":  # code that runs on import affects whatever uses the functions of the file
-            near.update(*(self.facts.programs_of(each) for each in self.facts.scopes), self.facts.scopes)
-        for kind in _TRAINS:
-            for event in self.facts.events_around(kind, call.scope):
-                if (measures := self.facts.of(event.call).measures).only_measures or measures.only_evaluates(
-                    event.call
-                ):
-                    continue
-                together = event.scope in near and compatible(event.guard, self.facts.guard_of(call))
-                if together and (kind == "trainer" or self.facts.has_step(event.scope)):
-                    return event.call
-        return None
-
-    def torch_optimizers(self) -> Iterator[Call]:
-        """Yield the calls that create the optimizers of torch which the file steps, once for each step."""
-        for step in self.facts.events("step"):
-            for each in self.facts.evaluate(step.subject, step.call):
-                made = each.atom.call if isinstance(each.atom, Object) and each.atom.kind == "optimizer" else None
-                if made is not None and self.facts.called_path(made).startswith("torch.optim."):
-                    yield made
-
-    def is_untaken(self, key: str, at: Record, depth: int = 3) -> bool:
-        """True if no optimizer takes the model of a name: each one of the file has the parameters of others.
-
-        The file creates it, and it is no part of another model, nor an attribute of an object.
-        """
-        bindings = [at] if isinstance(at, Binding) else self.facts.bindings(key, at, at.guard)
-        optimized = self._optimized
-        if optimized is None or not bindings or not optimized.isdisjoint(key.split(".")) or depth == 0:
-            return False
-        return all(self._is_created(each, depth) and self._is_apart(key, each) for each in bindings)
-
-    def _is_apart(self, key: str, binding: Binding) -> bool:
-        """True if a model, from its binding on, reaches no optimizer, other object or unknown code."""
-        reach = self.facts.flow.forward_key(key, binding)
-        taken = any(sink.kind != "backward" for sink in reach.training_sinks)
-        owner = binding.scope.owner
-        plain = owner is not None and self.facts.class_kind(owner) == "own"
-        stored = any("." in (name.removeprefix("self.") if plain else name) for name in reach.names)
-        return not taken and not stored and not reach.outside
-
-    def _is_created(self, binding: Binding, depth: int) -> bool:
-        """True if a function or class that takes no model gives an object: not `DDP(model)`, `model.get_encoder()`."""
-        node = binding.value
-        while binding.kind in ("assign", "element") and (call := self.facts.call_of(node)) is not None:
-            if any(dotted(arg.value).rsplit(".", 1)[-1] in self.facts.module_names for arg in call.node.args):
-                return False
-            if call.name not in api_names.SAME or call.receiver is None:
-                atoms = [each.atom for each in self.facts.evaluate(call.func, call)]
-                known = any(isinstance(atom, (Ref, Class, Function)) for atom in atoms)
-                return known or call.receiver is None
-            node = call.receiver
-            if key := dotted(node):
-                return self.is_untaken(key, call, depth - 1)
-        return False
-
-    @cached_property
-    def _optimized(self) -> set[str] | None:
-        """The last names of the objects whose parameters the optimizers of the file take; None if one is unknown."""
-        steps = [*self.facts.events("step"), *self.facts.events("scaler_step")]
-        optimizers = [each.atom for step in steps for each in self.facts.evaluate(step.subject, step.call)]
-        found: set[str] = set()
-        for atom in optimizers:
-            if not isinstance(atom, Object) or atom.kind != "optimizer" or atom.call is None:
-                return None
-            names = self._parameters(atom.call.argument(0, "params"), atom.call)
-            if names is None:
-                return None
-            found |= names
-        return found if optimizers else None
-
-    def _parameters(self, node: cst.CSTNode | None, at: Record, depth: int = 6) -> set[str] | None:
-        """Return the last names of the objects in `[{"params": a.parameters()}, *b.parameters()]` and the like.
-
-        Names of collections are followed. The result is None if something else is in it.
-        """
-        parts: list[cst.CSTNode] = []
-        if isinstance(node, cst.Call):
-            name = node.func.attr.value if isinstance(node.func, cst.Attribute) else dotted(node.func)
-            if name in api_names.TENSOR_MAKERS or name == "Parameter":
-                return set()
-            if _is_parts(name) and isinstance(node.func, cst.Attribute):
-                return _objects(node.func.value)
-            if name in _COLLECTS:
-                parts = [arg.value for arg in node.args if not isinstance(arg.value, cst.Lambda)]
-        elif isinstance(node, (cst.List, cst.Tuple, cst.Set)):
-            parts = [element.value for element in node.elements]
-        elif isinstance(node, cst.Dict):
-            given = (each for each in node.elements if isinstance(each, cst.DictElement))
-            parts = [each.value for each in given if constant(each.key) == ("params",)]
-        elif isinstance(node, (cst.ListComp, cst.GeneratorExp)):
-            parts = [node.for_in.iter]
-        elif isinstance(node, cst.BinaryOperation):
-            parts = [node.left, node.right]
-        elif node is not None and (key := dotted(node)):
-            bindings = self.facts.values.reaching(key, at.scope, at.order, at.guard)
-            if all(each.kind in ("assign", "augmented") for each in bindings):
-                parts = [each.value for each in bindings if each.value is not None]
-        found = [self._parameters(each, at, depth - 1) for each in parts] if depth else []
-        known = [each for each in found if each is not None]
-        return set().union(*known) if known and len(known) == len(found) else None
-
-    def plain_optimizers(self, training: Training) -> list[Call]:
-        """Return the optimizers that take the weights and update them directly, without other ones on the same arm.
-
-        They update without FP32 masters, stochastic rounding or Kahan rounding. One that is unknown may have them.
-        """
-        found = training.of("optimizer")
-        plain = [call for call in found if self._is_plain(call)]
-        guards = [self.facts.guard_of(call) for call in found if call not in plain]
-        return [call for call in plain if not any(compatible(self.facts.guard_of(call), each) for each in guards)]
-
-    def _is_plain(self, call: Call) -> bool:
-        path = self.facts.called_path(call)
-        if path.endswith(".ZeroRedundancyOptimizer"):  # it shards the states of the optimizer that it is given
-            atoms = [each.atom for each in self.facts.evaluate(call.argument(1, "optimizer_class"), call)]
-            return bool(atoms) and all(isinstance(each, Ref) and each.path.startswith("torch.optim.") for each in atoms)
-        if path.startswith(("bitsandbytes.optim.", "torchao.optim.")):
-            return constant(call.keywords.get("bf16_stochastic_round")) in (None, (False,)) and not call.starred
-        return path.startswith(("torch.optim.", "transformers.AdamW", "transformers.optimization.AdamW"))
-
-    def trainers(self, training: Training) -> list[Call]:
-        """Return the Trainers of transformers and related packages that train all weights.
-
-        They use an optimizer of their own. As far as the file shows: no adapters, no DeepSpeed, no optimizer passed in,
-        arguments visible.
-        """
-        found = []
-        for call in training.of("trainer"):
-            root = self.facts.called_path(call).split(".", 1)[0]
-            given = call.argument(1, "args")
-            other = any(key in call.keywords and constant(call.keywords[key]) != (None,) for key in _OTHER_OPTIMIZER)
-            if root not in project_words.TRAINER_PACKAGES or call.starred or other or given is None:
-                continue
-            arguments = self.arguments(given, call)
-            if arguments is None and self._parsed_plainly(given, call):
-                found.append(call)
-            if arguments is None or arguments.starred or not _SHARDING_ARGUMENTS.isdisjoint(arguments.keywords):
-                continue
-            if (optim := arguments.keywords.get("optim")) is None or _is_plain_name(constant(optim)):
-                found.append(call)
-        return found
-
-    def _parsed_plainly(self, node: cst.BaseExpression, at: Call) -> bool:
-        """True if the arguments are parsed from launch lines that are all known, and do not concern the weights."""
-        records = self.facts.flow.backward(node, at, depth=2)
-        parsed = any(isinstance(record, Call) and record.name in _PARSES for record in records)
-        launches = self.facts.project.launches_of(self.facts.path) if parsed else ()
-        return bool(launches) and all(
-            not launch.hidden
-            and not _OTHER_LAUNCH & set(launch.options)
-            and launch.launcher in ("torchrun", "accelerate")
-            and all(each.text is not None and not _OTHER_FLAGS.search(each.text) for each in launch.arguments)
-            for launch in launches
-        )
-
-    def arguments(self, node: cst.BaseExpression, at: Call) -> Call | None:
-        """Return the only call of `TrainingArguments`, or of a similar class, that an expression is from, or None."""
-        records = [
-            record
-            for record in self.facts.flow.backward(node, at, depth=2)
-            if isinstance(record, Call) and record.name.endswith(("Arguments", "Config", "Args"))
-        ]
-        return records[0] if len(records) == 1 else None
-
 
 def _parts(node: cst.CSTNode | None) -> set[str]:
     """Return the names in `net` or `[net, head]`."""
     parts = [each.value for each in node.elements] if isinstance(node, (cst.List, cst.Tuple)) else [node]
     return {dotted(each) for each in parts} - {""}
-
-
-def _may_shard(callee: Scope) -> bool:
-    """True if a callee may shard a model: not a module by what it defines, nor what saves or loads a checkpoint."""
-    return callee.kind == "function" and not _CHECKPOINT.search(callee.name)
-
-
-def _is_parts(method: str) -> bool:
-    """True for the iterators over the parts of a model, and for a method of its own such as `trainable_parameters`."""
-    return method in _PARTS or method.endswith("_parameters")
-
-
-def _objects(node: cst.CSTNode) -> set[str]:
-    """Return the names in an expression of an object: `model.get_head()`, `nets[0]`."""
-    while not (path := dotted(node)):
-        if isinstance(node, cst.Call):
-            node = node.func
-        elif isinstance(node, (cst.Attribute, cst.Subscript)):
-            node = node.value
-        else:
-            return set()
-    return set(path.split(".")) - {"self"}
-
-
-def _is_plain_name(literal: tuple[object] | None) -> bool:
-    """True if the optimizer that a setting names updates the weights directly.
-
-    A value that is not a literal may be any optimizer.
-    """
-    return (
-        literal is not None
-        and isinstance(literal[0], str)
-        and bool(api_names.TRAINER_PLAIN_OPTIMIZERS.match(literal[0]))
-    )
 
 
 def _is_another(dtypes: PossibleDtypes, dtype: AnyDtype | str) -> bool:

@@ -2,8 +2,12 @@
 
 dtypes.py            the dtypes of torch, and those that an expression may have
 lattice.py           the abstract values, and alternatives under path conditions
-evaluate.py          the evaluation of names, attributes and calls
+evaluate.py          the evaluation of names, attributes and expressions
+call_results.py      the results of calls
+reaching.py          the bindings that may have set a name
 callgraph.py         classes and their base classes, callers, callees, conditions that all callers share
+all_calls.py         all calls of a function in its project
+option_values.py     the values and defaults of options and fields
 keywords.py          the keyword arguments of a call, with those of its `**mapping`
 mentions.py          names of a framework in one function
 implied_versions.py  the versions of libraries that code can run with, by what it calls

@@ -119,6 +119,8 @@ LIBRARIES = frozenset({
     "apex", "numpy", "jax", "lightning", "pytorch_lightning", "bitsandbytes", "timm", "sklearn", "contextlib",
     "functools", "copy",
 })  # fmt: skip
+#: Names of checkpoints: they may come from anywhere.
+CHECKPOINTS = lazy_pattern(r"(?i)state_?dict|ckpt|checkpoint|(?:^|_)sd$")
 #: Functions that write a file: `torch.save`, `save_checkpoint`.
 SAVES = lazy_pattern(r"(?:^|_)save(?:_|d?$)|^save[A-Z]")
 TENSOR_MAKERS = frozenset({

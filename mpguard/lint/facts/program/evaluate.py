@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import builtins
 import dataclasses
 import functools
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.program import api_names
+from mpguard.lint.facts.program.call_results import CallResults, condition_of
 from mpguard.lint.facts.program.keywords import item_given
 from mpguard.lint.facts.program.lattice import (
     NOTHING_KNOWN,
@@ -34,23 +34,16 @@ from mpguard.lint.facts.program.lattice import (
     element_at,
     ref,
     restrict,
-    tuple_of,
 )
-from mpguard.lint.facts.program.option_values import option_values
+from mpguard.lint.facts.program.reaching import ReachingDefinitions
 from mpguard.lint.facts.syntax.conditions import subject
 from mpguard.lint.facts.syntax.constant_flags import SUPPORTS_BF16
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import (
     ALWAYS,
-    Condition,
-    Flag,
-    PathCondition,
-    compatible,
-    equality,
     negated,
 )
 from mpguard.lint.facts.syntax.records import Binding, Call, Param, Record, Scope
-from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.program.view import ProgramView
@@ -96,9 +89,10 @@ class Values:
         self.facts = facts
         self._known: dict[cst.CSTNode, Alternatives] = {}
         self._search = _Search()
+        self._results = CallResults(facts, self)
+        self.reaching = ReachingDefinitions(facts).at
         self._attributes_at = -1
         self._attributes_set: dict[str, list[Binding]] = {}
-        self._bindings: dict[tuple[Scope, str], tuple[int, list[Binding]]] = {}
 
     def share_search(self, other: Values) -> None:
         """Share the state of an evaluation in another module, so that cycles through both modules are detected."""
@@ -181,7 +175,7 @@ class Values:
             if path:
                 return self.lookup(path, scope, order)
             assert isinstance(node, cst.Attribute)
-            return self._attribute(self.evaluate(node.value, scope, order), node.attr.value)
+            return self.attribute(self.evaluate(node.value, scope, order), node.attr.value)
         if type(node) is cst.IfExp:
             known = self.truth(node.test, scope, order)
             if known is not None:
@@ -212,7 +206,7 @@ class Values:
         if type(node) is cst.NamedExpr:
             return self.evaluate(node.value, scope, order)
         if type(node) is cst.Subscript and len(node.slice) == 1 and type(node.slice[0].slice) is cst.Index:
-            return self._item(node.value, node.slice[0].slice.value, scope, order) or NOTHING_KNOWN
+            return self.item(node.value, node.slice[0].slice.value, scope, order) or NOTHING_KNOWN
         if type(node) is cst.Dict and len(node.elements) <= _MAX_ALTERNATIVES:
             return self._table(node, scope, order)
         return NOTHING_KNOWN
@@ -226,7 +220,7 @@ class Values:
             parts.append((key[0], functools.partial(self.evaluate, element.value, scope, order)))
         return (Alternative(ALWAYS, DictValue(tuple(parts))),)
 
-    def _item(self, owner: cst.CSTNode, key: cst.BaseExpression, scope: Scope, order: int) -> Alternatives:
+    def item(self, owner: cst.CSTNode, key: cst.BaseExpression, scope: Scope, order: int) -> Alternatives:
         """Return the alternatives of `owner[key]`: of a dict, each value under the condition that the key is its own.
 
         Nothing, if the dict does not have the key.
@@ -244,7 +238,7 @@ class Values:
         for table in tables:
             assert isinstance(table.atom, DictValue)
             for value, part in table.atom.parts:
-                condition = _condition_of(subject(key), Constant(value)) if literal is None else None
+                condition = condition_of(subject(key), Constant(value)) if literal is None else None
                 chosen = table.guard if condition is None else table.guard.given(condition)
                 for each in self.evaluate(key, scope, order):
                     if not isinstance(each.atom, Constant) or each.atom.value == value:
@@ -341,7 +335,7 @@ class Values:
                     found += self._executed(bindings[0])
             is_param = length == 1 < len(parts) and all(binding.kind == "param" for binding in bindings)
             for name in parts[length:]:
-                found = self._attribute(found, name)
+                found = self.attribute(found, name)
             if is_param and all(each.atom is UNKNOWN for each in found):
                 return self._set_elsewhere(path) or found
             return found
@@ -434,52 +428,12 @@ class Values:
                 continue
             found = self._from(binding.target, first)
             for name in rest:
-                found = self._attribute(found, name)
+                found = self.attribute(found, name)
             atoms = [each.atom for each in found]
             known = (not isinstance(atom, Ref) or api_names.kind_of(atom.path) for atom in atoms)
             if atoms and UNKNOWN not in atoms and all(known):
                 return found
         return NOTHING_KNOWN
-
-    def reaching(
-        self, key: str, scope: Scope, order: int, guard: PathCondition = ALWAYS, most: int = 1 << 60
-    ) -> list[Binding]:
-        """Return the reaching definitions of a name or `self.` attribute at a place, the latest first.
-
-        At most `most` are returned if that many are enough for the caller.
-        """
-        if key.startswith("self."):
-            local = [b for b in scope.bindings.get(key, ()) if b.order < order and b.kind not in ("item", "del")]
-            dominating = [b for b in local if not (b.guard - scope.guard)]
-            if dominating and scope.name != "__init__":
-                return _reaching_definitions(local, order, guard, most)
-            owner = scope.owner
-            return self.facts.graph.attributes(owner).get(key[5:], []) if owner is not None else []
-        root = key.partition(".")[0]
-        for place in scope.chain():
-            if place.kind == "module":
-                self.facts.need(root)
-            if root in place.globals:
-                continue
-            found = self._value_bindings(place, key)
-            if found:
-                if place is scope:
-                    return _reaching_definitions(found, order, guard, most)
-                return _reaching_definitions(found, 1 << 60, guard, most)
-        return []
-
-    def _value_bindings(self, scope: Scope, key: str) -> list[Binding]:
-        """Return the bindings of a name in a scope that give it a value, in order; cached until the scope has more."""
-        bindings = scope.bindings.get(key)
-        if bindings is None:
-            return []
-        known = self._bindings.get((scope, key))
-        if known is None or known[0] != len(bindings):
-            known = self._bindings[scope, key] = (
-                len(bindings),
-                [b for b in bindings if b.kind not in ("item", "del")],
-            )
-        return known[1]
 
     def bound(self, binding: Binding) -> Alternatives:
         """Return the alternatives that a binding gives to its name."""
@@ -590,7 +544,8 @@ class Values:
 
     # -- attributes and calls -------------------------------------------------------------------------
 
-    def _attribute(self, owners: Alternatives, name: str) -> Alternatives:
+    def attribute(self, owners: Alternatives, name: str) -> Alternatives:
+        """Return the alternatives of an attribute of an object."""
         found: list[Alternative] = []
         for alternative in owners:
             for each in self._attribute_of(alternative.atom, name):
@@ -654,7 +609,7 @@ class Values:
         mappings = [arg.value for arg in call.node.args if arg.star == "**"]
         if len(mappings) != 1:
             return NOTHING_KNOWN
-        return values._item(mappings[0], cst.SimpleString(repr(name)), call.scope, call.order) or None
+        return values.item(mappings[0], cst.SimpleString(repr(name)), call.scope, call.order) or None
 
     def result(self, call: Call) -> Alternatives:
         """Return the alternatives of a call's result."""
@@ -664,168 +619,18 @@ class Values:
         search.active[call] = None
         try:
             if call.name == "get" and call.receiver is not None and call.positional:
-                items = self._item(call.receiver, call.positional[0], call.scope, call.order)
+                items = self.item(call.receiver, call.positional[0], call.scope, call.order)
                 if all(each.atom is not UNKNOWN for each in items):
                     default = call.argument(1)
                     return (*items, *(self.evaluate(default, call.scope, call.order) if default is not None else ()))
             found: list[Alternative] = []
             for alternative in self.evaluate(call.func, call.scope, call.order):
-                found += restrict(self._called(alternative.atom, call), alternative.guard)
+                found += restrict(self._results.of(alternative.atom, call), alternative.guard)
                 if len(found) > _MAX_ALTERNATIVES:
                     break
             return tuple(found) or NOTHING_KNOWN
         finally:
             self._finish(search, call)
-
-    def _called(self, atom: Atom, call: Call) -> Alternatives:
-        if isinstance(atom, Ref):
-            return self._library_call(atom.path, call)
-        if isinstance(atom, Function):
-            return self._returned_for(call, atom)
-        if isinstance(atom, Class):
-            kind = self.facts.class_kind(atom.scope)
-            return (Alternative(ALWAYS, Object(kind, call, atom.scope.name, atom.scope, atom.facts)),)
-        if isinstance(atom, Method):
-            return self._method_call(atom, call)
-        if isinstance(atom, Object) and atom.kind == "partial" and not call.node.args:
-            return (Alternative(ALWAYS, dataclasses.replace(atom, kind=api_names.kind_of(atom.path))),)
-        if isinstance(atom, Object) and atom.cls is not None and atom.facts is not None:
-            called = atom.cls.method("__call__")
-            return self._returned_for(call, Function(called, atom.facts)) if called is not None else NOTHING_KNOWN
-        return NOTHING_KNOWN
-
-    def _library_call(self, path: str, call: Call) -> Alternatives:
-        last = path.rsplit(".", 1)[-1]
-        if path == "getattr":
-            return self._getattr(call)
-        if path in ("torch.compile", "copy.copy") or last in api_names.WRAPPERS:
-            inner = call.argument(0, "model", "module")
-            found = self.evaluate(inner, call.scope, call.order)
-            if last in api_names.PARALLEL:  # the wrapper's `forward` calls that of the model inside
-                inside = [each.atom for each in found if isinstance(each.atom, Object) and each.atom.cls is not None]
-                cls = inside[0] if len(inside) == len(found) == 1 else Object("")
-                return (Alternative(ALWAYS, Object("model", call, path, cls.cls, cls.facts)),)
-            return found
-        if path == "copy.deepcopy":
-            return tuple(
-                Alternative(each.guard, dataclasses.replace(each.atom, call=call))
-                if isinstance(each.atom, Object)
-                else each
-                for each in self.evaluate(call.argument(0), call.scope, call.order)
-            )
-        if path == "torch.device":
-            return self.evaluate(call.argument(0), call.scope, call.order)
-        if path == "torch.set_grad_enabled":
-            given = constant(call.argument(0, "mode"))
-            return (Alternative(ALWAYS, Object("no_grad", call, path)),) if given == (False,) else NOTHING_KNOWN
-        if path == "functools.partial" and call.positional:
-            made = [each.atom for each in self.evaluate(call.positional[0], call.scope, call.order)]
-            paths = [atom.path for atom in made if isinstance(atom, Ref) and _is_known_partial(atom.path, call)]
-            return (Alternative(ALWAYS, Object("partial", call, paths[0])),) if len(paths) == 1 else NOTHING_KNOWN
-        kind = api_names.kind_of(path)
-        if kind in ("engine", "apex"):
-            return (Alternative(ALWAYS, self._initialized(call, path, kind)),)
-        return (Alternative(ALWAYS, Object(kind, call, path)),) if kind else NOTHING_KNOWN
-
-    def _getattr(self, call: Call) -> Alternatives:
-        """Evaluate `getattr`.
-
-        Of `torch.optim` with an unknown name it is some optimizer; of `torch` with a string or an option, the dtypes
-        that have these names; with a literal name, that attribute.
-        """
-        owners, name = self.evaluate(call.argument(0), call.scope, call.order), constant(call.argument(1))
-        if name is not None and isinstance(name[0], str):
-            default = call.argument(2)
-            other = self.evaluate(default, call.scope, call.order) if default is not None else ()
-            return (*self._attribute(owners, name[0]), *other)
-        paths = {each.atom.path for each in owners if isinstance(each.atom, Ref)}
-        if paths == {"torch"} and (given := call.argument(1)) is not None:
-            return self._dtype_by_name(given, call)
-        return (Alternative(ALWAYS, Ref("torch.optim.Optimizer")),) if paths == {"torch.optim"} else NOTHING_KNOWN
-
-    def _dtype_by_name(self, name: cst.BaseExpression, call: Call) -> Alternatives:
-        """Return the dtypes of torch whose names an expression may be: a constant, or the values of an option."""
-        named = self.evaluate(name, call.scope, call.order)
-        if not any(isinstance(each.atom, Constant) for each in named):
-            for value in option_values(dotted(name).rsplit(".", 1)[-1], self.facts):
-                condition = _condition_of(subject(name), Constant(value))
-                named += (Alternative(ALWAYS.given(condition) if condition else ALWAYS, Constant(value)),)
-        found = [
-            Alternative(each.guard, ref(f"torch.{each.atom.value}")) if isinstance(each.atom, Constant) else each
-            for each in named
-        ]
-        return tuple(each for each in found if not isinstance(each.atom, Ref)) or NOTHING_KNOWN
-
-    def _initialized(self, call: Call, path: str, kind: str) -> TupleValue:
-        kinds = ("model", "apex_optimizer") if kind == "apex" else ("engine", "engine_optimizer", "", "scheduler")
-        return tuple_of(*(Object(kind, call, path) if kind else UNKNOWN for kind in kinds))
-
-    def _returned_for(self, call: Call, atom: Function) -> Alternatives:
-        """Return what a function may return for the arguments of a call, as far as they are literals."""
-        found = self._returned(atom)
-        flags = {flag for each in found for flag in each.guard.flags()}
-        for param in atom.scope.params if len(found) > 1 else ():
-            if param.name not in flags or len(atom.scope.bindings.get(param.name, ())) > 1:
-                continue
-            given = self.evaluate(self.given(call, atom.scope, param.name), call.scope, call.order)
-            conditions = [_condition_of(param.name, each.atom) for each in given]
-            if any(condition is None for condition in conditions):
-                continue
-            known = [ALWAYS.given(condition) for condition in conditions if condition is not None]
-            found = tuple(each for each in found if any(compatible(each.guard, one) for one in known))
-        return found or NOTHING_KNOWN
-
-    def _returned(self, atom: Function) -> Alternatives:
-        scope, values = atom.scope, self._at(atom.scope)
-        found: list[Alternative] = []
-        for each in scope.returns:
-            if each.yields:
-                return (Alternative(ALWAYS, Object("context", None, scope.name, scope, atom.facts)),)
-            for alternative in values.evaluate(each.value, scope, each.order) if each.value is not None else ():
-                if not _is_ruled_out(each.value, alternative.atom, each.guard):
-                    found += restrict((alternative,), each.guard)
-        return tuple(found) or NOTHING_KNOWN
-
-    def _method_call(self, atom: Method, call: Call) -> Alternatives:
-        owner, name = atom.owner, atom.name
-        if owner.kind == "accelerator" and name in ("prepare", "prepare_model", "prepare_optimizer"):
-            if len(call.positional) == 1 and not call.starred:
-                return self._prepared(call.positional[0], call)
-            parts = tuple(functools.partial(self._prepared, each, call) for each in call.positional)
-            return (Alternative(ALWAYS, TupleValue(parts)),) if not call.starred else NOTHING_KNOWN
-        if owner.kind == "accelerator" and name == "autocast":
-            return (Alternative(ALWAYS, Object("accelerator_autocast", call)),)
-        if owner.kind == "accelerator" and name == "unwrap_model":
-            return self.evaluate(call.argument(0), call.scope, call.order)
-        if owner.kind in ("trainer", "fabric") and name in ("setup", "setup_module", "setup_optimizers"):
-            several = len(call.positional) + len(call.keywords) > 1 or call.starred
-            return (Alternative(ALWAYS, tuple_of(owner, owner) if several else owner),)
-        if owner.kind in ("model", "tensor", "engine", "criterion", "pipeline") and name in api_names.SAME:
-            return (Alternative(ALWAYS, owner),)
-        if owner.kind == "model" and name in ("parameters", "named_parameters"):
-            return (Alternative(ALWAYS, Object("parameters", call, "", owner.cls, owner.facts)),)
-        if name in api_names.LOADERS:
-            return (Alternative(ALWAYS, dataclasses.replace(owner, call=call)),)
-        return NOTHING_KNOWN
-
-    def _prepared(self, node: cst.CSTNode, call: Call) -> Alternatives:
-        return tuple(
-            Alternative(each.guard, dataclasses.replace(each.atom, prepared=True))
-            if isinstance(each.atom, Object)
-            else each
-            for each in self.evaluate(node, call.scope, call.order)
-        )
-
-
-def _is_known_partial(path: str, call: Call) -> bool:
-    """True for a partial of what clips, and of an autocast with its device: `partial(torch.autocast, "cuda", ...)`.
-
-    Of positional arguments it may have the device only, with the dtype as a keyword.
-    """
-    if len(call.positional) == 1:
-        return path in api_names.CLIPS or (path in api_names.AUTOCASTS and "device_type" in call.keywords)
-    takes_device = path in api_names.AUTOCASTS and not path.startswith(("torch.cuda.", "torch.cpu."))
-    return takes_device and len(call.positional) == 2 and "dtype" in call.keywords
 
 
 def _is_of_amp(atom: Atom) -> bool:
@@ -840,21 +645,6 @@ def _starred(facts: ProgramView) -> list[ProgramView]:
     facts.need("*")
     found = (facts.imported(binding.target) for binding in facts.module.bindings.get("*", ()))
     return [other for other in found if other is not None][::-1]
-
-
-def _reaching_definitions(bindings: list[Binding], order: int, guard: PathCondition, most: int) -> list[Binding]:
-    """Return the bindings that reach a place, the latest first: back to one that is always executed."""
-    found: list[Binding] = []
-    before = bisect.bisect_left(bindings, order, key=lambda binding: binding.order) or len(bindings)
-    for place in range(before - 1, -1, -1):
-        binding = bindings[place]
-        if compatible(binding.guard, guard):
-            found.append(binding)
-            if len(found) >= most or (
-                not (binding.guard - guard - binding.scope.guard) and binding.kind != "augmented"
-            ):
-                break
-    return found
 
 
 _BUILTINS = frozenset(dir(builtins))
@@ -872,17 +662,3 @@ def _fields(cls: Scope) -> list[str]:
     body = cls.node.body.body if isinstance(cls.node, cst.ClassDef) else ()
     lines = [part for line in body if isinstance(line, cst.SimpleStatementLine) for part in line.body]
     return [dotted(part.target) for part in lines if isinstance(part, cst.AnnAssign)]
-
-
-def _is_ruled_out(node: cst.BaseExpression | None, atom: Atom, guard: PathCondition) -> bool:
-    """True if a name cannot have a dtype at a place: after `if dtype not in (torch.float32, torch.bfloat16): raise`."""
-    if not isinstance(node, cst.Name) or not isinstance(atom, DtypeValue) or not isinstance(atom.dtype, Dtype):
-        return False
-    return not compatible(guard, ALWAYS.given(Flag(node.value, atom.dtype.torch_name)))
-
-
-def _condition_of(name: str, atom: Atom) -> Condition | None:
-    """Return the condition that a flag has the value of an atom: of a string, a truth value or None."""
-    if isinstance(atom, Constant) and (atom.value is None or isinstance(atom.value, (bool, str))):
-        return equality(name, atom.value)
-    return None

@@ -91,10 +91,8 @@ for x in loader:
         if any(policy.master_dtype is not Dtype.FP32 for policy in facts.project.policies(facts.path)):
             return
         for weights in facts.training_use.in_dtype_of_checkpoint():
-            optimizers = facts.training_use.plain_optimizers(weights.training) or facts.training_use.trainers(
-                weights.training
-            )
-            if optimizers and not facts.training_use.keeps_masters(weights):
+            optimizers = facts.optimizers.plain(weights.training) or facts.optimizers.trainers(weights.training)
+            if optimizers and not facts.master_weights.kept_for(weights):
                 call, torch = weights.event.call, python_edits.name_of_torch(facts)
                 dtype = '"float32"' if torch is None else f"{torch}.float32"
                 edit = python_edits.with_argument(facts, call, f"dtype={dtype}")

@@ -84,7 +84,7 @@ def main(loader):
             back = [other for other in settings if not any(map(other.may_be, HALF_DTYPES))]
             if any(compatible(event.guard, other.guard) for other in back):
                 continue
-            trainer = facts.training_use.trainer_of(event.call)
+            trainer = facts.optimizers.trainer_of(event.call)
             if trainer is not None:
                 yield self.at(
                     event,

@@ -343,4 +343,4 @@ def _moves_parameters(ema: str, scope: Scope) -> bool:
 def _is_optimized(cast: Event, facts: Facts) -> bool:
     """True if an optimizer takes the FP16 weights that a cast makes."""
     weights = (each for each in facts.training_use.weights(Dtype.FP16) if each.event is cast)
-    return any(facts.training_use.plain_optimizers(each.training) for each in weights)
+    return any(facts.optimizers.plain(each.training) for each in weights)

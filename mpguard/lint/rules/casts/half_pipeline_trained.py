@@ -37,7 +37,7 @@ class HalfPipelineTrained(Rule, form_of="MPG103"):
         if not loads or facts.declared == "inference" or self._upcasts(facts):
             return
         reported: set[Call] = set()
-        for made in facts.training_use.torch_optimizers():
+        for made in facts.optimizers.of_torch():
             for load in self._trained(made.argument(0, "params"), made, facts):
                 if load in loads and load not in reported:
                     reported.add(load)

@@ -101,10 +101,8 @@ for x in loader:
         if facts.declared == "inference" or not facts.events("load"):
             return
         for weights in facts.training_use.weights(Dtype.FP16):
-            optimizers = facts.training_use.plain_optimizers(weights.training) or facts.training_use.trainers(
-                weights.training
-            )
-            if weights.event.kind == "load" and optimizers and not facts.training_use.keeps_masters(weights):
+            optimizers = facts.optimizers.plain(weights.training) or facts.optimizers.trainers(weights.training)
+            if weights.event.kind == "load" and optimizers and not facts.master_weights.kept_for(weights):
                 notes = (Note("trained with here", optimizers[0].span, facts.elsewhere(optimizers[0])),)
                 yield self.at(
                     weights.event,

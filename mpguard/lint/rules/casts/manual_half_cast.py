@@ -184,7 +184,7 @@ def quick(loader):
         optimized = {
             each.event
             for each in facts.training_use.weights(Dtype.FP16)
-            if facts.training_use.plain_optimizers(each.training) and not facts.training_use.keeps_masters(each)
+            if facts.optimizers.plain(each.training) and not facts.master_weights.kept_for(each)
         }
         for cast, low in casts:
             may_follow = cast not in optimized
@@ -212,7 +212,7 @@ def quick(loader):
         all_fixable = not follow and all(fix is not None for _, _, fix in found)
         policy = any(map(facts.events, _POLICIES)) or bool(facts.project.configs_for(facts.path))
         for cast, training, fix in found:
-            if cast in follow or (cast in modules and facts.training_use.runs_in_deepspeed):
+            if cast in follow or (cast in modules and facts.master_weights.runs_in_deepspeed):
                 continue
             yield self.at(
                 cast,

@@ -87,10 +87,8 @@ def train(model, loader):
         ):
             return
         for weights in facts.training_use.weights(Dtype.BF16):
-            optimizers = facts.training_use.plain_optimizers(weights.training) or facts.training_use.trainers(
-                weights.training
-            )
-            if optimizers and not (facts.training_use.keeps_masters(weights) or _gets_adapters(weights.event, facts)):
+            optimizers = facts.optimizers.plain(weights.training) or facts.optimizers.trainers(weights.training)
+            if optimizers and not (facts.master_weights.kept_for(weights) or _gets_adapters(weights.event, facts)):
                 call = weights.event.call
                 expr = facts.short(call.func if weights.event.kind == "load" else call.node)
                 yield self.at(

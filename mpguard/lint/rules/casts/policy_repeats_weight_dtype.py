@@ -71,7 +71,7 @@ class PolicyRepeatsWeightDtype(Rule, form_of="MPG107"):
     def _optimized(self, facts: Facts) -> dict[str, Call]:
         """Return the models whose parameters optimizers of torch take, each with the optimizer."""
         found: dict[str, Call] = {}
-        for made in facts.training_use.torch_optimizers():
+        for made in facts.optimizers.of_torch():
             given = made.argument(0, "params")
             takes = given.func if isinstance(given, cst.Call) else None
             if isinstance(takes, cst.Attribute) and takes.attr.value == "parameters":

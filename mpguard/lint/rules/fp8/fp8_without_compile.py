@@ -147,7 +147,7 @@ step(model, torch.randn(8, 4096)).backward()
             return False  # the function trains, so it is no helper that only converts
         if any(facts.kinds(each.node, each) & {"optimizer", "own_optimizer"} for each in event.scope.calls):
             return False  # nor does a helper make an optimizer
-        if self._is_given(event, facts) and facts.training_use.trainer_of(event.call) is not None:
+        if self._is_given(event, facts) and facts.optimizers.trainer_of(event.call) is not None:
             return False  # a program that calls it trains: all callers are known
         reach = facts.flow.forward_key(event.key, event.call)
         return not reach.sinks and not reach.outside
@@ -210,7 +210,7 @@ step(model, torch.randn(8, 4096)).backward()
                 for each in facts.programs_of(scope)
                 if each.kind == "function" and not facts.callers(each)
             )
-            and facts.training_use.trainer_of(call) is None
+            and facts.optimizers.trainer_of(call) is None
         )
 
     def _same_run(self, scope: Scope, facts: Facts) -> set[Scope]:

@@ -32,7 +32,7 @@ class Fp16TrainingOfBf16Model(Rule, form_of="MPG519"):
         for event in facts.events("trainer"):
             trainer = event.call
             given, model = trainer.argument(1, "args"), trainer.argument(0, "model")
-            made = facts.training_use.arguments(given, trainer) if given is not None else None
+            made = facts.optimizers.arguments(given, trainer) if given is not None else None
             if made is None or model is None or not self._is_fp16(made, facts):
                 continue
             records = set(facts.flow.backward(model, trainer))

@@ -86,7 +86,7 @@ for x in loader:
     def _sharded(self, weights: Weights, shards: set[Call], facts: Facts) -> Call | None:
         """Return the FSDP call that shards the low-precision weights, if a plain optimizer trains them."""
         optimizers = weights.training.of("optimizer")
-        if not optimizers or not facts.training_use.plain_optimizers(weights.training):
+        if not optimizers or not facts.optimizers.plain(weights.training):
             return None
         for call in weights.training.of("parallel"):
             if call in shards and compatible(weights.guard, facts.guard_of(call)):

@@ -33,7 +33,7 @@ class TrainerWithHalfModel(Rule, form_of="MPG103"):
         for weights in facts.training_use.weights(Dtype.FP16):
             if weights.event.kind != "load":
                 continue
-            for trainer in facts.training_use.trainers(weights.training):
+            for trainer in facts.optimizers.trainers(weights.training):
                 made = self._fp16_arguments(trainer, weights, facts)
                 if made is not None:
                     notes = (
@@ -51,7 +51,7 @@ class TrainerWithHalfModel(Rule, form_of="MPG103"):
     def _fp16_arguments(self, trainer: Call, weights: Weights, facts: Facts) -> Call | None:
         """Return the call of the Trainer's arguments if `fp16=True` is certain when the weights are FP16."""
         given = trainer.argument(1, "args")
-        made = facts.training_use.arguments(given, trainer) if given is not None else None
+        made = facts.optimizers.arguments(given, trainer) if given is not None else None
         fp16 = made.keywords.get("fp16") if made is not None else None
         if made is None or fp16 is None:
             return None

@@ -138,7 +138,7 @@ def main(loader, eps):
         if facts.declared == "inference":
             return
         for weights in facts.training_use.weights(Dtype.FP16):
-            if facts.training_use.keeps_masters(weights) or accelerate_precision.follows_policy(weights.guard):
+            if facts.master_weights.kept_for(weights) or accelerate_precision.follows_policy(weights.guard):
                 continue  # or Accelerate's GradScaler raises before the first step
             for call in weights.training.of("optimizer"):
                 if call.name in _WITH_EPS and self._has_tiny_eps(call, facts):

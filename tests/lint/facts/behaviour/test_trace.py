@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from mpguard.lint.facts.behaviour.trace import Trace, TraceStep, before, between, iteration, unrelated
+from mpguard.lint.facts.behaviour.trace_steps import Trace, TraceStep, before, between, iteration, unrelated
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible
 from mpguard.lint.source.source import Source

@@ -41,7 +41,7 @@ def test_low_precision_weights_are_found_with_their_optimizer(code: str, dtype: 
     facts = facts_of("from transformers import AutoModel\n" + code + LOOP)
     (weights,) = facts.training_use.weights(dtype)
     assert weights.dtype is Dtype.parse(dtype)
-    (optimizer,) = facts.training_use.plain_optimizers(weights.training)
+    (optimizer,) = facts.optimizers.plain(weights.training)
     assert facts.called_path(optimizer) == "torch.optim.AdamW"
 
 
@@ -71,7 +71,7 @@ def test_weights_that_are_not_trained_in_low_precision(code: str) -> None:
 def keeps_masters(code: str) -> bool:
     facts = facts_of(code)
     (weights,) = facts.training_use.weights(Dtype.BF16)
-    return facts.training_use.keeps_masters(weights)
+    return facts.master_weights.kept_for(weights)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_an_optimizer_that_rounds_stochastically_is_not_plain() -> None:
     facts = facts_of(code)
     (weights,) = facts.training_use.weights(Dtype.BF16)
     assert len(weights.training.of("optimizer")) == 1
-    assert facts.training_use.plain_optimizers(weights.training) == []
+    assert facts.optimizers.plain(weights.training) == []
 
 
 def test_the_roles_of_states() -> None:
