@@ -220,8 +220,8 @@ def test_recipes_init_and_launch_have_one_answer(
     runs = machine in RUNS_ON[recipe].split()
     assert main(["recipes", recipe]) == 0
     assert f"Runs here: {'yes' if runs else 'no'}" in capsys.readouterr().out
-    device = "cpu" if machine == "cpu" else "gpu"
-    assert main(["init", recipe, "--device", device, "--strategy", "single"]) == (0 if runs else 2)
+    device = ["--device", "cpu"] if machine == "cpu" else []  # `gpu` would write for GPUs of another machine
+    assert main(["init", recipe, *device, "--strategy", "single"]) == (0 if runs else 2)
     assert runs or "capability 8.0" in capsys.readouterr().err
     config = mp_yaml(tmp_path, recipe=recipe, mixed_precision=None, use_cpu=str(machine == "cpu").lower())
     words = ["--config", str(config), "train.py"]
