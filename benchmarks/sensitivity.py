@@ -291,10 +291,15 @@ def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def run_ranking(options: argparse.Namespace) -> None:
     text = corpus(1)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    if options.output is not None and options.output.exists():
+        rows = json.loads(options.output.read_text())["rows"]
+    known = {(row["kind"], row["model"], row["seed"]) for row in rows}
     for kind in options.kinds:
         for seed in range(options.seeds):
-            for name in MODELS:
+            for name in options.models:
+                if (kind, name, seed) in known:
+                    continue
                 began = time.monotonic()
                 rows.append(measured(name, kind, seed, text, options.steps))
                 row = rows[-1]
@@ -383,8 +388,9 @@ def main() -> None:
     of_ranking = commands.add_parser("ranking")
     of_ranking.add_argument("--seeds", type=int, default=5)
     of_ranking.add_argument("--steps", type=int, default=300)
+    of_ranking.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     of_ranking.add_argument("--kinds", nargs="+", default=["outliers", "plain"])
-    of_ranking.add_argument("--output", type=Path)
+    of_ranking.add_argument("--output", type=Path, help="rows that the file has are kept, and not run again")
     of_ranking.set_defaults(run=run_ranking)
     of_cost = commands.add_parser("cost")
     for name, default in (("width", 1024), ("blocks", 8), ("tokens", 4096), ("steps", 8), ("every", 4)):

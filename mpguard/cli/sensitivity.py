@@ -209,6 +209,8 @@ def _table(report: Sensitivity, proposal: Proposal, most: int | None) -> Iterato
 
 
 def _cells(layer: MeasuredLayer, report: Sensitivity) -> tuple[str, ...]:
+    from mpguard.numerics.layers import EXACT
+
     ratios = [layer.snr(form) for form in report.formats]
     drift = layer.drift(report.recipe)
     underflow = layer.shares(report.recipe, "underflow")
@@ -217,7 +219,7 @@ def _cells(layer: MeasuredLayer, report: Sensitivity) -> tuple[str, ...]:
         layer.name,
         f"{layer.size} x {layer.outputs}",
         "kept out" if layer.left_out else f"{report.share([layer]):.1%}",
-        *("" if snr is None else f"{snr:.1f}" for snr in ratios),
+        *("" if snr is None else "exact" if snr >= EXACT else f"{snr:.1f}" for snr in ratios),
         layer.worst(report.recipe),
         f"{role} {_percent(underflow[role])}" if role and underflow[role] else "",
         "" if drift is None else f"{drift:+.1f}",

@@ -7,6 +7,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+#: The ratio, in dB, that stands for no error at all, as in `layer_error`, which imports torch.
+EXACT = 150.0
+
 #: The formats that are measured, and what they are called.
 LABELS: Mapping[str, str] = {
     "bf16": "BF16",

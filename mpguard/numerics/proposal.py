@@ -11,8 +11,8 @@ from typing import Any
 from mpguard.numerics.layers import MeasuredLayer, share_of
 
 #: The bound if none is given, in dB: an error of 10 %. On values without outliers a layer has 28.5 dB in FP8, 24.6 dB
-#: with gradients in E5M2, and 17.4 dB in NVFP4 (tests/nn/test_layer_error.py). Below 20 dB it has at least three times
-#: the noise that rounding to FP8 makes where nothing underflows.
+#: with gradients in E5M2, and 17.4 dB in NVFP4 (tests/nn/test_layer_error.py). Below 20 dB it has about three times the
+#: noise that rounding to FP8 makes where nothing underflows.
 BOUND = 20.0
 
 #: The bound for NVFP4, with which few layers have 20 dB: 1.5 times the noise that it has without outliers.

@@ -8,11 +8,17 @@ from pathlib import Path
 import pytest
 from sensitivity_lines import FORMATS, layer, layers
 
+from mpguard.numerics.layers import EXACT
 from mpguard.numerics.report import Sensitivity, gathered, read_lines
 
 
 def report(*lines: object, recipe: str = "tensorwise") -> Sensitivity:
     return gathered(list(lines), recipe, FORMATS)  # type: ignore[arg-type]
+
+
+def test_the_ratio_of_no_error_is_one_number() -> None:
+    layer_error = pytest.importorskip("mpguard.nn.layer_error")
+    assert EXACT == layer_error.EXACT
 
 
 def test_the_layer_that_loses_most_is_first() -> None:
