@@ -19,7 +19,8 @@ class HalfWeightsInResumeCheckpoint(Rule):
 
     ## Known limits
     Preview: some projects save a half copy on purpose, to save space, and document what a resume loses. Weights and
-    optimizer in separate files are not recognized, nor is a checkpoint that another module writes.
+    optimizer in separate files are not recognized, nor is a checkpoint that another function writes than the one that
+    casts: a model that is cast where it is created trains in that dtype.
     """
 
     code, name = "MPG111", "half-weights-in-resume-checkpoint"
@@ -80,7 +81,9 @@ def convert(path):
             write: saved for saved in facts.checkpoints.saved("optimizer") for write in facts.checkpoints.writes(saved)
         }
         for cast, dtype in casts if resumed else ():
-            written = next((write for write in facts.checkpoints.writes(cast) if write in resumed), None)
+            # A model that is cast where it is created trains in that dtype: its checkpoint rounds nothing.
+            writes = (write for write in facts.checkpoints.writes(cast) if write.scope is cast.call.scope)
+            written = next((write for write in writes if write in resumed), None)
             if written is not None:
                 notes = (
                     Note("the optimizer's state in the same checkpoint", resumed[written].span),
