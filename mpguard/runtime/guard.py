@@ -19,21 +19,19 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpguard.nn.compile import untraced
-from mpguard.policy.allow import BF16, IDLE_RANKS, ranks_of
+from mpguard.policy.allow import IDLE_RANKS, ranks_of
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.policy.recipes import given
 from mpguard.runtime import casts, plan_exchange
-from mpguard.runtime.checkpoints import Loaded
 from mpguard.runtime.containment import contained_hook
+from mpguard.runtime.first_proof import FirstProof
 from mpguard.runtime.inspection import Inspection
 from mpguard.runtime.messages import not_in_force
 from mpguard.runtime.plan import Plan
-from mpguard.runtime.progress import Budget, Progress
+from mpguard.runtime.progress import Budget
 from mpguard.runtime.proof import account, consensus, program_threads
-from mpguard.runtime.proof.checks.common import is_unsynchronized
 from mpguard.runtime.proof.checks.optimizer import ROUNDED_WEIGHTS
-from mpguard.runtime.proof.inferred import Inferred, products_behind
 from mpguard.runtime.proof.observe import innermost, observe, updated_by
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.report import Proof
@@ -47,7 +45,6 @@ from mpguard.runtime.proof.witness import describe
 from mpguard.runtime.ranks import declare_idle, is_forked_after_cuda, is_idle, rank, world_size
 from mpguard.runtime.run_state import OptimizerState, guard_numbers
 from mpguard.runtime.script_guard import ScriptGuard
-from mpguard.runtime.step_counter import StepCounter
 
 if TYPE_CHECKING:
     import torch
@@ -55,23 +52,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mpguard")
 
-#: The loss scaler of DeepSpeed's engines, as its facts name it: checkpoints of an engine have its state.
-ENGINE_SCALER = "DeepSpeed's loss scaler"
-
-#: Steps of the other optimizers for which the step of an optimizer is waited for that was created, or stepped, late.
-NEWCOMER_STEPS = 64
-
-#: Graphs of backward passes that are read, while nothing is recorded, for an optimizer that has not stepped yet.
-UNRECORDED_PASSES = 64
-
-#: Steps without gradients in a row, at checks, before it is reported and the next ones are not recorded.
-EMPTY_STEPS = 8
-
 #: Backward passes without an optimizer step before the run counts as not proven: far beyond any gradient accumulation.
 BACKWARD_LIMIT = 10_000
 
 
-class Guard(StepCounter):
+class Guard(FirstProof):
     """Enforces a plan in this process: schedules the inspections of each optimizer. See `activate`."""
 
     def __init__(self, plan: Plan) -> None:
@@ -79,8 +64,6 @@ class Guard(StepCounter):
         declare_idle(each for text in plan.allowed(IDLE_RANKS) for each in ranks_of(text))
         #: Calls of `step` of any optimizer.
         self.step_calls = 0
-        #: Models that were switched to evaluation.
-        self.switches = 0
         #: Nested calls of an engine that calls its optimizer itself.
         self.engine_depth = 0
         #: The process that the run is in: one that it forks has none.
@@ -91,17 +74,11 @@ class Guard(StepCounter):
         self.spawned = False
         #: True if mpguard converts and compiles models when an optimizer is created; False where an `Accelerator` does.
         self.converts_models = self.compiles_models = True
-        #: What was loaded from checkpoints.
-        self.loaded = Loaded()
         #: Where the last dynamic loss scale begins that was created.
         self.first_scale: float | None = None
         #: What proves scripts without an optimizer.
         self.script = ScriptGuard(self)
         self._optimizer_existed = False
-        #: What was observed at a step that was not recorded, from graphs.
-        self.unrecorded: dict[Progress, Inspection] = {}
-        #: Steps of other optimizers for which the first step of one is still waited for.
-        self._newcomer_steps = 0
 
     def listen(self) -> None:
         """Start to observe optimizer steps, and start the recorder. Needs torch."""
@@ -249,93 +226,6 @@ class Guard(StepCounter):
         if progress.proven and not progress.failed:
             self._open_look(optimizer, progress, in_step=True)
 
-    def _prove_first(self, optimizer: Any, progress: Progress, model: nn.Module | None) -> None:
-        """Prove an optimizer that has not been proven, or not since a checkpoint was loaded."""
-        state = self.state_of(optimizer)
-        if state.pending is not None and self.proof is not None and progress.applied & (progress.applied - 1):
-            self._close_round()
-            return  # it was observed; other ranks may never step it: they are asked at its steps 2, 4, 8, ...
-        recorded = self.recorder.active and (self._whole or progress.recording == self._recording)
-        if not recorded and state.pending is None:
-            progress.unrecorded = True
-            self._observe_unrecorded(optimizer, progress)
-            self._await(progress, in_step=True)
-            return
-        if recorded and model is None and not self.recorder.record_step(optimizer):
-            progress.applied -= 1  # there was no gradient to apply
-            return
-        with self.recorder.ignoring_collectives():
-            pending, wait = state.pending, 0.0
-            if pending is None:
-                pending = self._publish(optimizer, progress, model)
-                wait = consensus.REPEATED_WAIT if self.previous_proof else consensus.AGREEMENT_WAIT
-            assert pending.seen is not None
-            unsynchronized = is_unsynchronized(pending.seen)
-            alone = unsynchronized and self.proof is not None
-            everywhere = pending.agree(min(wait, consensus.ALONE_WAIT) if alone else wait)
-            if everywhere is None and (unsynchronized or not pending.failures):
-                # A rank may skip this step, or train a small model for itself while others wait for it in a collective.
-                return
-            state.pending = None
-            self.open_inspections.remove(pending)
-            self._newcomer_steps = 0
-            # Without a store ranks agree by a collective, in which one that stops earlier would be waited for.
-            with_others = pending.seen.world_size > 1 and not unsynchronized and pending.has_store
-            progress.prove(agrees=with_others and everywhere is not None and not pending.late)
-            if progress.agrees and progress.number is None:
-                progress.number = next(_numbers)
-            self.conclude(pending, everywhere, progress)
-
-    def backward_unrecorded(self, outputs: Any) -> None:
-        """Read the graph of a backward pass that was not recorded, if it reaches an optimizer that never stepped."""
-        if not self._unstepped:
-            return
-        for optimizer in list(self._unstepped):
-            state = self.state_of(optimizer)
-            parameters = updated_by(optimizer)
-            reached = any(own.grad is not None for own in parameters[:: max(1, len(parameters) // 8)])
-            if reached and state.passes_read < UNRECORDED_PASSES:
-                state.passes_read += 1
-                implied = products_behind(outputs)
-                others = {id(own) for other in self.optimizers for own in updated_by(other)}
-                # FSDP2 has copies of the parameters: leaves of no optimizer.
-                if implied.leaves & {id(own) for own in parameters} or not implied.leaves & others:
-                    state.implied = state.implied or Inferred()
-                    state.implied.add(implied)
-
-    def _observe_unrecorded(self, optimizer: Any, progress: Progress) -> None:
-        """Observe a step of which only graphs were read: it counts if no step follows that is recorded."""
-        state = self.state_of(optimizer)
-        implied, state.implied = state.implied, None
-        if implied is None:
-            return
-        recorder = Recorder(self.recorder)
-        recorder.account.imply(implied)
-        recorder.record_step(optimizer)
-        seen = observe(
-            recorder,
-            [],
-            optimizer,
-            policy=self.plan.policy,
-            kept=self.plan.allowed(BF16),
-            step=progress.applied + progress.skipped,
-        )
-        inspection = Inspection(self.plan, seen, progress)
-        self._rounds["unrecorded"] += 1
-        name = f"{self._number}/unrecorded/{self._repetition}/{self._rounds['unrecorded']}"
-        inspection.publish(name, self.recorder.backwards)
-        self.unrecorded[progress] = inspection
-
-    def _publish(self, optimizer: Any, progress: Progress, model: nn.Module | None) -> Inspection:
-        """Inspect the first applied step of an optimizer, and publish the failures of this rank."""
-        seen = self._observe(optimizer, progress, model)
-        inspection = Inspection(self.plan, seen, progress)
-        self._report_loaded(optimizer)
-        inspection.publish(self.next_round(optimizer, seen), self.recorder.backwards)
-        self.state_of(optimizer).pending = inspection
-        self.open_inspections.append(inspection)
-        return inspection
-
     def was_observed(self, optimizer: Any) -> bool:
         """True if an optimizer was in force at its last check, and nothing is recorded of its present step."""
         progress = self.known_progress(innermost(optimizer))
@@ -372,13 +262,6 @@ class Guard(StepCounter):
         except Exception:
             log.debug("mpguard: what was loaded could not be observed", exc_info=True)
 
-    def _report_loaded(self, optimizer: Any) -> None:
-        """Print what was loaded from a checkpoint, once."""
-        scaler = self.recorder.scalers.get(id(optimizer))
-        by_torch = scaler is not None and scaler["kind"] != ENGINE_SCALER
-        for line in self.loaded.report(scaler if by_torch else None):
-            self.reporter.print_once(line)
-
     def states_loaded(self, optimizer: Any, saved: Any) -> None:
         """Record that an optimizer has loaded states, and repeat the proof.
 
@@ -408,80 +291,7 @@ class Guard(StepCounter):
         if self._listening:
             self.record(whole=True)
 
-    # -- checks of later steps -----------------------------------------------------------
-
-    def _await(self, progress: Progress, *, in_step: bool = False) -> None:
-        """Record the next step of an optimizer that has not been proven: for some steps of the others, not for ever."""
-        self._newcomer_steps = NEWCOMER_STEPS
-        self.record(whole=False, in_step=in_step)
-        progress.recording = self._recording
-
-    def _open_look(self, optimizer: Any, progress: Progress, *, in_step: bool = False) -> None:
-        """Record the next step if it is to be checked."""
-        due = progress.applied + 1 == progress.next_look
-        if not due and progress.switches != self.switches:
-            due = self.budget.allows(progress.cost)
-        if due:
-            progress.switches = self.switches
-            self._looking.add(progress)
-            self.record(whole=False, in_step=in_step, again=True)
-            self.recorder.begin_gap(optimizer, updated_by(optimizer))
-
-    def _close_round(self) -> None:
-        """Stop to record, unless a step is checked, or the first step of a new optimizer is still expected."""
-        self._newcomer_steps = max(0, self._newcomer_steps - 1)
-        if self.recorder.active and not self._looking and not self._newcomer_steps:
-            self.recorder.stop()
-
-    def _look(self, optimizer: Any, progress: Progress, model: nn.Module | None) -> None:
-        """Look at a step that was just applied: observe, compare, agree with the other ranks. Raises `NotInForce`."""
-        agreed = progress.applied == progress.next_look
-        if model is None and not self.recorder.record_step(optimizer):
-            self._look_again(progress, agreed=agreed)
-            return  # there was no gradient to apply
-        progress.empty = 0
-        self._looking.discard(progress)
-        with self.recorder.ignoring_collectives():
-            inspection = self.inspect(optimizer, progress, model)
-            failures, unknown = inspection.failures, self.recorder.account.unknown
-            self.budget.spent += progress.cost
-            if agreed and progress.agrees:
-                proposal = progress.propose(self.budget)
-                proposal = progress.applied + 1 if unknown else proposal
-                report = consensus.Report(
-                    failures, inspection.fingerprint, proposal, again=unknown, not_finite=inspection.loss_not_finite
-                )
-                point = f"look/{progress.number}/{progress.applied}"
-                agreement = consensus.agree(point, report, consensus.LOOK_TIMEOUT)
-                failures = agreement.failures
-                progress.not_finite += bool(agreement.not_finite) and not inspection.loss_not_finite
-                self.reporter.report_not_finite(progress, progress.applied, agreement.not_finite)
-                progress.next_look = agreement.next_look
-                if agreement.missing:
-                    progress.agrees = False
-                    self.reporter.report_missing(progress, agreement.missing)
-        if agreed and not progress.agrees:
-            progress.next_look = progress.applied + 1 if unknown else progress.propose(self.budget)
-        elif unknown and not agreed:
-            progress.switches = -1  # it is inspected again by this rank
-        self._close_round()
-        self.conclude_check(inspection, progress, failures, agreed=agreed and progress.agrees)
-
-    def _look_again(self, progress: Progress, *, agreed: bool) -> None:
-        """Look at the next step in place of one without gradients; after some of these, at a later one."""
-        progress.empty += 1
-        if progress.empty < EMPTY_STEPS:
-            progress.next_look = progress.applied + 1 if agreed else progress.next_look
-            return
-        if progress.empty == EMPTY_STEPS:
-            self.reporter.report_empty(progress)
-        self._looking.discard(progress)
-        progress.leave_out_look()
-        self._close_round()
-
-    def switch_to_evaluation(self) -> None:
-        """Look at a step after the one that follows: a model was switched to evaluation."""
-        self.switches += 1
+    # -- optimizers ----------------------------------------------------------------------
 
     def optimizer_created(self, optimizer: Any) -> None:
         """Register an optimizer; one that is created after the first proof is proven at its own first step."""
@@ -560,9 +370,6 @@ _current: Guard | None = None
 
 #: Numbers of the calls of `prove`; every rank has them in the same order.
 _calls = itertools.count()
-
-#: Numbers of the optimizers that all ranks have proven together, in that order.
-_numbers = itertools.count()
 
 
 def current() -> Guard | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mpguard.core.patches import AnyFunction, patch
 from mpguard.runtime import guard as guards
+from mpguard.runtime.first_proof import ENGINE_SCALER
 from mpguard.runtime.patches import checks, deepspeed_config, fp8_conversion, fp32_modules, master_weights, required
 from mpguard.runtime.proof.observe import innermost
 from mpguard.runtime.proof.products import short
@@ -141,7 +142,7 @@ def _engine_scaler(engine: Any) -> dict[str, Any] | None:
     scale: Any = getattr(optimizer, "loss_scale", None) or getattr(optimizer, "cur_scale", 0.0)
     window = engine.dynamic_loss_scale_args() or {}
     return {
-        "kind": guards.ENGINE_SCALER,
+        "kind": ENGINE_SCALER,
         "enabled": True,
         "scale": float(scale),
         "window": window.get("scale_window") if dynamic else None,

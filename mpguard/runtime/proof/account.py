@@ -81,6 +81,75 @@ class _Pass:
     converted: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
 
 
+class _Forward:
+    """What the forward passes have multiplied, until a backward pass reaches it or the step ends."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[Work, frozenset[GraphNode], int]] = []
+        self._frozen: Counter[Work] = Counter()
+        self._origins: list[dict[GraphNode, Work]] = []
+        self._opaque: dict[GraphNode, tuple[Work, int]] = {}
+        self._likely: dict[GraphNode, tuple[Work, int]] = {}
+
+    def remember(self, found: OperatorTrace) -> None:
+        """Keep what later backward passes may need."""
+        for work, nodes, flops in found.forward:
+            if nodes:
+                self._pending.append((work, nodes, flops))
+            else:
+                self._frozen[work] += flops
+        del self._pending[:-REMEMBERED_NODES]
+        self._opaque.update(found.opaque)
+        self._likely.update(found.likely)
+        self._origins.append(found.origins)
+        while len(self._origins) > 1 and sum(map(len, self._origins)) > REMEMBERED_NODES:
+            del self._origins[0]
+
+    def reached_by(self, ended: _Pass, found: OperatorTrace) -> set[Unaligned]:
+        """Move to a backward pass what it has reached, and add what it has multiplied itself.
+
+        Return the FP8 products in it that no kernel of a GPU takes.
+        """
+        self._resolve(ended, found.evaluated)
+        for work, node, flops in found.backward:
+            ended.trained[_placed(work, self._origin(node))] += flops
+        matrices = ended.inferred.matrix_functions
+        for node in found.evaluated & self._likely.keys():
+            work, flops = self._likely.pop(node)
+            ended.trained[work] += 3 * flops if node[1] in matrices else 0
+        for node in found.evaluated & self._opaque.keys():
+            work, flops = self._opaque.pop(node)
+            ended.trained[work] += 2 * flops
+        unaligned = set()
+        for product, behind in found.unaligned:
+            origin = self._origin(behind)
+            module = product.module if product.module is not None or origin is None else origin.module
+            unaligned.add(Unaligned(module, product.rows))
+        return unaligned
+
+    def without_gradient(self) -> Counter[Work]:
+        """Return what no backward pass has reached."""
+        found = self._frozen.copy()
+        for work, _, flops in self._pending:
+            found[work] += flops
+        return found
+
+    def _origin(self, node: GraphNode | None) -> Work | None:
+        """Return where a node of autograd's graph was created."""
+        return next((origins[node] for origins in reversed(self._origins) if node in origins), None) if node else None
+
+    def _resolve(self, ended: _Pass, evaluated: set[GraphNode]) -> None:
+        """Move work of forward passes to the backward pass that evaluated its nodes; what has no node is frozen."""
+        ended.frozen, self._frozen = self._frozen, Counter()
+        rest = []
+        for work, nodes, flops in self._pending:
+            if nodes & evaluated:
+                ended.trained[work] += flops
+            else:
+                rest.append((work, nodes, flops))
+        self._pending = rest
+
+
 class StepAccount:
     """Records the matmuls of a process from `start` until `stop`.
 
@@ -118,11 +187,7 @@ class StepAccount:
         #: True if something was recorded without shapes that cannot be told without them.
         self.unknown = False
         self._passes: list[_Pass] = []
-        self._pending: list[tuple[Work, frozenset[GraphNode], int]] = []
-        self._frozen: Counter[Work] = Counter()
-        self._origins: list[dict[GraphNode, Work]] = []
-        self._opaque: dict[GraphNode, tuple[Work, int]] = {}
-        self._likely: dict[GraphNode, tuple[Work, int]] = {}
+        self._forward = _Forward()
         self._applied: set[int] = set()
         self.overflows: set[Overflow] = set()
         self._unaligned: set[Unaligned] = set()
@@ -337,51 +402,12 @@ class StepAccount:
             return
         self._remember(found)
         ended.looked_at, ended.missed, ended.converted = True, False, found.converted
-        self._resolve(ended, found.evaluated)
-        for work, node, flops in found.backward:
-            origin = self._origin(node)
-            ended.trained[_placed(work, origin)] += flops
-        for product, node in found.unaligned:
-            origin = self._origin(node)
-            module = product.module if product.module is not None or origin is None else origin.module
-            self._unaligned.add(Unaligned(module, product.rows))
-        matrices = ended.inferred.matrix_functions
-        for node in found.evaluated & self._likely.keys():
-            work, flops = self._likely.pop(node)
-            ended.trained[work] += 3 * flops if node[1] in matrices else 0
-        for node in found.evaluated & self._opaque.keys():
-            work, flops = self._opaque.pop(node)
-            ended.trained[work] += 2 * flops
+        self._unaligned |= self._forward.reached_by(ended, found)
 
     def _remember(self, found: OperatorTrace) -> None:
         """Keep what later backward passes may need."""
-        for work, nodes, flops in found.forward:
-            if nodes:
-                self._pending.append((work, nodes, flops))
-            else:
-                self._frozen[work] += flops
-        del self._pending[:-REMEMBERED_NODES]
-        self._opaque.update(found.opaque)
-        self._likely.update(found.likely)
+        self._forward.remember(found)
         self.overflows |= found.overflows
-        self._origins.append(found.origins)
-        while len(self._origins) > 1 and sum(map(len, self._origins)) > REMEMBERED_NODES:
-            del self._origins[0]
-
-    def _origin(self, node: GraphNode | None) -> Work | None:
-        """Return where a node of autograd's graph was created."""
-        return next((origins[node] for origins in reversed(self._origins) if node in origins), None) if node else None
-
-    def _resolve(self, ended: _Pass, evaluated: set[GraphNode]) -> None:
-        """Move work of forward passes to the backward pass that evaluated its nodes; what has no node is frozen."""
-        ended.frozen, self._frozen = self._frozen, Counter()
-        rest = []
-        for work, nodes, flops in self._pending:
-            if nodes & evaluated:
-                ended.trained[work] += flops
-            else:
-                rest.append((work, nodes, flops))
-        self._pending = rest
 
     def imply(self, inferred: Inferred) -> None:
         """Add a backward pass that was not recorded, of which the graph was read."""
@@ -422,9 +448,7 @@ class StepAccount:
         if self._open is None:  # else an optimizer is stepped by a hook of a parameter
             self._resume |= self.running
             self._remember(self._cut(resume=False) or OperatorTrace())
-        whole.frozen += self._frozen
-        for work, _, flops in self._pending:
-            whole.frozen[work] += flops
+        whole.frozen += self._forward.without_gradient()
         whole.called = dict(self._ranges.called) if self._ranges.named else None
         whole.overflows, whole.unaligned = set(self.overflows), set(self._unaligned)
         if not whole.trained and (whole.inferred.work or whole.inferred.compiled):

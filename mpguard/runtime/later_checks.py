@@ -1,0 +1,108 @@
+"""`LaterChecks`: which later steps of an optimizer are checked, and what happens at one.
+
+A check is observed, compared and agreed on as the first proof is. Which step is next, all ranks decide together, see
+`progress`; after a switch to evaluation each rank checks a step for itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mpguard.runtime.plan import Plan
+from mpguard.runtime.progress import Progress
+from mpguard.runtime.proof import consensus
+from mpguard.runtime.proof.observe import updated_by
+from mpguard.runtime.step_counter import StepCounter
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: Steps of the other optimizers for which the step of an optimizer is waited for that was created, or stepped, late.
+NEWCOMER_STEPS = 64
+
+#: Steps without gradients in a row, at checks, before it is reported and the next ones are not recorded.
+EMPTY_STEPS = 8
+
+
+class LaterChecks(StepCounter):
+    """Opens, makes and closes the checks of later steps."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        #: Models that were switched to evaluation.
+        self.switches = 0
+        #: Steps of other optimizers for which the first step of one is still waited for.
+        self._newcomer_steps = 0
+
+    def _await(self, progress: Progress, *, in_step: bool = False) -> None:
+        """Record the next step of an optimizer that has not been proven: for some steps of the others, not for ever."""
+        self._newcomer_steps = NEWCOMER_STEPS
+        self.record(whole=False, in_step=in_step)
+        progress.recording = self._recording
+
+    def _open_look(self, optimizer: Any, progress: Progress, *, in_step: bool = False) -> None:
+        """Record the next step if it is to be checked."""
+        due = progress.applied + 1 == progress.next_look
+        if not due and progress.switches != self.switches:
+            due = self.budget.allows(progress.cost)
+        if due:
+            progress.switches = self.switches
+            self._looking.add(progress)
+            self.record(whole=False, in_step=in_step, again=True)
+            self.recorder.begin_gap(optimizer, updated_by(optimizer))
+
+    def _close_round(self) -> None:
+        """Stop to record, unless a step is checked, or the first step of a new optimizer is still expected."""
+        self._newcomer_steps = max(0, self._newcomer_steps - 1)
+        if self.recorder.active and not self._looking and not self._newcomer_steps:
+            self.recorder.stop()
+
+    def _look(self, optimizer: Any, progress: Progress, model: nn.Module | None) -> None:
+        """Look at a step that was just applied: observe, compare, agree with the other ranks. Raises `NotInForce`."""
+        agreed = progress.applied == progress.next_look
+        if model is None and not self.recorder.record_step(optimizer):
+            self._look_again(progress, agreed=agreed)
+            return  # there was no gradient to apply
+        progress.empty = 0
+        self._looking.discard(progress)
+        with self.recorder.ignoring_collectives():
+            inspection = self.inspect(optimizer, progress, model)
+            failures, unknown = inspection.failures, self.recorder.account.unknown
+            self.budget.spent += progress.cost
+            if agreed and progress.agrees:
+                proposal = progress.propose(self.budget)
+                proposal = progress.applied + 1 if unknown else proposal
+                report = consensus.Report(
+                    failures, inspection.fingerprint, proposal, again=unknown, not_finite=inspection.loss_not_finite
+                )
+                point = f"look/{progress.number}/{progress.applied}"
+                agreement = consensus.agree(point, report, consensus.LOOK_TIMEOUT)
+                failures = agreement.failures
+                progress.not_finite += bool(agreement.not_finite) and not inspection.loss_not_finite
+                self.reporter.report_not_finite(progress, progress.applied, agreement.not_finite)
+                progress.next_look = agreement.next_look
+                if agreement.missing:
+                    progress.agrees = False
+                    self.reporter.report_missing(progress, agreement.missing)
+        if agreed and not progress.agrees:
+            progress.next_look = progress.applied + 1 if unknown else progress.propose(self.budget)
+        elif unknown and not agreed:
+            progress.switches = -1  # it is inspected again by this rank
+        self._close_round()
+        self.conclude_check(inspection, progress, failures, agreed=agreed and progress.agrees)
+
+    def _look_again(self, progress: Progress, *, agreed: bool) -> None:
+        """Look at the next step in place of one without gradients; after some of these, at a later one."""
+        progress.empty += 1
+        if progress.empty < EMPTY_STEPS:
+            progress.next_look = progress.applied + 1 if agreed else progress.next_look
+            return
+        if progress.empty == EMPTY_STEPS:
+            self.reporter.report_empty(progress)
+        self._looking.discard(progress)
+        progress.leave_out_look()
+        self._close_round()
+
+    def switch_to_evaluation(self) -> None:
+        """Look at a step after the one that follows: a model was switched to evaluation."""
+        self.switches += 1
