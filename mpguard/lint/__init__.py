@@ -42,10 +42,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.behaviour.events.compile import launched_compiled as launched_compiled
     from mpguard.lint.facts.behaviour.options import Option as Option
     from mpguard.lint.facts.behaviour.options import can_be_chosen as can_be_chosen
-    from mpguard.lint.facts.behaviour.options import dtype_options as dtype_options
     from mpguard.lint.facts.behaviour.options import is_default as is_default
-    from mpguard.lint.facts.behaviour.precision import NUMBER as NUMBER
-    from mpguard.lint.facts.behaviour.precision import TensorDtype as TensorDtype
     from mpguard.lint.facts.behaviour.regions import Region as Region
     from mpguard.lint.facts.behaviour.regions import enabled_argument as enabled_argument
     from mpguard.lint.facts.behaviour.scalars import ScalarUse as ScalarUse
@@ -72,7 +69,6 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts as Facts
     from mpguard.lint.facts.program import api_names
     from mpguard.lint.facts.program import keywords as keywords
-    from mpguard.lint.facts.program.dtypes import AnyDtype as AnyDtype
     from mpguard.lint.facts.program.dtypes import OtherDtype as OtherDtype
     from mpguard.lint.facts.program.dtypes import PossibleDtypes as PossibleDtypes
     from mpguard.lint.facts.program.lattice import Constant as Constant
@@ -82,7 +78,6 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.program.lattice import Object as Object
     from mpguard.lint.facts.program.lattice import Ref as Ref
     from mpguard.lint.facts.program.option_values import destination as destination
-    from mpguard.lint.facts.program.option_values import literal_choices as literal_choices
     from mpguard.lint.facts.program.option_values import option_defaults as option_defaults
     from mpguard.lint.facts.program.option_values import option_names as option_names
     from mpguard.lint.facts.syntax import imports as imports
@@ -181,16 +176,14 @@ _NAMES = {
         "negated",
     ),
     "mpguard.lint.facts.syntax.records": ("Binding", "Call", "Record", "Scope", "Use", "With"),
-    "mpguard.lint.facts.program.dtypes": ("AnyDtype", "OtherDtype", "PossibleDtypes"),
+    "mpguard.lint.facts.program.dtypes": ("OtherDtype", "PossibleDtypes"),
     "mpguard.lint.facts.program.lattice": ("Constant", "DtypeValue", "Function", "Method", "Object", "Ref"),
     "mpguard.lint.facts.behaviour.options": (
         "Option",
         "can_be_chosen",
-        "dtype_options",
         "is_default",
     ),
-    "mpguard.lint.facts.program.option_values": ("destination", "literal_choices", "option_defaults", "option_names"),
-    "mpguard.lint.facts.behaviour.precision": ("NUMBER", "TensorDtype"),
+    "mpguard.lint.facts.program.option_values": ("destination", "option_defaults", "option_names"),
     "mpguard.lint.facts.behaviour.scalars": ("ScalarUse",),
     "mpguard.lint.model.rule": (
         "Bad",
