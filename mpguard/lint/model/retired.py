@@ -94,6 +94,9 @@ RETIRED: dict[str, Retired] = {
         "accumulate-in-half", None, "wrong in 2 of 2 findings in public code: autocast returns FP32 losses"
     ),
     "MPG605": Retired("norm-in-half", None, "it reported nothing in public code"),
+    "MPG701": Retired(
+        "mixed-tf32-apis", None, "it reported nothing in public code, and torch raises where the two contradict"
+    ),
     "MPG702": Retired("tf32-off", None, "it reported a choice of speed"),
     "MPG703": Retired("reduced-precision-reduction", None, "it reported a choice that the code states"),
     "MPG805": Retired(
