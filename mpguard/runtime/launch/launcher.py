@@ -12,7 +12,9 @@ import atexit
 import contextlib
 import dataclasses
 import json
+import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -300,6 +302,12 @@ def _uses_deepspeed(prepared: PreparedLaunch) -> bool:
     return any("deepspeed" in word.lower() for word in words)
 
 
+def _is_of_interest(record: logging.LogRecord) -> bool:
+    """False for accelerate's notice that it has set the number of CPU threads, which `mpguard init` leaves to it."""
+    flags = re.findall(r"`--(\w+)` was set", record.getMessage())
+    return flags != ["num_cpu_threads_per_process"]
+
+
 def run(argv: Sequence[str], overrides: Mapping[str, Any] | None = None) -> int:
     """Run `mpguard launch`: check the run, start accelerate's launcher here, return the script's status.
 
@@ -314,6 +322,7 @@ def run(argv: Sequence[str], overrides: Mapping[str, Any] | None = None) -> int:
             "(`mpguard init bf16_mixed` writes an mp.yaml)"
         )
     remove_own()
+    logging.getLogger("accelerate.commands.launch").addFilter(_is_of_interest)
     _print_start(prepared)
     module = [flag for flag in prepared.flags if flag in ("-m", "--module")]
     flags = without_options(prepared.flags, (), ("-m", "--module"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import signal
 import time
@@ -463,3 +464,14 @@ def test_torchrun_uses_the_cpu_where_the_config_says_so(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
     run = on_ranks("-m", "mpguard.run", "--config", config, PROGRAMS / "accelerated.py", cwd=tmp_path)
     assert run.returncode == 0 and "proven in force on all 2 ranks" in run.stderr, transcript(run)
+
+
+@pytest.mark.parametrize(("others", "shown"), [("", False), ("\t`--num_processes` was set to a value of `8`\n", True)])
+def test_accelerates_notice_of_cpu_threads_alone_is_left_out(others: str, shown: bool) -> None:
+    text = (
+        f"The following values were not passed:\n{others}\t`--num_cpu_threads_per_process` was set to `2` to improve\n"
+    )
+    record = logging.LogRecord("accelerate.commands.launch", logging.WARNING, "launch.py", 1, text, (), None)
+    assert launcher._is_of_interest(record) is shown
+    record.msg = "another message"
+    assert launcher._is_of_interest(record)
