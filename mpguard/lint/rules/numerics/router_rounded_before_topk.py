@@ -2,7 +2,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import HALF_DTYPES, Bad, Call, Diagnostic, Dtype, Facts, Good, Note, Rule, any_of, dotted
+from mpguard.lint import (
+    HALF_DTYPES,
+    Bad,
+    Call,
+    Diagnostic,
+    Dtype,
+    Facts,
+    Good,
+    Note,
+    Rule,
+    any_of,
+    dotted,
+    lazy_pattern,
+)
 
 _SCORES = ("softmax", "sigmoid")
 _ROUNDS = ("to", "type_as", "half", "bfloat16", "type")
@@ -27,7 +40,18 @@ class RouterRoundedBeforeTopk(Rule):
     severity = "warning"
     message = "`{cast}` rounds the probabilities of the experts before `topk` chooses: close ones become equal"
     help = "choose with the FP32 probabilities, and cast the chosen weights"
-    triggers = (any_of(b"topk("), any_of(b"softmax(", b"sigmoid("), any_of(b"xpert", b"outer", b"moe", b"MoE"))
+    triggers = (
+        any_of(b"topk("),
+        any_of(b"softmax(", b"sigmoid("),
+        any_of(b"xpert", b"outer", b"moe", b"MoE"),
+        any_of(b".float(", b"float32", b"torch.float"),
+        any_of(b".dtype)", b".type_as(", b"float16", b".half(", b".bfloat16(", b"torch.half"),
+    )
+    #: Most routers choose before they round; a cast, then a choice soon after it, is rare.
+    pattern = lazy_pattern(
+        rb"(?:softmax|sigmoid)\((?:(?!topk\()[\s\S]){0,120}?%s(?:(?!softmax\()[\s\S]){0,200}?topk\(|topk\((?:[^()\n]|\([^()\n]*\)){0,120}?%s"
+        % ((rb"\.(?:to|type|type_as|half|bfloat16)\(",) * 2)
+    )
     examples = (
         Bad(
             """\
