@@ -109,8 +109,8 @@ def test_s18_unknown_sections_and_a_second_precision_are_accepted(
         assert data["bf16"] == ON and not {"fp8", "torch_autocast"} & data.keys()
     found, run = taken(run_module)
     assert (found["fp8"], found["bfloat_16"], found["two"]) == ("bfloat16",) * 3, transcript(run)
-    assert "fp8: {'enabled': True} -> (removed)" in run.stderr
-    assert "torch_autocast: {'enabled': True, 'colour': 'red'} -> (removed)" in run.stderr
+    assert "fp8: {enabled: true} -> (removed)" in run.stderr
+    assert "torch_autocast: {enabled: true, colour: red} -> (removed)" in run.stderr
 
 
 def test_s29_a_disabled_amp_section_stops_deepspeed(taken: Callable[[Program], Run], tmp_path: Path) -> None:
@@ -122,4 +122,4 @@ def test_s29_a_disabled_amp_section_stops_deepspeed(taken: Callable[[Program], R
     assert "MPG826" in {code for code, _ in linted(ds_json(tmp_path, "amp"))}
     found, run = taken(run_module)
     assert found["amp"] == "bfloat16", transcript(run)
-    assert "amp: {'enabled': False} -> (removed)" in run.stderr
+    assert "amp: {enabled: false} -> (removed)" in run.stderr
