@@ -28,8 +28,10 @@ def is_another(thread: int) -> bool:
 
 
 def uses(optimizer: Any) -> None:
-    """Record that this thread has created an optimizer, or steps it."""
+    """Record that this thread has created an optimizer, or steps it; not one of autograd's, in a hook of a pass."""
     own = threading.get_ident()
+    if isinstance(threading.current_thread(), threading._DummyThread):
+        return
     with contextlib.suppress(TypeError):  # there is no weak reference to it
         if _of_optimizer.get(optimizer) != own:
             with reading:
