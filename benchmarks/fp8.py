@@ -98,6 +98,7 @@ VARIANTS = {
     "fp8, reduced in bf16": Variant(FP8, {"grad_reduce_in_fp32": False}),
     "fp8, float8 all-gather": Variant(FP8, {**TORCHAO, "fp8_param": True}),
     "fp8, gathered in bf16": Variant(FP8, {**TORCHAO, "fp8_param": False}),
+    "fp8, float8 all-gather, not compiled by the script": Variant(FP8, {**TORCHAO, "fp8_param": True}, compiled=False),
 }
 
 #: What is measured on one GPU, the most telling first.
@@ -141,6 +142,7 @@ TWO_GPUS = (
     ("6 x 8B, 2x4096, ZeRO-2", "fp8, reduced in bf16"),
     ("6 x 8B, 2x4096, accelerate FSDP2", "fp8"),
     ("6 x 8B, 2x4096, accelerate FSDP2", "fp8, float8 all-gather"),
+    ("6 x 8B, 2x4096, accelerate FSDP2", "fp8, float8 all-gather, not compiled by the script"),
     ("6 x 8B, 2x4096, accelerate FSDP2", "fp8, gathered in bf16"),
     ("6 x 8B, 2x4096, accelerate FSDP2", "bf16"),
 )

@@ -276,9 +276,10 @@ def backend_of(policy: Policy, hardware: Hardware) -> Backend | None:
 
     With `backend: auto` and two that can, it is the faster one: torchao where it is compiled, which was the faster one
     in every model measured, else Transformer Engine. FP8 copies of weights, and parameters in FP8, are Transformer
-    Engine's. A wish for the latter does not count: it is granted to scripts that have their optimizer from there.
+    Engine's where the policy allows it: torchao's are the float8 all-gather of FSDP2. A wish for the latter does not
+    count: it is granted to scripts that have their optimizer from there.
     """
-    if policy.fp8_param is True or policy.fp8_weight_cache:
+    if (policy.fp8_param is True or policy.fp8_weight_cache) and "te" in policy.backends:
         return "te"
     installed = [each for each in policy.backends if each in hardware.libraries]
     faster = all(recipe in FLOAT8_LINEAR for recipe in policy.recipes)  # the others are prototypes of torchao

@@ -12,6 +12,7 @@ from typing import Any
 
 from mpguard.core.patches import AnyFunction, patch
 from mpguard.nn import compile as compilation
+from mpguard.policy.policy import Policy
 from mpguard.runtime import checkpoints
 from mpguard.runtime import guard as guards
 from mpguard.runtime.patches import checks, fp8_conversion, required
@@ -88,8 +89,8 @@ def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[s
     """Return the arguments of `Accelerator` with the policy in them; without FP8 if mpguard converts the models."""
     strategy = _accelerate_strategy(given)
     policy = guard.plan.policy
-    kept = fp8_conversion.keeps_fp8_weights(guard, strategy)
-    guard.converts_models, guard.compiles_models = not (kept and fp8_weights(policy, strategy) == "torchao"), False
+    gathered = fp8_conversion.keeps_fp8_weights(guard, strategy) and fp8_weights(policy, strategy) == "torchao"
+    guard.converts_models, guard.compiles_models = not gathered, False
     converts = policy.low_bit_recipe is not None and guard.converts_models
     without_fp8 = policy.replace(fp8=None, fp4=None) if converts else policy
     wanted = build(with_first_scale(without_fp8), "accelerate", strategy, warn=False)
@@ -115,7 +116,7 @@ def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[s
             )
         result["dynamo_backend"] = wanted["dynamo_backend"]
         result.pop("dynamo_plugin", None)
-    elif (chosen := compilation.choice(policy)).on is not None and chosen.on != _compiles(given):
+    elif (chosen := _compile_choice(policy, gathered)).on is not None and chosen.on != _compiles(given):
         if chosen.on:
             guard.reporter.print_once(f"mpguard: compile: auto is on here: {chosen.reason}")
         else:
@@ -123,6 +124,11 @@ def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[s
         result["dynamo_backend"] = "inductor" if chosen.on else "no"
         result.pop("dynamo_plugin", None)
     return result
+
+
+def _compile_choice(policy: Policy, gathered: bool) -> compilation.Choice:
+    """Return what `auto` selects. gathered: torchao gathers weights in FP8, which takes twice as long uncompiled."""
+    return compilation.choice(policy.replace(backend="torchao", name=policy.name) if gathered else policy)
 
 
 def _compiles(given: Mapping[str, Any]) -> bool:

@@ -46,12 +46,30 @@ def _optimizer_init(original: AnyFunction) -> AnyFunction:
 def _patch_step(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)
     def _patch_step_function(self: Any) -> None:
+        if not getattr(type(self).step, "hooked", False):  # torch is going to call hooks around it
+            type(self).step = _between_hooks(type(self).step)
         original(self)
         step: Any = type(self).step
         if not getattr(step, "counted_by_mpguard", False):
             type(self).step = _counted_step(step)
 
     return _patch_step_function
+
+
+def _between_hooks(own: AnyFunction) -> AnyFunction:
+    """Return the step that a class of optimizers defines, which runs between the hooks before and after a step."""
+
+    @functools.wraps(own)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        guard = guards.current()
+        if guard is None or not guard.waiting:
+            return own(self, *args, **kwargs)
+        guard.recorder.pre_hooks_ended(self)
+        result = own(self, *args, **kwargs)
+        guard.recorder.post_hooks_begin(self)
+        return result
+
+    return step
 
 
 def _counted_step(hooked: AnyFunction) -> AnyFunction:

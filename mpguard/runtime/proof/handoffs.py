@@ -70,13 +70,14 @@ class HandOffs:
         #: The scale by which the gradients of an optimizer were divided, by its id.
         self._scales: dict[int, float] = {}
         self._hooked: dict[int, torch.Tensor] = {}
+        self._got: dict[int, torch.Tensor] = {}  # what hooks before a step get
         #: The thread of the last backward pass that has reached a leaf: only it reads the gradient around a pass.
         self._threads: dict[int, int] = {}
 
     def release(self) -> None:
         """Release the samples; what was found remains."""
         self._leaves, self._left, self._terms, self._factors, self._hooked = {}, {}, {}, {}, {}
-        self.optimizers, self._threads = (), {}
+        self.optimizers, self._threads, self._got = (), {}, {}
 
     def forget_leaf(self, number: int) -> None:
         """Release the weak reference to a tensor, and its samples. number: its id."""
@@ -266,10 +267,18 @@ class HandOffs:
         scale, inside = self._scales.pop(id(optimizer), 0.0), getattr(optimizer, "grad_scale", None)
         if inside is not None and not is_capturing():  # a fused optimizer divides by it
             scale = float(inside)
-        self._hand_off("gradients", "before the step", tracked, scale)
+        self._got = self._hand_off("gradients", "before the step", tracked, scale)
         for key in tracked:
             for known in (self._left, self._terms, self._factors):
                 known.pop(key, None)
+
+    def pre_hooks_ended(self, optimizer: Any) -> None:
+        """Compare what the hooks before a step got with what they leave to the step."""
+        got, self._got = self._got, {}
+        if getattr(optimizer, "_optimizer_step_pre_hooks", None) and got and not is_capturing():
+            tracked = {key: own for key, own in self._tracked_of(optimizer).items() if key in got}
+            for key, values in _gradients(tracked).items():
+                self._judge("gradients", "in a hook before the step", _Seen.of(tracked[key], got[key], values))
 
     def _hand_off(
         self, row: str, when: str, tracked: Mapping[int, torch.Tensor], scale: float = 0.0

@@ -56,6 +56,7 @@ class MasterValues:
         self.found: dict[int, list[Witness]] = {}
         self.suspected: dict[int, Counter[str]] = {}
         self._left: dict[tuple[int, str], torch.Tensor] = {}  # by the id of the parameter and the name of the state
+        self._to_hooks: dict[tuple[int, str], torch.Tensor] = {}  # what the step leaves to the hooks after it
         self._start: dict[int, torch.Tensor] = {}  # weights before the step that runs
         self._before: dict[int, recomputed.Before] = {}
         self._memory: weakref.WeakKeyDictionary[Any, _Memory] = (
@@ -70,6 +71,10 @@ class MasterValues:
         """Compare the weights and states that a step finds with those that the last one left."""
         safely(self._begin_step, optimizer)
 
+    def begin_hooks(self, optimizer: Any) -> None:
+        """Take samples of what a step leaves to the hooks after it, with which `end_step` compares."""
+        safely(self._leave_to_hooks, optimizer)
+
     def end_step(self, optimizer: Any) -> None:
         """Take samples of the weights that a step has updated, and compare those that it may have rounded itself."""
         safely(self._end_step, optimizer)
@@ -80,6 +85,15 @@ class MasterValues:
 
     def _leave(self, optimizer: Any) -> None:
         self._left |= {key: sample(values) for key, values in _values(optimizer)}
+
+    def _leave_to_hooks(self, optimizer: Any) -> None:
+        self._to_hooks = {key: sample(values) for key, values in _values(optimizer)}
+
+    def _hooks_ended(self, optimizer: Any) -> None:
+        left, self._to_hooks = self._to_hooks, {}
+        for key, own in _values(optimizer) if left and id(optimizer) in self.found else ():
+            if key in left:
+                self._compare(optimizer, key, own, left[key].cpu(), sample(own).cpu(), when="in a hook after the step")
 
     def _begin_step(self, optimizer: Any) -> None:
         self.found[id(optimizer)] = []
@@ -95,14 +109,24 @@ class MasterValues:
         if recomputed.base_of(optimizer) is not None:
             self._before = {id(own): kept for own in _sampled(optimizer) if (kept := recomputed.before(optimizer, own))}
 
-    def _compare(self, optimizer: Any, key: tuple[int, str], own: Any, left: torch.Tensor, found: torch.Tensor) -> None:
+    def _compare(
+        self,
+        optimizer: Any,
+        key: tuple[int, str],
+        own: Any,
+        left: torch.Tensor,
+        found: torch.Tensor,
+        *,
+        when: str = "since the last step",
+    ) -> None:
         if left.shape != found.shape or witness.same(left, found):
             return
         match = witness.rounded(left, found) or witness.on_grid(left, found, samples.row_of(own))
         if match is not None and match.factor == 1:
-            self.found[id(optimizer)].append(_witnessed(key, own, match, "since the last step"))
+            self.found[id(optimizer)].append(_witnessed(key, own, match, when))
 
     def _end_step(self, optimizer: Any) -> None:
+        self._hooks_ended(optimizer)
         own = _sampled(optimizer)
         before, self._before = self._before, {}
         after = [sample(each) for each in own]
@@ -147,6 +171,7 @@ class MasterValues:
         """Forget what was left: other weights were loaded."""
         self._left.clear()
         self._start.clear()
+        self._to_hooks.clear()
         self._before.clear()
         self._memory.clear()
 

@@ -256,6 +256,15 @@ class Recorder:
         safely(self.gradients.handoffs.step_begins, optimizer)
         self.values.begin_step(optimizer)
 
+    def pre_hooks_ended(self, optimizer: Any) -> None:
+        """Compare gradients with those that the hooks before a step have got."""
+        safely(self.gradients.handoffs.pre_hooks_ended, optimizer)
+
+    def post_hooks_begin(self, optimizer: Any) -> None:
+        """Take samples of what a step leaves to the hooks after it."""
+        if _has_hooks_after(optimizer):
+            self.values.begin_hooks(optimizer)
+
     def share_scaler(self, optimizer: Any, around: Iterable[Any]) -> None:
         """Record for an optimizer the scaler of the one that has called its step. around: those whose steps run."""
         for each in around:
@@ -289,3 +298,7 @@ def _observe_modules(on: bool) -> None:
     for name in ("mpguard.nn.fp32", "mpguard.nn.fp8.weight_cache"):  # not imported before a policy needs them
         if name in sys.modules:
             sys.modules[name].observe(on)
+
+
+def _has_hooks_after(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "_optimizer_step_post_hooks", None))
