@@ -104,13 +104,22 @@ def reduction(seen: Observed, plan: Plan) -> Row:
         return not_observed(name, asked.short, advice=advice)
     parts = seen.reductions_over or {"": seen.reductions}
     same = Verdict.of(all(_is_reduced_in(counts, asked) for counts in parts.values()))
+    advice = "" if same is Verdict.AS_ASKED else _other_reduction(plan)
     if set(parts) == {""}:
-        return Row(name, f"{format_counts(seen.reductions)} ({seen.reduced_by})", asked.short, same)
+        return Row(name, f"{format_counts(seen.reductions)} ({seen.reduced_by})", asked.short, same, advice=advice)
     named = {
         label if not label or label.startswith("by ") else f"over {label}": counts for label, counts in parts.items()
     }
     found = ", ".join(f"{format_counts(counts)} {label}".rstrip() for label, counts in named.items())
-    return Row(name, f"{found} ({seen.reduced_by})", asked.short, same)
+    return Row(name, f"{found} ({seen.reduced_by})", asked.short, same, advice=advice)
+
+
+def _other_reduction(plan: Plan) -> str:
+    """Return what to do about a reduction in another dtype."""
+    sent = "Gradients are sent in the dtype that they have, or in that of a communication hook (`register_comm_hook`)"
+    if plan.policy.grad_reduce_in_fp32 and plan.policy.master_dtype is not Dtype.FP32:
+        return f"{sent}, as DDP does. To accept it: mpguard_overrides: {{grad_reduce_in_fp32: false}}"
+    return f"{sent}: remove the hook, and keep the parameters in FP32"
 
 
 def _is_reduced_in(counts: Mapping[str, int], asked: Dtype) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from mpguard.policy.allow import STATES
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
@@ -25,9 +27,9 @@ def optimizer(seen: Observed, plan: Plan) -> Row:
     name, asked = "optimizer", plan.policy.master_dtype.short
     if not seen.masters:
         return Row(name, seen.optimizer, asked, Verdict.UNPROVEN) if seen.optimizer else not_observed(name, asked)
-    rounded_states = "".join(f" {describe(to)}" for to in seen.rounded_states)
+    rounded_states = _rounding(seen.rounded_states)
     states = f", states {format_counts(seen.states)}{rounded_states}" if seen.states else ""
-    rounded = "".join(f" {describe(to)}" for to in seen.rounded_weights)
+    rounded = _rounding(seen.rounded_weights)
     witnessed = "".join(f"; {seen.witnesses[row]}" for row in ("weights", "states") if row in seen.witnesses)
     found = f"{seen.optimizer}, weights {format_counts(seen.masters)}{rounded}{states}{witnessed}"
     both = f"weights and states {asked}"
@@ -40,6 +42,12 @@ def optimizer(seen: Observed, plan: Plan) -> Row:
     if lower:
         return Row(name, found, both, Verdict.ALLOWED, "; ".join(str(allowed[dtype]) for dtype in lower))
     return Row(name, found, both, Verdict.NOT_ASKED if quantized_states(seen) else Verdict.AS_ASKED)
+
+
+def _rounding(found: Collection[str]) -> str:
+    """Return what values were rounded to. Of a grid of int8 a sample may have few levels only, as one of int4 has."""
+    kinds = [to for to in found if to != "a grid of int4" or "a grid of int8" not in found]
+    return "".join(f" {describe(to)}" for to in kinds)
 
 
 def _lower_states(seen: Observed, plan: Plan) -> list[str]:
