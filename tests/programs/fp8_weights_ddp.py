@@ -52,9 +52,9 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return made
 
 
-def start_recorder(recorder: Recorder, policy: mpguard.Policy, *, in_step: bool = False) -> None:
-    """Start a recorder, of the first proof or of a later look, as with Transformer Engine."""
-    real_start(recorder, policy, in_step=in_step)
+def start_recorder(recorder: Recorder, policy: mpguard.Policy, **how: bool) -> None:
+    """Start a recorder, of the first proof or of a later check, as with Transformer Engine."""
+    real_start(recorder, policy, **how)
     recorder.listen_to_modules()
 
 

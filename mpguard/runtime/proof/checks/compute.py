@@ -170,6 +170,12 @@ def _advice(seen: Observed, plan: Plan) -> str:
         return precision_advice(plan.policy) or (
             "Autocast (or the engine) was not in force around the forward pass: run the forward pass inside it"
         )
+    by_script = sum(each.flops for each in scripted_fp32(seen, plan)) / max(1, sum(each.flops for each in products))
+    if by_script > SCRIPTED_SHARE:
+        return (
+            f"The script switches autocast off (`enabled=False`) around {format_share(by_script)} of the matmuls; at "
+            f"most {100 * SCRIPTED_SHARE:.0f} % count as wanted: compute fewer of them in FP32"
+        )
     return (
         f"At most {100 * WIDER_SHARE:.0f} % of the matmuls may be in a wider dtype, and none in a narrower one: "
         "enable autocast there (a custom Function or operator must multiply in autocast's dtype, in backward too)"
