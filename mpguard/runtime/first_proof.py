@@ -15,7 +15,7 @@ from mpguard.runtime.inspection import Inspection
 from mpguard.runtime.later_checks import LaterChecks
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.progress import Progress
-from mpguard.runtime.proof import consensus
+from mpguard.runtime.proof import consensus, program_threads
 from mpguard.runtime.proof.checks.common import is_unsynchronized
 from mpguard.runtime.proof.inferred import Inferred, products_behind
 from mpguard.runtime.proof.observe import observe, updated_by
@@ -86,6 +86,8 @@ class FirstProof(LaterChecks):
         if not self._unstepped:
             return
         for optimizer in list(self._unstepped):
+            if program_threads.is_used_elsewhere(optimizer):
+                continue
             state = self.state_of(optimizer)
             parameters = updated_by(optimizer)
             reached = any(own.grad is not None for own in parameters[:: max(1, len(parameters) // 8)])

@@ -131,6 +131,8 @@ class MasterValues:
         before, self._before = self._before, {}
         after = [sample(each) for each in own]
         self._left |= {(id(each), WEIGHT): values for each, values in zip(own, after, strict=True)}
+        # Here too, because ZeRO-3 gives its optimizer the parameters only while it steps.
+        self._left |= {key: sample(values) for key, values in _values(optimizer) if key[1] != WEIGHT}
         base = recomputed.base_of(optimizer)
         looks = self.suspected[id(optimizer)] = Counter()
         start = [self._start.pop(id(each), values) for each, values in zip(own, after, strict=True)]
