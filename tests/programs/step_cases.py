@@ -446,7 +446,7 @@ def fsdp2() -> None:
     optimizer.step()
 
 
-def _zero(stage: int) -> None:
+def _zero(stage: int, *, rounds: bool = False) -> None:
     import deepspeed
 
     model = net()
@@ -458,6 +458,8 @@ def _zero(stage: int) -> None:
     for inputs in batches(16):  # the fourth step is looked at as well
         engine.backward(engine(inputs.bfloat16()).float().pow(2).mean())
         engine.step()
+        for state in engine.optimizer.optimizer.state.values() if rounds else ():
+            state["exp_avg"].copy_(state["exp_avg"].bfloat16())
 
 
 @case("deepspeed-zero1")
@@ -473,6 +475,11 @@ def zero2() -> None:
 @case("deepspeed-zero3")
 def zero3() -> None:
     _zero(3)
+
+
+@case("deepspeed-zero3")
+def states_rounded_under_zero3() -> None:
+    _zero(3, rounds=True)
 
 
 def _accumulate(model: Any, clear: bool, same: bool = False) -> None:

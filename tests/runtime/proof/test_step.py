@@ -130,6 +130,7 @@ WRONG = {
         "bf16_in_onednn": "tf32: off; oneDNN matmuls in bf16",
     },
     2: {
+        "states_rounded_under_zero3": "states fp32 rounded to bf16",
         "ddp_compresses_in_cpp": "reduction: fp16 (the collective)",
         "ddp_compresses_in_a_hook": "reduction: bf16 (the collective)",
         "by_hand_in_bf16": "reduction: bf16 by the script",
