@@ -5,10 +5,10 @@ Such a function is `get_state_dict(model, optimizers)` of `torch.distributed.che
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from mpguard.lint.facts.behaviour.events.event import Event, finds
+from mpguard.lint.facts.behaviour.events.event import Event, EventKind, finds
 from mpguard.lint.facts.syntax.records import Call
 from mpguard.lint.facts.syntax.view import called
 
@@ -23,27 +23,25 @@ _SETS = {"set_state_dict": 1, "set_optimizer_state_dict": 1}
 @finds("state")
 def _states(facts: BehaviourView) -> Iterator[Event]:
     """Yield the calls that return the state of an object."""
-    for call in called(facts, "state_dict"):
-        if call.receiver is not None:
-            yield Event("state", call, facts, call.receiver)
-    for name, place in _GETS.items():
-        for call in called(facts, name):
-            optimizer = call.argument(place, "optimizers")
-            if optimizer is not None and _distributed(facts, call):
-                yield Event("state", call, facts, optimizer)
+    yield from _calls_of("state", "state_dict", _GETS, facts)
 
 
 @finds("restore")
 def _restores(facts: BehaviourView) -> Iterator[Event]:
     """Yield the calls that restore the state of an object."""
-    for call in called(facts, "load_state_dict"):
+    yield from _calls_of("restore", "load_state_dict", _SETS, facts)
+
+
+def _calls_of(kind: EventKind, method: str, functions: Mapping[str, int], facts: BehaviourView) -> Iterator[Event]:
+    """Yield the calls of a method of the object, and of functions that get an optimizer at a position."""
+    for call in called(facts, method):
         if call.receiver is not None:
-            yield Event("restore", call, facts, call.receiver)
-    for name, place in _SETS.items():
+            yield Event(kind, call, facts, call.receiver)
+    for name, place in functions.items():
         for call in called(facts, name):
             optimizer = call.argument(place, "optimizers")
             if optimizer is not None and _distributed(facts, call):
-                yield Event("restore", call, facts, optimizer)
+                yield Event(kind, call, facts, optimizer)
 
 
 def _distributed(facts: BehaviourView, call: Call) -> bool:
