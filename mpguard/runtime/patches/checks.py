@@ -206,12 +206,15 @@ def profiled() -> None:
 
 
 def ddp() -> None:
-    """A model is wrapped in DDP, and the weights are averaged."""
+    """A model is wrapped in DDP, its gradients pass a hook, and the weights are averaged."""
     import torch
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
     with _group():
-        torch.nn.parallel.DistributedDataParallel(_linear())(_input()).sum().backward()
+        model = torch.nn.parallel.DistributedDataParallel(_linear())
+        model.register_comm_hook(torch.distributed.group.WORLD, allreduce_hook)
+        model(_input()).sum().backward()
         PeriodicModelAverager(period=1)
 
 

@@ -1,4 +1,4 @@
-"""Record what torch multiplies gradients by: clipping, and the division by the loss scale.
+"""Record what torch multiplies gradients by, clipping and the division by the loss scale, and what DDP hands to hooks.
 
 Between these and backward passes, reductions and steps only the script changes gradients: see `HandOffs`.
 """
@@ -62,3 +62,29 @@ def _unscale(original: AnyFunction) -> AnyFunction:
             return original(self, optimizer)
 
     return unscale_
+
+
+@patch(
+    "torch.nn.parallel.distributed:DistributedDataParallel.register_comm_hook",
+    needs=("state", "hook"),
+    reason="a hook that rounds gradients and sends them in FP32 is seen only where what it gets is compared",
+    lost="gradients that a communication hook of DDP rounds and sends in FP32 are not reported",
+    check=checks.ddp,
+)
+def _register_comm_hook(original: AnyFunction) -> AnyFunction:
+    @functools.wraps(original)
+    def register_comm_hook(self: Any, state: Any, hook: Any) -> Any:
+        if guards.current() is None or not hasattr(hook, "__name__"):
+            return original(self, state, hook)
+
+        @functools.wraps(hook)
+        def observed(state: Any, bucket: Any) -> Any:
+            guard = guards.current()
+            if guard is None or not guard.waiting:
+                return hook(state, bucket)
+            with guard.recorder.comm_hooks.during(bucket, self.process_group.size()):
+                return hook(state, bucket)
+
+        return original(self, state, observed)
+
+    return register_comm_hook

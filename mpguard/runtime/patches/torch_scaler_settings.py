@@ -14,6 +14,9 @@ from mpguard.runtime.plan import first_scale
 from mpguard.runtime.proof.observe import innermost
 from mpguard.targets.inject import Change, build
 
+#: The largest factor with which a scale still follows overflows: 69 skipped steps halve it.
+SLOWEST = 0.99
+
 
 @patch(
     "torch.amp.grad_scaler:GradScaler.__init__",
@@ -111,7 +114,8 @@ def _scaler_facts(scaler: Any) -> dict[str, Any]:
         "kind": type(scaler).__name__,
         "enabled": enabled,
         "scale": scaler.get_scale(),
-        "backs_off": not enabled or scaler.get_backoff_factor() < 1,
+        "backs_off": not enabled or scaler.get_backoff_factor() <= SLOWEST,
+        "backoff": scaler.get_backoff_factor() if enabled else None,
         "window": scaler.get_growth_interval() if enabled and scaler.get_growth_factor() >= 1.5 else None,
     }
 

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.runtime.proof import recomputed, rounding, samples, witness
 from mpguard.runtime.proof.handoffs import Witness
+from mpguard.runtime.proof.recomputed import WEIGHT
 from mpguard.runtime.proof.samples import is_allocated, is_capturing, local, safely, sample
 
 if TYPE_CHECKING:
     import torch
-
-#: The name of a weight among the states of its parameter.
-WEIGHT = ""
 
 #: Of how many parameters the memory is remembered, so that an exchange of it is noticed at each step.
 REMEMBERED = 2
@@ -42,6 +40,24 @@ class _Memory:
         """Return the memory that the weights have now."""
         own = (optimizer.param_groups[a]["params"][b] for a, b in self.places)
         return {id(each): local(each).data for each in own}
+
+
+class _Again:
+    """The step of torch's optimizer, computed again for each parameter once. before: what it found, by parameter."""
+
+    def __init__(self, optimizer: Any, before: dict[int, recomputed.Before]) -> None:
+        self.optimizer = optimizer
+        self._before = before
+        self._values: dict[int, dict[str, torch.Tensor]] = {}
+
+    def values(self, own: Any) -> dict[str, torch.Tensor]:
+        """Return samples of a weight and its states after that step; nothing if it cannot be computed again."""
+        base, known = recomputed.base_of(self.optimizer), self._before.get(id(own))
+        if base is None or known is None:
+            return {}
+        if id(own) not in self._values:
+            self._values[id(own)] = recomputed.after(self.optimizer, base, known)
+        return self._values[id(own)]
 
 
 class MasterValues:
@@ -132,20 +148,29 @@ class MasterValues:
         after = [sample(each) for each in own]
         self._left |= {(id(each), WEIGHT): values for each, values in zip(own, after, strict=True)}
         # Here too, because ZeRO-3 gives its optimizer the parameters only while it steps.
-        self._left |= {key: sample(values) for key, values in _values(optimizer) if key[1] != WEIGHT}
-        base = recomputed.base_of(optimizer)
+        states = {key: sample(values) for key, values in _values(optimizer) if key[1] != WEIGHT}
+        self._left |= states
         looks = self.suspected[id(optimizer)] = Counter()
         start = [self._start.pop(id(each), values) for each, values in zip(own, after, strict=True)]
+        if id(optimizer) not in self.found:
+            return
+        again = _Again(optimizer, before)
         for each, dtype, values in zip(own, _looks_rounded(start, after), after, strict=True):
-            if dtype is None or id(optimizer) not in self.found:
-                continue
-            known = before.get(id(each))
-            exact = recomputed.after(optimizer, base, known).cpu() if known is not None and base is not None else None
-            match = witness.rounded(exact, values.cpu()) if exact is not None else None
-            if match is not None:
-                self.found[id(optimizer)].append(_witnessed((id(each), WEIGHT), each, match, "in the step"))
-            else:
+            if dtype is not None and not self._is_rounded_in_step(again, each, WEIGHT, values):
                 looks[dtype] += 1
+        if before:
+            by_id = {id(each): each for each in own}
+            for (number, name), bits in zip(states, rounding.bits_of(list(states.values())), strict=True):
+                if rounding.rounded_bits(bits) is not None:
+                    self._is_rounded_in_step(again, by_id[number], name, states[number, name])
+
+    def _is_rounded_in_step(self, again: _Again, own: Any, name: str, values: torch.Tensor) -> bool:
+        """Compare a weight or a state with what torch's own step makes of it. name: of the state, or `WEIGHT`."""
+        exact = again.values(own).get(name)
+        match = witness.rounded(exact.cpu(), values.cpu()) if exact is not None else None
+        if match is not None:
+            self.found[id(again.optimizer)].append(_witnessed((id(own), name), own, match, "in the step"))
+        return match is not None
 
     def _exchanged(self, optimizer: Any) -> list[Witness]:
         count = sum(len(group["params"]) for group in optimizer.param_groups)

@@ -1,6 +1,6 @@
-"""What an optimizer of torch would have made of some weights: its step is computed again on samples of them.
+"""What an optimizer of torch would have made of some weights and states: its step is computed again on samples.
 
-A class of the script that rounds the weights inside of its own `step` leaves no other trace of what they were.
+A class of the script that rounds them inside of its own `step` leaves no other trace of what they were.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 ELEMENTWISE = frozenset(
     ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
 )  # fmt: skip
+
+
+#: The name of a weight among the states of its parameter.
+WEIGHT = ""
 
 
 @dataclasses.dataclass
@@ -54,8 +58,8 @@ def before(optimizer: Any, own: Any) -> Before | None:
     return Before(sample(own), sample(own.grad), kept, {key: value for key, value in group.items() if key != "params"})
 
 
-def after(optimizer: Any, base: Any, known: Before) -> torch.Tensor:
-    """Return the sampled weights after a step of the optimizer of torch."""
+def after(optimizer: Any, base: Any, known: Before) -> dict[str, torch.Tensor]:
+    """Return samples of a weight, as `WEIGHT`, and its states, by name, after a step of the optimizer of torch."""
     import torch
 
     weight = torch.nn.Parameter(known.weight.clone())
@@ -67,7 +71,8 @@ def after(optimizer: Any, base: Any, known: Before) -> torch.Tensor:
     again.state = defaultdict(dict, {weight: states} if states else {})
     with torch.no_grad():
         inspect.unwrap(base.step)(again)
-    return weight.detach()
+    made = {name: value for name, value in again.state[weight].items() if isinstance(value, torch.Tensor)}
+    return {WEIGHT: weight.detach()} | {name: value for name, value in made.items() if value.shape == weight.shape}
 
 
 def _copied(value: Any, own: Any) -> Any:

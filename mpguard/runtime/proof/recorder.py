@@ -20,6 +20,7 @@ from mpguard.runtime.containment import contained
 from mpguard.runtime.proof import attention_masks, fp8, graphs, program_threads
 from mpguard.runtime.proof.account import StepAccount, shapes_of
 from mpguard.runtime.proof.collectives import Collective, CollectiveListener
+from mpguard.runtime.proof.comm_hooks import CommHooks
 from mpguard.runtime.proof.gradients import Gradients
 from mpguard.runtime.proof.hand_updates import HandUpdates
 from mpguard.runtime.proof.inferred import Inferred, products_behind
@@ -70,6 +71,7 @@ class Recorder:
         self.output: str | None = None
         self.backwards = 0
         self.gradients = Gradients(optimizers)
+        self.comm_hooks = CommHooks(self.gradients.handoffs.found)
         self.values: MasterValues = MasterValues(None if previous is None else previous.values)
         self.by_hand: HandUpdates = HandUpdates(None if previous is None else previous.by_hand)
         self.updated: dict[int, tuple[Counter[str], Counter[str]]] = {}
@@ -231,6 +233,7 @@ class Recorder:
 
     def _record_collective(self, call: Collective) -> None:
         with muted():
+            self.comm_hooks.sends(call.tensors)
             self.gradients.record_collective(call)
             self.activations += sum(each.numel() for each in call.tensors) if call.origin == "function" else 0
             if call.origin == "script" and call.outputs and self.gradients.reduced:

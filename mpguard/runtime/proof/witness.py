@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 #: How many different values rounding must have changed: fewer may be equal by chance.
 LEAST = 8
 
-#: The dtypes with 16 bits, by name.
-NARROW = ("bf16", "fp16")
+#: The dtypes with 16 bits, by name, with the bits of an FP32 mantissa that they do not have.
+NARROW = {"bf16": 16, "fp16": 13}
+
+#: Other ways than to the nearest value: a mask over the bits, and stochastic rounding.
+CUT_OFF, EITHER = " towards zero", ", up or down"
 
 #: Neighbours in FP32 of a factor, or a scale, that was computed from one element.
 NEIGHBOURS = 2
@@ -61,7 +64,7 @@ def is_division(to: str) -> bool:
 
 def is_allowed(to: str, bits: int) -> bool:
     """True if values may be rounded so where a dtype of so many bits is asked for."""
-    return to in NARROW and bits <= 16
+    return to.startswith(tuple(NARROW)) and bits <= 16
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -70,12 +73,19 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def rounded(left: torch.Tensor, found: torch.Tensor) -> Match | None:
-    """Return a match if `found` is `left` rounded to 16 bits, and then multiplied by one factor or not."""
+    """Return a match if `found` is `left` rounded to 16 bits, and then multiplied by one factor or not.
+
+    Rounded to the nearest value, towards zero, or, without a factor, to one of the two values around each.
+    """
     if not _are_alike(left, found, 1) or factors(left, found):
         return None
     for name in NARROW:
-        narrow = _to(left, name)
-        match = _narrowed(name, left, narrow, found)
+        below = _cut_off(left, name)
+        match = (
+            _narrowed(name, left, _to(left, name), found)
+            or _narrowed(name + CUT_OFF, left, below, found)
+            or _rounded_to_either(name, left, below, found)
+        )
         if match is not None:
             return match
     return None
@@ -130,6 +140,21 @@ def _narrowed(name: str, exact: torch.Tensor, narrow: torch.Tensor, found: torch
         return None
     factor = 1.0 if same(found, narrow) else next(iter(sorted(factors(narrow, found))), None)
     return None if factor is None else _match(name, factor, changed, exact, found)
+
+
+def _rounded_to_either(name: str, left: torch.Tensor, below: torch.Tensor, found: torch.Tensor) -> Match | None:
+    """Return a match if each value became one of the two in a narrow dtype around it, as stochastic rounding does.
+
+    below: the one that is nearer to zero.
+    """
+    import torch
+
+    step = (below != left).to(torch.int32) << NARROW[name]
+    above = (below.view(torch.int32) + step).view(torch.float32)
+    changed = (found != left) & left.isfinite() & found.isfinite()
+    enough = min(int(changed.sum()), _different(left[changed]), _different(found[changed])) >= LEAST
+    fits = (found == below) | (found == above) | (found.isnan() & left.isnan())
+    return _match(name + EITHER, 1.0, changed, left, found) if enough and bool(fits.all()) else None
 
 
 def _match(to: str, factor: float, changed: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> Match:
@@ -221,3 +246,10 @@ def _to(values: torch.Tensor, name: str) -> torch.Tensor:
     import torch
 
     return values.to(torch.bfloat16 if name == "bf16" else torch.float16).to(torch.float32)
+
+
+def _cut_off(values: torch.Tensor, name: str) -> torch.Tensor:
+    """Return values in FP32 without the bits that a dtype does not have: rounded towards zero."""
+    import torch
+
+    return (values.view(torch.int32) >> NARROW[name] << NARROW[name]).view(torch.float32)

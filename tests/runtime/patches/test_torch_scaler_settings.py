@@ -24,10 +24,12 @@ STATIC = {
     "filled": ("", "s.update(); s._scale.fill_(128.)", "its tensor is changed between update() and step()"),
     "another_tensor": ("", "s.update(); s._scale = torch.tensor(128.)", "its tensor is changed between"),
     "never_backs_off": ("s.set_backoff_factor(1.0)", "s.update()", "its backoff_factor is 1"),
+    "hardly_backs_off": ("s.set_backoff_factor(0.9999999)", "s.update()", "its backoff_factor is 0.9999999"),
 }
 
 DYNAMIC = {
     "ordinary": ("", "s.update()"),
+    "backs_off_slowly": ("s.set_backoff_factor(0.9)", "s.update()"),
     "set_once": ("", "s.update(128.) if step == 2 else s.update()"),
     "rules_of_the_script": ("", "s.update(float(2 ** (10 - step)))"),
     "loaded": ("", "s.update(); s.load_state_dict(s.state_dict())"),

@@ -126,13 +126,40 @@ def test_the_step_of_a_subclass_is_computed_again(name: str, dtype: torch.dtype 
         values.begin_step(optimizer)
         known = dict(values._before)
         optimizer.step()
-        again = recomputed.after(optimizer, recomputed.base_of(optimizer), known[id(own[0])])
+        again = recomputed.after(optimizer, recomputed.base_of(optimizer), known[id(own[0])])[recomputed.WEIGHT]
         if dtype is None:
             assert torch.allclose(again, samples.sample(own[0]), rtol=1e-6, atol=1e-7)
         values.end_step(optimizer)
         found += values.found[id(optimizer)]
     assert [each.when for each in found][:1] == ([] if dtype is None else ["in the step"])
     assert all(each.match.to == "bf16" and each.row == "weights" for each in found)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "RMSprop"])
+@pytest.mark.parametrize("rounds", [None, lambda state: state.bfloat16(), lambda state: (state * 3).round() / 3])
+def test_states_that_a_subclass_rounds_in_its_step(name: str, rounds: Any) -> None:
+    class Own(getattr(torch.optim, name)):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            for states in self.state.values() if rounds is not None else ():
+                for state in states.values():
+                    if isinstance(state, torch.Tensor) and state.ndim:
+                        state.copy_(rounds(state))
+
+    own = layers(60, 4)
+    optimizer = Own(own, lr=0.01, **({"momentum": 0.9} if name == "SGD" else {}))
+    values, found = master_values.MasterValues(), []
+    for _ in range(3):
+        for each in own:
+            each.grad = torch.randn_like(each)
+        values.begin_step(optimizer)
+        optimizer.step()
+        values.end_step(optimizer)
+        found += values.found[id(optimizer)]
+    to_bf16 = rounds is not None and rounds(torch.ones(1)).dtype is torch.bfloat16
+    assert {(each.row, each.when, each.match.to) for each in found} == (
+        {("states", "in the step", "bf16")} if to_bf16 else set()
+    )
 
 
 def test_a_step_that_cannot_be_computed_again_is_a_suspicion() -> None:

@@ -39,10 +39,34 @@ def test_values_that_were_rounded_and_scaled(name: str, after: Callable[[torch.T
         assert float(left[match.number]) == match.before
 
 
+def masked(left: torch.Tensor, bits: int, offset: int = 0) -> torch.Tensor:
+    """Return values without the last bits. offset: what is added to all bits before, at random up to it."""
+    draw = torch.randint(0, offset + 1, left.shape, generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    return ((left.view(torch.int32) + draw) >> bits << bits).view(torch.float32)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("bf16", 16), ("fp16", 13)])
+def test_values_that_a_mask_cuts_off_or_that_were_rounded_stochastically(name: str, bits: int) -> None:
+    for seed in range(20):
+        left = values(seed)
+        for after in (lambda each: each, lambda each: each * 0.29):
+            match = witness.rounded(left, after(masked(left, bits)))
+            assert match is not None and match.to == f"{name} towards zero" and witness.is_allowed(match.to, 16)
+        match = witness.rounded(left, masked(left, bits, (1 << bits) - 1))
+        assert (
+            match is not None and match.to == f"{name}, up or down" and witness.describe(match.to).startswith("round")
+        )
+        exact = values(seed).bfloat16().float()
+        assert witness.rounded(exact, exact.clamp(-1, 1)) is None
+
+
 @pytest.mark.parametrize(
     "change",
     [
         torch.clone,
+        lambda left: masked(left, 8),
+        lambda left: left.round(decimals=2),
+        lambda left: torch.where(left.abs() < 1e-2, masked(left, 16), left * 1.001),
         lambda left: left * 0.29,
         lambda left: left / 3,
         lambda left: left.clamp(-0.5, 0.5),

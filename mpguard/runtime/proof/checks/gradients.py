@@ -159,7 +159,7 @@ def scaler(seen: Observed, plan: Plan) -> list[Row]:
         same = found_scaler["window"] == policy.loss_scale_window and found_scaler["scale"] <= policy.initial_loss_scale
     by_script = found_scaler.get("set", "")
     if policy.loss_scale is None and (by_script or not found_scaler.get("backs_off", True)):
-        return [_static_scale(found, by_script, plan, asked)]
+        return [_static_scale(seen, found, by_script, plan, asked)]
     if seen.unscaled and not seen.engine.startswith("deepspeed"):
         found, same = f"{found}; backward ran on a loss that it did not scale", False
     advice = "A GradScaler gets the policy's values only if mpguard is active when it is created: create it after that"
@@ -168,14 +168,15 @@ def scaler(seen: Observed, plan: Plan) -> list[Row]:
     return [Row(name, found, asked, Verdict.of(same), advice=advice)]
 
 
-def _static_scale(found: str, by_script: str, plan: Plan, asked: str) -> Row:
+def _static_scale(seen: Observed, found: str, by_script: str, plan: Plan, asked: str) -> Row:
     """Return the row of a scale that does not follow overflows. by_script: how the script sets it."""
-    found += f", set by the script: {by_script}" if by_script else ", which never backs off: its backoff_factor is 1"
+    stays = f", which does not back off: its backoff_factor is {(seen.scaler or {}).get('backoff', 1):.7g}"
+    found += f", set by the script: {by_script}" if by_script else stays
     if plan.allowed(LOSS_SCALING):
         return Row("scaler", found, asked, Verdict.ALLOWED, LOSS_SCALING)
     advice = (
-        "A static scale neither backs off after an overflow nor grows: call `scaler.update()` without a value. If the "
-        f"script scales the loss by rules of its own: mpguard_allow: [{LOSS_SCALING}]"
+        "A static scale neither backs off after an overflow nor grows: call `scaler.update()` without a value, and "
+        f"leave its factors. If the script scales the loss by rules of its own: mpguard_allow: [{LOSS_SCALING}]"
     )
     return Row("scaler", found, asked, Verdict.WRONG, advice=advice)
 

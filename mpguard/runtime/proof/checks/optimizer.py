@@ -66,7 +66,7 @@ def _advice(seen: Observed, plan: Plan) -> str:
     if seen.rounded_weights:
         return ROUNDED_WEIGHTS
     if seen.rounded_states:
-        return "The script rounds the values of the states between the steps: leave them as the step has made them"
+        return "The script rounds the states, between steps or in one: leave them as torch's step has made them"
     if mostly(seen.masters, policy.master_dtype.short):
         return "Create the optimizer with its states in that dtype, or use one that keeps them in it"
     return _load_in_fp32(seen, policy) if policy.master_dtype is Dtype.FP32 else ""

@@ -1,0 +1,95 @@
+"""`CommHooks`: gradients that a communication hook of DDP gets, compared with what it sends to the other ranks.
+
+A hook that rounds its bucket and sends it in FP32 leaves no other trace: the dtype that is sent is FP32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from mpguard.runtime.proof import samples, witness
+from mpguard.runtime.proof.handoffs import Witness
+
+if TYPE_CHECKING:
+    import torch
+
+WHEN = "in a communication hook of DDP, before the reduction"
+
+
+@dataclasses.dataclass
+class _Bucket:
+    """What a hook got. size: the elements of the bucket. places: the sampled ones. parts: of each sampled parameter its
+    id, the number of its samples, and its gradient in the bucket. ranks: by how many a hook divides.
+    """
+
+    size: int
+    places: torch.Tensor
+    left: torch.Tensor
+    parts: list[tuple[int, int, torch.Tensor]]
+    ranks: int
+
+
+class CommHooks:
+    """The bucket of the hook that runs. found: where witnesses are added."""
+
+    def __init__(self, found: list[Witness]) -> None:
+        self._found = found
+        self._open: _Bucket | None = None
+
+    @contextlib.contextmanager
+    def during(self, bucket: Any, ranks: int) -> Iterator[None]:
+        """Compare what is sent inside of the block with the gradients of a bucket. ranks: of the group of DDP."""
+        self._open = None if samples.is_capturing() else samples.safely(_read, bucket, ranks)
+        try:
+            yield
+        finally:
+            self._open = None
+
+    def sends(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Compare tensors that a collective gets with the bucket: those in FP32 and of its size."""
+        import torch
+
+        known = self._open
+        for sent in tensors if known is not None else ():
+            if known is not None and sent.numel() == known.size and sent.dtype is torch.float32:
+                self._open = None  # what the hook sends after it is no gradient of its own
+                samples.safely(self._compare, known, sent)
+                return
+
+    def _compare(self, known: _Bucket, sent: torch.Tensor) -> None:
+        left, found = known.left.cpu(), sent.detach().reshape(-1)[known.places].cpu()
+        if witness.same(left, found):
+            return
+        match = witness.rounded(left, found) or witness.rounded(left / known.ranks, found)
+        if match is None:
+            return
+        number = match.number
+        for parameter, count, gradient in known.parts:
+            if number < count:
+                place = tuple(samples.place(gradient, number))
+                self._found.append(Witness("gradients", WHEN, parameter, match, place))
+                return
+            number -= count
+
+
+def _read(bucket: Any, ranks: int) -> _Bucket | None:
+    """Return samples of the gradients in a bucket; None if it is not in FP32."""
+    import torch
+
+    buffer, gradients, parameters = bucket.buffer(), bucket.gradients(), bucket.parameters()
+    if buffer.dtype is not torch.float32 or not buffer.numel():
+        return None
+    places, parts = [], []
+    for number in samples.choose(gradients):
+        own = gradients[number]
+        index = samples.index_of(tuple(own.shape), own.device)
+        at = torch.full_like(index.flat, own.storage_offset() - buffer.storage_offset())
+        for position, stride in zip(index.places, own.stride(), strict=True):
+            at += position * stride
+        places.append(at)
+        parts.append((id(parameters[number]), at.numel(), own.detach()))
+    known = torch.cat(places)
+    return _Bucket(buffer.numel(), known, buffer.detach()[known], parts, ranks)
