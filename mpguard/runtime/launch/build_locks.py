@@ -4,11 +4,13 @@ torch compiles an extension (DeepSpeed's operators among them) at its first use,
 (`torch.utils.file_baton`). A process that is killed meanwhile leaves the file behind; each later process that needs the
 extension then waits for it without a limit and without a message. Workers of mpguard write their machine into the
 lock, so the launcher removes what its workers leave behind, also if torchelastic or a second signal has killed them.
+Since torch 2.14 the kernel holds the lock (`torch.utils._filelock`): its file stays after each build and blocks nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import platform
 import sys
@@ -16,7 +18,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-#: The lock file's name in each build folder: `torch.utils.cpp_extension`, unchanged from torch 1.2 to 2.13.
+from packaging.version import Version
+
+#: The lock file's name in each build folder: `torch.utils.cpp_extension`, unchanged from torch 1.2 to 2.14.
 LOCK = "lock"
 
 #: No build of an extension takes that long: DeepSpeed's take minutes.
@@ -71,13 +75,23 @@ def _modified(lock: Path) -> float:
         return time.time()
 
 
+def held_by_the_kernel() -> bool:
+    """Return True if a lock of the installed torch ends with its process."""
+    try:
+        return Version(importlib.metadata.version("torch")).release >= (2, 14)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 def stale_locks(folder: Path | None = None) -> list[Path]:
     """Return the build locks that no running process holds, sorted.
 
     folder: of all builds; by default `extensions_folder()`. A process that builds keeps its lock open, so a lock that
     no process has open is stale. Processes of other users cannot be read: a lock of another user counts as held.
-    Without /proc (not Linux) nothing is known, and the list is empty.
+    Without /proc (not Linux) nothing is known, and the list is empty. It is empty with torch 2.14 and later, too.
     """
+    if held_by_the_kernel():
+        return []
     folder = extensions_folder() if folder is None else folder
     locks = [path for pattern in (LOCK, f"*/{LOCK}", f"*/*/{LOCK}") for path in folder.glob(pattern) if path.is_file()]
     if not locks or not sys.platform.startswith("linux"):
