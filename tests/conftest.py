@@ -31,8 +31,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
     cache = getattr(session.config, "cache", None)
     if cache is not None and deepspeed_operator.is_installed():
-        # A build that is killed must not block the other programs of this user.
-        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache.mkdir("torch_extensions")))
+        # A build that is killed must not block the other programs of this user; those of one torch do not fit another.
+        folder = cache.mkdir(f"torch_extensions{Path(sys.prefix).name}")
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder))
 
 
 @pytest.fixture(scope="module", autouse=True)

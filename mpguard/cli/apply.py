@@ -21,7 +21,7 @@ from mpguard import targets
 from mpguard.core.console import Line, printable, write_lines
 from mpguard.core.errors import ConfigError, PolicyError
 from mpguard.core.text_edits import apply_edits, write_atomically
-from mpguard.document import Document, dialects, mp_yaml, read
+from mpguard.document import Document, dialects, mp_yaml, parse, read, validation
 from mpguard.policy import hardware, recipes
 from mpguard.policy.policy import Policy
 from mpguard.targets import capabilities
@@ -55,6 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 class Job:
     """One file: the changes that the recipe needs, the text after them, and notes for the user.
 
+    problems: what its program refuses in the text after them, with the places.
     at_launch: the recipe is `auto`, which each launch decides, so that nothing of it is in the file.
     """
 
@@ -65,6 +66,7 @@ class Job:
     changes: tuple[Change, ...]
     text: str
     notes: tuple[str, ...]
+    problems: tuple[str, ...] = ()
     at_launch: bool = False
 
     @property
@@ -104,7 +106,8 @@ def run(options: argparse.Namespace) -> int:
         write_lines(line for job in jobs for line in _diff(job))
     else:
         write_lines(_lines(jobs, recipe, writes))
-    return 1 if options.check and any(job.changes for job in jobs) else 0
+    differs = options.check and any(job.changes for job in jobs)
+    return 1 if differs or any(job.problems for job in jobs) else 0
 
 
 def _documents(paths: list[Path]) -> list[Document]:
@@ -207,9 +210,12 @@ def _job(document: Document, recipe: str, policy: Policy, documents: list[Docume
     other = mp_yaml.deepspeed_file(document.data) if kind == "accelerate" else None
     if other is not None and not any(_names(document, each) for each in documents):
         notes.append(f"the precision is set in {other}; pass that file to `mpguard apply` too")
-    if (unknown := dialects.unknown_keys(document)) is not None:
+    after = parse(text, document.path)
+    problems = list(validation.problems(after))
+    if (unknown := dialects.unknown_keys(after, {each.key for each in problems})) is not None:
         notes.append(unknown)
-    return Job(document, kind, policy, strategy, tuple(changes), text, tuple(notes))
+    messages = tuple(each.message(after) for each in problems)
+    return Job(document, kind, policy, strategy, tuple(changes), text, tuple(notes), messages)
 
 
 def _overrides(document: Document, recipe: str) -> dict[str, Any] | None:
@@ -257,6 +263,7 @@ def _lines(jobs: list[Job], recipe: str, written: bool) -> Iterator[Line]:
         rows = rows or [(_without_changes(job, recipe), "")]
         notes = (*job.notes, *map(partial(_not_carried_note, job), job.not_carried))
         rows += [(f"note: {note}", "") for note in notes]
+        rows += [(f"problem: {problem}", "red") for problem in job.problems]
         for index, (text, style) in enumerate(rows):
             yield [(f"{'' if index else job.path:{width}}  ", "bold"), (printable(text), style)]
     changed = [job for job in jobs if job.changes]
@@ -273,7 +280,9 @@ def _lines(jobs: list[Job], recipe: str, written: bool) -> Iterator[Line]:
 
 
 def _without_changes(job: Job, recipe: str) -> str:
-    """Return the line of a file without changes. It matches only if all its keys of precision are known."""
+    """Return the line of a file without changes. It matches only if its keys of precision are known, and accepted."""
+    if job.problems:
+        return f"has the keys of {recipe}, and others that are refused"
     if job.at_launch or dialects.unknown_keys(job.document) is None:
         return f"matches {recipe}"
     return f"has the keys of {recipe} that mpguard knows"
@@ -302,6 +311,7 @@ def _as_json(jobs: list[Job], recipe: str, written: bool) -> dict[str, Any]:
                     for field in job.not_carried
                 ],
                 "notes": list(job.notes),
+                "problems": list(job.problems),
             }
             for job in jobs
         ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from mpguard.core.lazy_pattern import lazy_pattern
@@ -114,10 +114,14 @@ def unread(document: Document) -> str:
     return f"is no config of {KNOWN}, nor one that another plugin recognizes; its keys are {keys}"
 
 
-def unknown_keys(document: Document) -> str | None:
-    """Return the keys of precision that the schema of a config does not have, as a note; None without any."""
+def unknown_keys(document: Document, refused: Collection[str] = ()) -> str | None:
+    """Return the keys of precision that the schema of a config does not have, as a note; None without any.
+
+    refused: keys that are reported as such, and are left out.
+    """
     dialect = DIALECTS.get(document.kind or "")
-    found = [f"`{'.'.join(entry.path)}`" for entry in dialect.unknown(document)] if dialect is not None else []
+    keys = [".".join(entry.path) for entry in dialect.unknown(document)] if dialect is not None else []
+    found = [f"`{key}`" for key in keys if key not in refused]
     if dialect is None or not found:
         return None
     return f"keys that mpguard does not know: {', '.join(found)} (its schema is of {dialect.title} {dialect.version})"

@@ -1,6 +1,6 @@
-"""What is wrong with an accelerate config, for lint, explain and launch alike: the keys and values that launch refuses.
+"""What the program that reads a config refuses in it, for lint, explain, apply and launch alike.
 
-Nothing is imported: the keys are those of the committed table. `mpguard launch` asks an accelerate of another version
+Nothing is imported: the keys are those of the committed tables. `mpguard launch` asks an accelerate of another version
 for its own keys.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from mpguard.core.errors import ConfigError, did_you_mean
 from mpguard.document import Document, mp_yaml
+from mpguard.document.schemas import axolotl, deepspeed, megatron_bridge
 from mpguard.document.schemas.accelerate import DISTRIBUTED_TYPES, unknown_key
 from mpguard.targets.settings import show
 
@@ -23,7 +24,7 @@ _TEMPLATE = "${<"
 
 @dataclasses.dataclass(frozen=True)
 class ConfigProblem:
-    """A key that is refused. reason: a clause, with the remedy. unknown: accelerate does not have the key."""
+    """A key that is refused. reason: a clause, with the remedy. unknown: the program does not have the key."""
 
     key: str
     reason: str
@@ -35,6 +36,37 @@ class ConfigProblem:
 
 
 def problems(document: Document) -> Iterator[ConfigProblem]:
+    """Yield the keys and values for which the program of a config stops before it trains."""
+    if document.kind == "accelerate":
+        yield from accelerate_problems(document)
+    elif document.kind == "axolotl":
+        yield from (ConfigProblem(each.key, each.reason) for each in axolotl.refusals(document))
+    elif document.kind == "deepspeed":
+        yield from _deepspeed(document)
+    elif document.kind == "megatron-bridge":
+        yield from _megatron_bridge(document)
+
+
+def _deepspeed(document: Document) -> Iterator[ConfigProblem]:
+    for name in sorted(deepspeed.STRICT & document.data.keys()):
+        section = document.data[name]
+        for key in section if isinstance(section, dict) else ():
+            if key not in deepspeed.SECTIONS[name]:
+                hint = did_you_mean(str(key), deepspeed.SECTIONS[name]) or "; remove it"
+                yield ConfigProblem(f"{name}.{key}", f"DeepSpeed has no such key, and stops{hint}", unknown=True)
+
+
+def _megatron_bridge(document: Document) -> Iterator[ConfigProblem]:
+    precision = document.data.get("mixed_precision")
+    if isinstance(precision, str) and not _filled_in(precision):
+        if precision.replace("-", "_") not in megatron_bridge.RECIPES:
+            hint = did_you_mean(precision.replace("-", "_"), megatron_bridge.RECIPES)
+            yield ConfigProblem("mixed_precision", f"Megatron Bridge has no recipe `{precision}`{hint}")
+    elif isinstance(precision, dict) and precision.get("fp8") and precision.get("fp4"):
+        yield ConfigProblem("mixed_precision.fp4", "Megatron Bridge stops with `fp8` as well; set one of them")
+
+
+def accelerate_problems(document: Document) -> Iterator[ConfigProblem]:
     """Yield what is wrong with an accelerate config: unknown top-level keys first, then values.
 
     mpguard's own keys are read by `mp_yaml.stored`, which raises `ConfigError`; see `own_keys`.

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpguard.core.errors import ConfigError
-from mpguard.document import Document, read
-from mpguard.document.schemas.deepspeed import SECTIONS, STRICT
+from mpguard.document import Document, read, validation
 from mpguard.explain import launch
 from mpguard.explain.inputs import RunInputs, origin_of
 from mpguard.explain.model import DEFAULT, Claim, Given, Origin, Resolved, ShadowedValue, UnknownValue, resolve
@@ -214,11 +213,7 @@ def stops(run: RunInputs, mode: Resolved, engine: list[Resolved], guarded: bool 
         yield f"{document.path}: has no section `zero_optimization`; accelerate stops with ValueError. Add it"
     if not guarded:
         yield from _mismatches(run, document)
-    for name in sorted(STRICT & document.data.keys()):
-        section = document.data[name]
-        for key in section if isinstance(section, dict) else ():
-            if key not in SECTIONS[name]:
-                yield f"{document.where(f'{name}.{key}')}: DeepSpeed has no such key, and stops. Remove it"
+    yield from (problem.message(document) for problem in validation.problems(document))
 
 
 def _set_by_the_trainer(run: RunInputs, mode: Resolved) -> Iterator[str]:

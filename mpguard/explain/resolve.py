@@ -73,7 +73,7 @@ def _invalid(run: RunInputs) -> Iterator[str]:
     """Yield what `mpguard launch` refuses in the config, by the same validator: keys and values."""
     if run.config is None or not run.launches:
         return
-    for problem in validation.problems(run.config):
+    for problem in validation.accelerate_problems(run.config):
         if not (problem.key == "num_processes" and "num_processes" in run.flags):
             yield problem.message(run.config)
     if message := validation.own_keys(run.config):

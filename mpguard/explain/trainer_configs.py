@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mpguard.core.errors import PolicyError
-from mpguard.document import Document
+from mpguard.document import Document, validation
 from mpguard.document.dialects import DIALECTS
 from mpguard.explain.inputs import origin_of
 from mpguard.explain.model import Explanation, Origin, Resolved, UnreadKey
@@ -21,12 +21,12 @@ def explain_config(document: Document) -> Explanation:
     """Return the explanation of one config. Its kind must be one of `DIALECTS`."""
     kind = str(document.kind)
     dialect = DIALECTS[kind]
-    stops: tuple[str, ...] = ()
+    stops = [problem.message(document) for problem in validation.problems(document)]
     policy: list[Resolved] = []
     try:
         policy = list(_policy(document, kind))
     except PolicyError as error:
-        stops = (f"{document.path}: {error}",)
+        stops = stops or [f"{document.path}: {error}"]
     unknown = {entry.path for entry in dialect.unknown(document)}
     written = [
         Resolved(".".join(entry.path), entry.value, origin_of(document, ".".join(entry.path)))
@@ -40,7 +40,7 @@ def explain_config(document: Document) -> Explanation:
         title=f"{Path(document.path).as_posix()} · {dialect.title} · without mpguard",
         settings=(*written, *policy),
         unread=tuple(_unread(document, kind)),
-        stops=stops,
+        stops=tuple(stops),
         notes=tuple(notes),
     )
 

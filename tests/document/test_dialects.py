@@ -42,7 +42,9 @@ FILES: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
             AXOLOTL + "bf16: true\nfsdp_version: 2\nfsdp_config:\n  reshard_after_forward: true\nfp32_norms: true\n",
             "bf16", (),
         ),
-        "fp8_config without fp8": (AXOLOTL + "bf16: true\nfp8_config:\n  recipe: rowwise\n", "bf16", ("MPG849",)),
+        "fp8_config without fp8": (
+            AXOLOTL + "bf16: true\nfp8_config:\n  recipe: rowwise\n", "refused bf16", ("MPG849",),
+        ),
         "a key of a later version": (AXOLOTL + "bf16: true\nfp8_grouped_experts: true\n", "bf16", ("MPG848",)),
     },
     "llamafactory": {
@@ -139,7 +141,7 @@ def test_files_are_recognized_linted_and_explained(
     status = main(["explain", str(path), "--format", "json"])
     printed = capsys.readouterr()
     explained: dict[str, Any] = {each["key"]: each["value"] for each in json.loads(printed.out)["settings"]}
-    known = {"": (1, None), "unset": (0, None)}.get(compute, (0, compute))
+    known = {"": (1, None), "unset": (0, None), "refused bf16": (1, "bf16")}.get(compute, (0, compute))
     assert (status, explained.get("compute_dtype")) == known, printed.err
 
 

@@ -1,4 +1,4 @@
-"""One validator: what launch refuses in a config is a finding of lint and a stop of explain, with the same words."""
+"""One validator: what a program refuses in its config is reported by lint, explain, apply and launch alike."""
 
 from __future__ import annotations
 
@@ -78,6 +78,75 @@ def test_launch_explain_and_lint_refuse_the_same(
 def test_configs_that_can_be_launched_have_no_problem(tmp_path: Path, changes: dict[str, str | None]) -> None:
     document = parse(write(tmp_path, changes).read_text(), "mp.yaml")
     assert not list(validation.problems(document)) and validation.own_keys(document) is None
+
+
+AXOLOTL = "base_model: m\ndatasets:\n  - path: d\n    type: alpaca\ntorch_compile: true\n"
+FP8 = AXOLOTL + "bf16: true\nfp8: true\n"
+#: name of the file -> text, a recipe that leaves the problem in it, the clause that apply, explain and lint print.
+TRAINERS = {
+    "a key of fp8_config": (
+        FP8 + "fp8_config:\n  recipee: rowwise\n", "bf16_with_fp8_rowwise_mixed",
+        "`fp8_config.recipee`: axolotl has no such key, and stops; did you mean `recipe`?",
+    ),
+    "the all-gather in fp8_config": (
+        FP8 + "fp8_config:\n  fp8_enable_fsdp_float8_all_gather: true\n", "hopper_bf16_with_fp8_mixed",
+        "`fp8_config.fp8_enable_fsdp_float8_all_gather`: axolotl has no such key, and stops",
+    ),
+    "norms without FSDP2": (
+        AXOLOTL + "bf16: true\nfp32_norms: true\n", "bf16_mixed",
+        "`fp32_norms`: axolotl stops without FSDP2, `fsdp_version: 2` with an `fsdp_config`",
+    ),
+    "a section of DeepSpeed": (
+        '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}, "bf16": {"enabeld": true}}',
+        "bf16_mixed", "`bf16.enabeld`: DeepSpeed has no such key, and stops; did you mean `enabled`?",
+    ),
+    "a key of accelerate": (
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nmixed_precision: bf16\n"
+        "num_procesess: 2\nuse_cpu: true\n",
+        "bf16_mixed", "`num_procesess`: accelerate has no such key; did you mean `num_processes`",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_what_a_program_refuses_is_left_neither_by_apply_nor_by_explain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    text, recipe, clause = TRAINERS[name]
+    monkeypatch.chdir(tmp_path)
+    path = Path("ds.json" if text.startswith("{") else "train.yaml")
+    path.write_text(text)
+    assert main(["explain", str(path)]) == 1
+    assert clause in capsys.readouterr().err
+    assert main(["lint", "--no-cache", "--isolated", str(path)]) == 1
+    assert clause.partition(":")[0] in capsys.readouterr().out
+    for options in ([], ["--check"]):
+        assert main(["apply", *options, recipe, str(path)]) == 1
+        shown = capsys.readouterr().out
+        assert f"problem: {path}:" in shown and clause in shown and "matches" not in shown
+
+
+def test_a_problem_that_a_recipe_removes_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text(FP8 + "fp8_config:\n  recipee: rowwise\n")
+    assert main(["apply", "bf16_mixed", str(path)]) == 0
+    assert "problem:" not in capsys.readouterr().out and "fp8" not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        FP8 + "fp8_config:\n  recipe: ${RECIPE}\n",
+        FP8 + "fp8_config:\n  recipe: rowwise_with_gw_hp\n",
+        AXOLOTL + "bf16: ${BF16}\n",
+        FP8 + "fp8_enable_fsdp_float8_all_gather: true\nfsdp_config:\n  fsdp_version: 2\n",
+        "mixed_precision: ${recipe}\nmodel:\n  seq_length: 1\ntrain:\n  train_iters: 2\n",
+        "mixed_precision:\n  _target_: a.B\n  bf16: true\nmodel:\n  seq_length: 1\ntrain:\n  train_iters: 2\n",
+    ],
+)
+def test_what_a_program_may_accept_is_no_problem(text: str) -> None:
+    document = parse(text, "train.yaml")
+    assert document.kind in ("axolotl", "megatron-bridge") and list(validation.problems(document)) == []
 
 
 def test_a_flag_replaces_the_number_of_the_config(tmp_path: Path) -> None:

@@ -6,7 +6,12 @@ installed together with the other libraries of the tests; `bf16` is tested on th
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from mpguard.core.errors import did_you_mean
+from mpguard.targets.settings import show
 
 if TYPE_CHECKING:
     from mpguard.document import Document, Entry
@@ -18,6 +23,8 @@ BF16_WORDS = frozenset({"auto", "true", "false", "yes", "no", "on", "off", "y", 
 CHECKPOINTING = ("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing")
 #: The values of `fp8_config.recipe`; the first is the default, and the only one with a float8 all-gather.
 FP8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+#: The switch of the float8 all-gather.
+GATHER = "fp8_enable_fsdp_float8_all_gather"
 #: The keys of `fp8_config`, in which others are refused (`extra="forbid"`).
 FP8_KEYS = frozenset({"recipe"})
 #: The classes that `fp32_norms` keeps in FP32 without `fp32_norm_classes`.
@@ -47,3 +54,67 @@ def is_fsdp2(document: Document) -> bool:
     """True if the file selects version 2 of FSDP."""
     entry = fsdp_version(document)
     return entry is not None and str(entry.value) == "2"
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A key at which axolotl stops. reason: a clause. help: the remedy, if it is an own one. other: a second entry."""
+
+    entry: Entry
+    reason: str
+    help: str | None = None
+    other: Entry | None = None
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.entry.path)
+
+
+def is_filled_in(value: object) -> bool:
+    """Return True for text with the marks of a template, which is not known before a run."""
+    return isinstance(value, str) and any(mark in value for mark in "${<")
+
+
+def refusals(document: Document) -> Iterator[Refused]:
+    """Yield the precision keys at which axolotl stops when it validates the config."""
+    bf16 = document.entry("bf16")
+    word = bf16.value if bf16 is not None and isinstance(bf16.value, str) else None
+    if bf16 is not None and word is not None and word.lower() not in BF16_WORDS and not is_filled_in(word):
+        yield Refused(bf16, f"is {word}; axolotl stops unless it is auto, true or false")
+    gather = is_on(document, GATHER)
+    if gather is not None and not is_fsdp2(document):
+        yield Refused(gather, "axolotl stops without FSDP2 (`fsdp_version: 2`)")
+    yield from section_refusals(document)
+
+
+def section_refusals(document: Document) -> Iterator[Refused]:
+    """Yield those of `fp8_config` and `fp32_norms`."""
+    section = document.entry("fp8_config")
+    if section is not None and section.value is not None:
+        yield from _fp8_config(document, section)
+    norms, fsdp = is_on(document, "fp32_norms"), document.entry("fsdp_config")
+    if norms is not None and (not is_fsdp2(document) or fsdp is None or fsdp.value is None):
+        reason = "axolotl stops without FSDP2, `fsdp_version: 2` with an `fsdp_config`"
+        yield Refused(norms, reason, "set both, or remove the key")
+
+
+def _fp8_config(document: Document, section: Entry) -> Iterator[Refused]:
+    if not document.data.get("fp8"):
+        yield Refused(section, "axolotl stops without `fp8: true`", "set `fp8: true`, or remove it")
+    if not isinstance(section.value, dict):
+        yield Refused(section, f"is {show(section.value)}; a section with `recipe` is needed")
+        return
+    for key in section.value:
+        if key not in FP8_KEYS and (entry := document.entry(f"fp8_config.{key}")) is not None:
+            yield Refused(entry, f"axolotl has no such key, and stops{did_you_mean(str(key), FP8_KEYS)}")
+    recipe = document.entry("fp8_config.recipe")
+    if recipe is None or is_filled_in(recipe.value):
+        return
+    if recipe.value not in FP8_RECIPES:
+        hint = did_you_mean(str(recipe.value), FP8_RECIPES)
+        yield Refused(recipe, f"is {show(recipe.value)}, which axolotl refuses{hint}")
+    gather = is_on(document, GATHER)
+    if gather is not None and recipe.value in FP8_RECIPES[1:]:
+        yield Refused(
+            gather, f"axolotl stops with `recipe: {recipe.value}`, which has no float8 all-gather", other=recipe
+        )

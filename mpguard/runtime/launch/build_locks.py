@@ -4,7 +4,7 @@ torch compiles an extension (DeepSpeed's operators among them) at its first use,
 (`torch.utils.file_baton`). A process that is killed meanwhile leaves the file behind; each later process that needs the
 extension then waits for it without a limit and without a message. Workers of mpguard write their machine into the
 lock, so the launcher removes what its workers leave behind, also if torchelastic or a second signal has killed them.
-Since torch 2.14 the kernel holds the lock (`torch.utils._filelock`): its file stays after each build and blocks nothing.
+Since torch 2.14 the kernel holds the lock (`torch.utils._filelock`): its file stays after a build, and blocks no other.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def check_config(document: Document, processes: int | None) -> None:
             f"{document.path}: is not an accelerate config; its keys are {keys}. `mpguard init RECIPE -o FILE` writes "
             "one"
         )
-    for problem in validation.problems(document):
+    for problem in validation.accelerate_problems(document):
         given = problem.key == "num_processes" and processes is not None
         if not given and not (problem.unknown and problem.key in _newer_keys()):
             raise ConfigError(problem.message(document))
