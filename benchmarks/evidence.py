@@ -37,13 +37,29 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from mpguard.lint.model.retired import successor
-from mpguard.lint.model.rule import rules
+from mpguard.lint.model.rule import EngineRule, rules
 
 HERE = Path(__file__).parent
 PACKAGES, VERDICTS, UNSEEN = HERE / "evidence_packages.txt", HERE / "evidence.json", HERE / "evidence_unseen.json"
 INDEX = "https://pypi.org/simple/"
 #: So frequent that it would dominate the figures; judged by a sample.
 FREQUENT = "MPG302"
+FINDINGS = HERE.parent / "docs" / "findings.md"
+_TEST = "[test](../tests/lint/rules/test_reproduced.py)"
+#: Why a rule is on by default that was right less than twice in public code: what neither S-numbers nor threads show.
+_KEPT = {
+    "MPG102": "MPG101 for BF16",
+    "MPG120": "sentence-transformers#3773, trl#5329",
+    "MPG317": "ultralytics#23682, nanoGPT#698",
+    "MPG401": "one of the three that mpguard was made for",
+    "MPG417": _TEST,
+    "MPG506": "its second half is silent: a BF16 model is evaluated in FP16",
+    "MPG528": "trl#6774, OpenRLHF#1155",
+    "MPG603": _TEST,
+    "MPG617": _TEST,
+    "MPG848": "what `mpguard apply` cannot check",
+    "MPG865": "what `mpguard apply` would change",
+}
 
 Key = tuple[str, str, int, str]
 
@@ -259,11 +275,43 @@ def rules_page() -> str:
         "| --- | --- | --: | --: | --: | --: | --: |",
         *rows,
         "",
-        f"Ran and reported nothing: {', '.join(silent)}. They stay because a test reproduces the failure that they"
-        " name, or because users reported it.",
+        f"Ran and reported nothing: {', '.join(silent)}.",
+        "",
+        "Default rules that were right less than twice in public code, and what they rest on: what the libraries do"
+        " ([S-numbers](findings.md)), the public threads whose mistake they find (the numbers of"
+        " [tests/lint/threads](../tests/lint/threads)), a test of the failure, or another reason: "
+        + "; ".join(f"{code} {', '.join(reasons)}" for code, reasons in places().items())
+        + ".",
         "",
         f"Not measured yet, newer than the last lot: {', '.join(unmeasured)}.",
     )) + "\n"  # fmt: skip
+
+
+def places() -> dict[str, list[str]]:
+    """Return the default rules that were right less than twice in public code, and why each is on by default.
+
+    A test reproduces the failure that it names (its S-number in docs/findings.md, or a test), or it finds the mistake
+    of a public thread; `_KEPT` has the others.
+    """
+    counts = _program("corpus").by_rule()
+    for each in verdicts().values():
+        counts[successor(each["code"]) or each["code"]] += collections.Counter(right_there=each["verdict"])
+    found: dict[str, list[str]] = {
+        code: []
+        for code, rule in rules(own_only=True).items()
+        if not (rule.preview or issubclass(rule, EngineRule))
+        and counts[code]["right"] + counts[code]["right_there"] < 2
+    }
+    for row in FINDINGS.read_text("utf-8").splitlines():
+        if number := re.match(r"\| (S\d+) \|", row):
+            for code in found.keys() & set(re.findall(r"MPG\d{3}", row)):
+                found[code].append(number[1])
+    for name, case in sorted(_program("threads").cases().items()):
+        for code in found.keys() & set(case["codes"]):
+            found[code].append(name.partition("-")[0])
+    for code, reason in _KEPT.items():
+        found[code].append(reason)
+    return found
 
 
 def of_rule(code: str) -> str:

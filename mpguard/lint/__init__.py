@@ -116,6 +116,7 @@ if TYPE_CHECKING:
     from mpguard.lint.model.rule import LaunchRule as LaunchRule
     from mpguard.lint.model.rule import Note as Note
     from mpguard.lint.model.rule import Rule as Rule
+    from mpguard.lint.model.rule import ScalingRule as ScalingRule
     from mpguard.lint.model.rule import any_of as any_of
     from mpguard.lint.project import siblings as siblings
     from mpguard.lint.project.launch_configs import LaunchConfig as LaunchConfig
@@ -197,6 +198,7 @@ _NAMES = {
         "LaunchRule",
         "Note",
         "Rule",
+        "ScalingRule",
         "any_of",
     ),
     "mpguard.lint.project.launch_configs": ("LaunchConfig",),

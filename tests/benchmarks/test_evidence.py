@@ -37,6 +37,12 @@ def test_a_rule_that_never_ran_on_public_code_says_so() -> None:
     assert "It reported nothing" in evidence.of_rule("MPG402") or "judged" in evidence.of_rule("MPG402")
 
 
+def test_each_default_rule_earns_its_place() -> None:
+    """It was right twice in public code, or it has an S-number, a public thread, a test, or a reason of its own."""
+    assert [code for code, reasons in evidence.places().items() if not reasons] == []
+    assert evidence.places()["MPG402"] == ["S19"] and "c12" in evidence.places()["MPG204"]
+
+
 def test_verdicts_are_whole_and_about_what_there_is() -> None:
     keys = [evidence.key(each) for each in VERDICTS]
     assert len(set(keys)) == len(keys)

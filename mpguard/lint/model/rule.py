@@ -18,6 +18,7 @@ from mpguard.core.text_edits import Edit, Span
 
 if TYPE_CHECKING:
     from mpguard.document import Document
+    from mpguard.lint.facts.behaviour.trace_steps import StepKind, Trace
     from mpguard.lint.facts.file import Facts
     from mpguard.lint.project.launch_lines import Launch
     from mpguard.lint.project.project import Project
@@ -196,6 +197,30 @@ class Rule(BaseRule, kind=True):
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         raise NotImplementedError
+
+
+class ScalingRule(Rule, kind=True):
+    """A rule about one operation of the loss scaling protocol: see `facts/behaviour/scaling_protocol.py`.
+
+    operations: the kinds of the operations that may be wrong. `misuse` returns the finding if the operation at a place
+    of a trace is one; an operation that several traces contain is reported once.
+    """
+
+    operations: ClassVar[tuple[StepKind, ...]]
+
+    def misuse(self, trace: Trace, place: int, facts: Facts) -> Diagnostic | None:
+        raise NotImplementedError
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        reported: set[Span] = set()
+        for trace in facts.traces.all:
+            for place, step in enumerate(trace):
+                if step.kind not in self.operations or step.span in reported:
+                    continue
+                found = self.misuse(trace, place, facts)
+                if found is not None and found.span not in reported:
+                    reported.add(found.span)
+                    yield found
 
 
 class ConfigRule(BaseRule, kind=True):

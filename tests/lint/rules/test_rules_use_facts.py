@@ -34,7 +34,7 @@ def _documented(cls: type, name: str) -> bool:
 def _classes() -> dict[str, type]:
     """Return the class of each attribute of `Facts` that has methods of its own."""
     facts = facts_of("x = 1\n")
-    types = {name: type(getattr(facts, name)) for name in (*_listed(), "traces")}
+    types = {name: type(getattr(facts, name)) for name in (*_listed(), "traces", "scalers")}
     types["project"] = ProjectApi
     free = [getattr(mpguard.lint, name) for name in mpguard.lint.__all__]  # records, whose fields rules read
     return {name: cls for name, cls in types.items() if cls.__module__ != "builtins" and cls not in free}

@@ -9,7 +9,7 @@ import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour.events import Event
-from mpguard.lint.facts.behaviour.trace import Traces
+from mpguard.lint.facts.behaviour.scalers import Scalers
 from mpguard.lint.facts.program import project_words
 from mpguard.lint.facts.program.lattice import Class, Function, Object, Ref
 from mpguard.lint.facts.syntax.nodes import dotted, iterated
@@ -131,7 +131,7 @@ def _differ(event: Event, model: Event | None, facts: BehaviourView) -> bool:
     owner = event.scope.owner
     if owner is not None and facts.class_kind(owner) == "own_optimizer":
         return True  # it compiles its own functions
-    is_other = facts.part(Traces).differ(event.subject, event.call, model.subject, model.call)
+    is_other = facts.part(Scalers).differ(event.subject, event.call, model.subject, model.call)
     if is_other and not _wraps(event, model, facts):
         return True
     if _are_parts(event.key, model.key):

@@ -179,7 +179,7 @@ def may_be_scaled(
         program = _called_by(loss.scope, facts)
     others = {
         scale.call
-        for backward, scale in facts.traces.may_scale.items()
+        for backward, scale in facts.scalers.may_scale.items()
         if loss is not None and backward is not loss.call
     }
     for scope in program:

@@ -12,6 +12,7 @@ from mpguard.lint.facts.behaviour.flow import Flow
 from mpguard.lint.facts.behaviour.options import Option, forgotten_dtypes
 from mpguard.lint.facts.behaviour.precision import TensorDtypes
 from mpguard.lint.facts.behaviour.scalars import Scalars
+from mpguard.lint.facts.behaviour.scalers import Scalers
 from mpguard.lint.facts.behaviour.trace import Traces
 from mpguard.lint.facts.behaviour.view import BehaviourView
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition
@@ -47,6 +48,12 @@ class DomainView(BehaviourView):
         """The sequences of operations on scaled gradients in order of control flow, with helper functions expanded."""
         self.need_all()
         return self.part(Traces)
+
+    @cached_property
+    def scalers(self) -> Scalers:
+        """GradScalers as objects: which one an expression is, when it is enabled, and which losses it scales."""
+        self.need_all()
+        return self.part(Scalers)
 
     def compiles(self, guard: PathCondition = ALWAYS, model: Event | None = None) -> bool:
         """True if something may be compiled under a path condition: by a call, an option, or a decorator.

@@ -138,11 +138,8 @@ def train(args, model, optimizer, loader):
     def _is_scaled(self, backward: Event, facts: Facts) -> bool:
         """True for `scaled_loss` of `with amp.scale_loss(loss, optimizer) as scaled_loss`, and what a scaler scales."""
         by_apex = {call.node for call in facts.calls.get("scale_loss", ())}
-        if any(entered.expr in by_apex for entered in backward.call.withs):
-            return True
-        scales = {event.call for event in facts.events("scale")}
-        records = facts.flow.backward(backward.subject, backward.call, depth=3) if backward.subject else []
-        return any(record in scales for record in records)
+        entered = any(entered.expr in by_apex for entered in backward.call.withs)
+        return entered or facts.scalers.scale_of(backward.subject, backward.call, depth=3) is not None
 
     def _prepared_model(self, backward: Event, facts: Facts) -> tuple[Wrap, str] | None:
         """Return the wrap of the model that computes the loss."""

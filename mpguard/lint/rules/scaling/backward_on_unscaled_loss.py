@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from mpguard.lint import (
     Bad,
     Call,
@@ -13,7 +11,7 @@ from mpguard.lint import (
     Good,
     Note,
     PathCondition,
-    Rule,
+    ScalingRule,
     StepKind,
     Trace,
     TraceStep,
@@ -30,7 +28,7 @@ _APPLIED: tuple[StepKind, ...] = ("zero_grad", "step", "other_step", "scaler_ste
 _UNUSED_SCALER = "`{expr}` runs on a loss of FP16 autocast that the GradScaler has not scaled"
 
 
-class BackwardOnUnscaledLoss(Rule):
+class BackwardOnUnscaledLoss(ScalingRule):
     """A GradScaler steps on the gradients of a loss that it has not scaled.
 
     ## What it does
@@ -56,6 +54,7 @@ class BackwardOnUnscaledLoss(Rule):
     severity = "error"
     message = "`{expr}` runs on a loss that `{scaler}` has not scaled, and `{scaler}` steps on its gradients"
     help = "call `{scaler}.scale({loss}).backward()`"
+    operations = ("backward",)
     triggers = (any_of(b".backward("), any_of(b".step("), any_of(b"scaler", b"Scaler"))
     yields_to = ("MPG202",)
     examples = (
@@ -113,32 +112,21 @@ def given_away(args, model, loader, run):
         ),
     )
 
-    def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        reported: set[object] = set()
-        for trace in facts.traces.all:
-            for place, backward in enumerate(trace):
-                if backward.kind != "backward" or backward.record in reported:
-                    continue
-                step = self._stepped_through(trace, place, facts)
-                unused = self._unused_scaler(trace, place, facts) if step is None else None
-                if unused is not None:
-                    reported.add(backward.record)
-                    notes = (Note("the scaler is created here, and scales nothing", unused.span),)
-                    expr, loss = facts.short(backward.call.node), facts.short(backward.call.receiver)
-                    help = self.help.format(scaler="scaler", loss=loss) + ", and step and update through the scaler"
-                    yield self.at(backward, notes=notes, help=help, message=_UNUSED_SCALER.format(expr=expr))
-                if step is None:
-                    continue
-                reported.add(backward.record)
-                scaler, loss = facts.short(step.scaler), facts.short(backward.call.receiver)
-                yield self.at(
-                    backward,
-                    expr=facts.short(backward.call.node),
-                    scaler=scaler,
-                    help=self.help.format(scaler=scaler, loss=loss),
-                    notes=(Note("the scaler steps here", step.span),),
-                    fix=self._fix(backward, step, facts),
-                )
+    def misuse(self, trace: Trace, place: int, facts: Facts) -> Diagnostic | None:
+        backward = trace[place]
+        expr, loss = facts.short(backward.call.node), facts.short(backward.call.receiver)
+        step = self._stepped_through(trace, place, facts)
+        if step is not None:
+            scaler, notes = facts.short(step.scaler), (Note("the scaler steps here", step.span),)
+            help = self.help.format(scaler=scaler, loss=loss)
+            fix = self._fix(backward, step, facts)
+            return self.at(backward, expr=expr, scaler=scaler, help=help, notes=notes, fix=fix)
+        unused = self._unused_scaler(trace, place, facts)
+        if unused is None:
+            return None
+        help = self.help.format(scaler="scaler", loss=loss) + ", and step and update through the scaler"
+        notes = (Note("the scaler is created here, and scales nothing", unused.span),)
+        return self.at(backward, notes=notes, help=help, message=_UNUSED_SCALER.format(expr=expr))
 
     def _discarded(self, trace: Trace, place: int, facts: Facts) -> bool:
         """True if the loss was scaled before and the result was discarded, which MPG202 reports."""
@@ -155,8 +143,8 @@ def given_away(args, model, loader, run):
 
     def _stepped_through(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
         """Return the scaler's step that applies the gradients of a loss that nothing has scaled."""
-        backward, traces = trace[place], facts.traces
-        if backward.call in traces.may_scale or "gradient" in backward.call.keywords:
+        backward, scalers = trace[place], facts.scalers
+        if backward.call in scalers.may_scale or "gradient" in backward.call.keywords:
             return None
         if any(each.kind == "passed" and compatible(each.guard, backward.guard) for each in trace[:place]):
             return None  # other code may scale it
@@ -166,14 +154,14 @@ def given_away(args, model, loader, run):
             step = trace[index]
             if step.kind != "scaler_step" or not compatible(step.guard, backward.guard):
                 continue
-            guard = backward.guard.joined(step.guard, traces.enabled(step.scaler, step.record))
+            guard = backward.guard.joined(step.guard, scalers.enabled(step.scaler, step.record))
             if trace_facts.chosen(backward, step) or self._scaled_in_another_branch(trace, backward, step, facts):
                 continue
             applied = trace_facts.between(trace, place, index, *_APPLIED, guard=guard)
             if not guard.possible or any(not self._is_optional(each, guard) for each in applied):
                 continue
             together = set(backward.loops[:1]) <= set(step.loops) or set(step.loops) <= set(backward.loops)
-            if together and traces.like_torch(step.scaler, step.record):
+            if together and scalers.like_torch(step.scaler, step.record):
                 return None if self._may_be_replaced(backward, step, facts) else step
         return None
 
@@ -206,13 +194,13 @@ def given_away(args, model, loader, run):
             return None
         for creation in facts.events("scaler"):
             assert creation.subject is not None
-            guard = backward.guard.joined(creation.guard, facts.traces.enabled(creation.subject, creation.call))
+            guard = backward.guard.joined(creation.guard, facts.scalers.enabled(creation.subject, creation.call))
             scope = backward.record.scope
             near = creation.scope in scope.within() or (scope.owner is not None and creation.scope.owner is scope.owner)
             if (
                 near
                 and guard.possible
-                and facts.traces.own(creation.subject, creation.call)
+                and facts.scalers.own(creation.subject, creation.call)
                 and self._only_calls_methods(creation, facts)
             ):
                 records = facts.flow.backward(backward.call.receiver or backward.call.node, backward.call, depth=1)
@@ -246,7 +234,7 @@ def given_away(args, model, loader, run):
             each.kind == "backward"
             and each.scale is not None
             and not compatible(each.guard, backward.guard)
-            and not facts.traces.differ(each.scaler, each.record, step.scaler, step.record)
+            and not facts.scalers.differ(each.scaler, each.record, step.scaler, step.record)
             for each in trace
         )
 

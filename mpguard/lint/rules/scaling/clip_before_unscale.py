@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import libcst as cst
 
 from mpguard.lint import (
@@ -17,7 +15,7 @@ from mpguard.lint import (
     Object,
     Record,
     Ref,
-    Rule,
+    ScalingRule,
     Trace,
     TraceStep,
     Use,
@@ -29,7 +27,7 @@ from mpguard.lint import (
 )
 
 
-class ClipBeforeUnscale(Rule):
+class ClipBeforeUnscale(ScalingRule):
     """Gradients are clipped while they are still multiplied by the loss scale.
 
     ## What it does
@@ -59,6 +57,7 @@ class ClipBeforeUnscale(Rule):
     severity = "error"
     message = "`{expr}` clips gradients that are still scaled"
     help = "call `{scaler}.unscale_(optimizer)` before"
+    operations = ("clip", "read")
     triggers = (any_of(b"clip_", b".clamp_("), any_of(b".scale("), any_of(b"scaler", b"Scaler"))
     triggers_nearby = (any_of(b"clip_grad", b".clamp_("),)
     examples = (
@@ -113,41 +112,31 @@ def measure(model, loader, optimizer):
         ),
     )
 
-    def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        reported: set[object] = set()
-        for trace in facts.traces.all:
-            for place, clip in enumerate(trace):
-                if _clamps(clip.record) and clip.record not in reported:
-                    backward = self._scaled(trace, place, facts)
-                    if backward is not None:
-                        reported.add(clip.record)
-                        notes = self._notes(trace, place, backward)
-                        help = self.help.format(scaler=facts.short(backward.scaler))
-                        yield self.at(clip, expr=facts.short(clip.record.node), notes=notes, help=help)
-                    continue
-                if clip.kind != "clip" or clip.record in reported or not self._of_torch(clip, facts):
-                    continue
-                if facts.training_use.has_layers_in(Dtype.BF16, clip.call.argument(0, "parameters"), clip.call):
-                    continue  # `scaler.step` raises
-                if facts.scalars.only_measures(clip.call):
-                    continue
-                backward = self._scaled(trace, place, facts)
-                if backward is None:
-                    continue
-                fix = self._fix(trace, place, backward, reported, facts)
-                reported.add(clip.record)
-                scaler = facts.short(backward.scaler)
-                notes = self._notes(trace, place, backward)
-                help = self.help.format(scaler=scaler)
-                yield self.at(clip, expr=facts.short(clip.call.func), notes=notes, fix=fix, help=help)
-
-    def _notes(self, trace: Trace, place: int, backward: TraceStep) -> tuple[Note, ...]:
+    def misuse(self, trace: Trace, place: int, facts: Facts) -> Diagnostic | None:
+        clip, backward = trace[place], self._unscaled(trace, place, facts)
+        if backward is None:
+            return None
         others = [
             Note("this unscales the gradients of another model", each.span)
             for each in trace[trace.index(backward) : place]
-            if each.kind == "unscale" and compatible(each.guard, trace[place].guard, backward.guard)
+            if each.kind == "unscale" and compatible(each.guard, clip.guard, backward.guard)
         ]
-        return (Note("the loss is scaled here", backward.span), *others)
+        notes = (Note("the loss is scaled here", backward.span), *others)
+        expr = facts.short(clip.call.func if clip.kind == "clip" else clip.record.node)
+        fix = self._fix(trace, place, backward, facts) if clip.kind == "clip" else None
+        help = self.help.format(scaler=facts.short(backward.scaler))
+        return self.at(clip, expr=expr, notes=notes, fix=fix, help=help)
+
+    def _unscaled(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
+        """Return the backward pass whose gradients are limited here without having been unscaled."""
+        clip = trace[place]
+        if clip.kind == "read":
+            return self._scaled(trace, place, facts) if _clamps(clip.record) else None
+        if not self._of_torch(clip, facts) or facts.scalars.only_measures(clip.call):
+            return None
+        if facts.training_use.has_layers_in(Dtype.BF16, clip.call.argument(0, "parameters"), clip.call):
+            return None  # `scaler.step` raises
+        return self._scaled(trace, place, facts)
 
     def _of_torch(self, clip: TraceStep, facts: Facts) -> bool:
         if facts.traces.clips_elsewhere(clip.call):
@@ -162,23 +151,19 @@ def measure(model, loader, optimizer):
 
     def _scaled(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
         """Return the backward pass whose gradients are clipped while they are still scaled."""
-        clip = trace[place]
-        for index, backward in trace_facts.before(trace, place):
-            if backward.scale is None or not facts.traces.like_torch(backward.scaler, backward.scale.call):
-                continue
-            if trace_facts.chosen(backward, clip):
-                continue
-            guard = clip.guard.joined(backward.guard, facts.traces.enabled(backward.scaler, backward.scale.call))
-            if not guard.possible:
-                continue
+
+        def is_scaled(backward: TraceStep) -> bool:
+            scale = backward.scale
+            return scale is not None and facts.scalers.like_torch(scale.subject, scale.call)
+
+        for index, backward, guard in facts.traces.scaled_before(trace, place, is_scaled):
             between = trace_facts.between(
                 trace, index, place, "unscale", "scaler_step", "step", "passed", "get_scale", guard=guard
             )
             if self._unscales_another(trace, place, backward, facts):
                 between = (each for each in between if each.kind != "unscale")
-            if any(each.kind != "get_scale" or facts.traces.computes_with_scale(each.call) for each in between):
-                continue
-            return backward
+            if not any(each.kind != "get_scale" or facts.traces.computes_with_scale(each.call) for each in between):
+                return backward
         return None
 
     def _unscales_another(self, trace: Trace, place: int, backward: TraceStep, facts: Facts) -> bool:
@@ -186,25 +171,25 @@ def measure(model, loader, optimizer):
 
         The scaler steps another optimizer that has the parameters of the clipped model.
         """
-        clip, traces = trace[place], facts.traces
+        clip, scalers = trace[place], facts.scalers
         before = [each for each in trace[:place] if each.kind == "unscale" and compatible(each.guard, clip.guard)]
         if clip.kind != "clip" or not before:
             return False
-        model = traces.model_of(clip.call.argument(0, "parameters"), clip.call)
-        unscaled = [each for step in before for each in traces.optimized(step)]
+        model = scalers.model_of(clip.call.argument(0, "parameters"), clip.call)
+        unscaled = [each for step in before for each in scalers.optimized(step)]
         return (
             model is not None
-            and all(each is not None and traces.are_apart(each, model) for each in unscaled)
+            and all(each is not None and scalers.are_apart(each, model) for each in unscaled)
             and any(
                 step.kind == "scaler_step"
                 and compatible(step.guard, clip.guard)
-                and traces.same(backward.scaler, backward.record, step.scaler, step.record)
-                and model in traces.optimized(step)
+                and scalers.same(backward.scaler, backward.record, step.scaler, step.record)
+                and model in scalers.optimized(step)
                 for step in trace[place:]
             )
         )
 
-    def _fix(self, trace: Trace, place: int, backward: TraceStep, reported: set[object], facts: Facts) -> Fix | None:
+    def _fix(self, trace: Trace, place: int, backward: TraceStep, facts: Facts) -> Fix | None:
         clip = trace[place]
         scaler = facts.short(backward.scaler)
         here = (backward.scale is not None and backward.scale.scope is clip.record.scope) or scaler.startswith("self.")
@@ -214,7 +199,7 @@ def measure(model, loader, optimizer):
             for each in trace[place:]
             if each.kind == "scaler_step"
             and compatible(each.guard, guard)
-            and facts.traces.same(backward.scaler, backward.record, each.scaler, each.record)
+            and facts.scalers.same(backward.scaler, backward.record, each.scaler, each.record)
         ]
         if not here or len({facts.short(step.optimizer) for step in steps}) != 1:
             return None
@@ -223,7 +208,7 @@ def measure(model, loader, optimizer):
             return None
         if backward.guard - clip.guard:
             return None  # the scaler may be None in the other branch
-        if any(each.kind == "clip" and each.record in reported for each in trace[:place]):
+        if any(each.kind == "clip" and self._unscaled(trace, index, facts) for index, each in enumerate(trace[:place])):
             return None  # one `unscale_` is enough: the next round of fixes handles what is left
         if any(each.kind == "unscale" and compatible(each.guard, guard) for each in trace[place:]):
             return None  # a second `unscale_` raises

@@ -194,13 +194,11 @@ def outside(net, loader, scaler):
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if facts.declared == "inference" or not facts.events("shard"):
             return
-        scales = {event.call: event for event in facts.events("scale")}
         reported: set[Span] = set()
         for backward in facts.events("backward"):
             if backward.subject is None or facts.is_inference(backward.call):
                 continue
-            records = [r for r in facts.flow.backward(backward.subject, backward.call, depth=3) if isinstance(r, Call)]
-            scale = next((scales[record] for record in records if record in scales), None)
+            scale = facts.scalers.scale_of(backward.subject, backward.call, depth=3)
             for wrap, guard in self._float16_models(backward, facts):
                 if scale is not None:
                     found = self._plain(scale, wrap, guard, facts)

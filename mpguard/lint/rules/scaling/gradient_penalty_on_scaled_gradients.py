@@ -38,20 +38,17 @@ class GradientPenaltyOnScaledGradients(Rule, form_of="MPG215"):
     triggers = (any_of(b"autograd"), any_of(b".scale("), any_of(b"scaler", b"Scaler"))
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        scales = {event.call: event for event in facts.events("scale")}
-        if not scales:
+        if not facts.events("scale"):
             return
         for call in called(facts, "grad", *aliases(facts, "grad")):
             if "torch.autograd.grad" not in (path for _, path in facts.paths(call)):
                 continue
             if constant(call.keywords.get("create_graph")) != (True,):
                 continue  # no penalty: the gradients may be passed to a `backward`, for example
-            outputs = call.argument(0, "outputs")
-            records = facts.flow.backward(outputs, call, depth=1) if outputs is not None else []
-            scale = next((scales[r] for r in records if isinstance(r, Call) and r in scales), None)
+            scale = facts.scalers.scale_of(call.argument(0, "outputs"), call)
             if (
                 scale is None
-                or not facts.traces.like_torch(scale.subject, scale.call)
+                or not facts.scalers.like_torch(scale.subject, scale.call)
                 or self._reads_scale(call, facts)
             ):
                 continue

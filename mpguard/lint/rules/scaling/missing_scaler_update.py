@@ -12,7 +12,7 @@ from mpguard.lint import (
     Fix,
     Good,
     Note,
-    Rule,
+    ScalingRule,
     Trace,
     TraceStep,
     any_of,
@@ -27,7 +27,7 @@ from mpguard.lint import (
 _COMES_BEFORE = lazy_pattern(r"(?i)before|clip|unscale|norm")
 
 
-class MissingScalerUpdate(Rule):
+class MissingScalerUpdate(ScalingRule):
     """`scaler.step(optimizer)` is called and `scaler.update()` never is, or comes before the step.
 
     ## What it does
@@ -60,6 +60,7 @@ class MissingScalerUpdate(Rule):
     severity = "error"
     message = "`{expr}` is never followed by `{scaler}.update()`"
     help = "call `update()` once per step, after the last `step`"
+    operations = ("update", "scaler_step")
     triggers = (
         any_of(b"GradScaler", b".update("),
         any_of(b".scale(", b".unscale_(", b"caler.step("),
@@ -120,39 +121,29 @@ class UpdatedByTheBase(Base):
         ),
     )
 
-    def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        reported: set[object] = set()
-        for trace in facts.traces.all:
-            for place, step in enumerate(trace):
-                if step.kind == "update" and step.record not in reported:
-                    late = self._steps_after(trace, place, facts)
-                    if late is not None:
-                        reported |= {step.record, late.record}
-                        yield self._too_early(step, late, facts)
-                if (
-                    step.kind != "scaler_step"
-                    or step.record in reported
-                    or not self._never_updated(trace, place, facts)
-                ):
-                    continue
-                reported.add(step.record)
-                scaler = facts.short(step.scaler)
-                scaled = [each for _, each in _scaled_before(trace, place)][:1]
-                notes = tuple(Note("its loss is scaled here", backward.span) for backward in scaled)
-                fix = None
-                # else the update belongs after the inner loop
-                together = set(step.loops) <= set(scaled[0].loops if scaled else ())
-                if step.call.is_statement and together and not self._updated_elsewhere(trace, step, facts):
-                    edit = python_edits.line_after(facts, step.call.line, step.call, f"{scaler}.update()")
-                    fix = Fix("Update the scaler after the step", "unsafe", (edit,))
-                expr = facts.short(step.call.node)
-                yield self.at(step, expr=expr, scaler=scaler, notes=notes, fix=fix)
+    def misuse(self, trace: Trace, place: int, facts: Facts) -> Diagnostic | None:
+        step = trace[place]
+        if step.kind == "update":
+            late = self._steps_after(trace, place, facts)
+            return self._too_early(step, late, facts) if late is not None else None
+        if not self._never_updated(trace, place, facts):
+            return None
+        scaler = facts.short(step.scaler)
+        scaled = [each for _, each in _scaled_before(trace, place)][:1]
+        notes = tuple(Note("its loss is scaled here", backward.span) for backward in scaled)
+        fix = None
+        # else the update belongs after the inner loop
+        together = set(step.loops) <= set(scaled[0].loops if scaled else ())
+        if step.call.is_statement and together and not self._updated_elsewhere(trace, step, facts):
+            edit = python_edits.line_after(facts, step.call.line, step.call, f"{scaler}.update()")
+            fix = Fix("Update the scaler after the step", "unsafe", (edit,))
+        return self.at(step, expr=facts.short(step.call.node), scaler=scaler, notes=notes, fix=fix)
 
     def _steps_after(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
         """Return the step of the same iteration that an update precedes; None if the update follows a step."""
         update = trace[place]
         scope = update.record.scope
-        if not facts.traces.like_torch(update.scaler, update.record):
+        if not facts.scalers.like_torch(update.scaler, update.record):
             return None
 
         def near(each: TraceStep) -> bool:
@@ -203,16 +194,16 @@ class UpdatedByTheBase(Base):
         return any(
             each.kind == "update"
             and compatible(each.guard, step.guard)
-            and not facts.traces.differ(step.scaler, step.record, each.scaler, each.record)
+            and not facts.scalers.differ(step.scaler, step.record, each.scaler, each.record)
             for each in trace
         )
 
     def _never_updated(self, trace: Trace, place: int, facts: Facts) -> bool:
-        step, traces = trace[place], facts.traces
-        if traces.own(step.scaler, step.record) and self._not_in_its_loop(trace, place, facts):
+        step, scalers = trace[place], facts.scalers
+        if scalers.own(step.scaler, step.record) and self._not_in_its_loop(trace, place, facts):
             return True
-        made = any(traces.own(each.call.node, each.call) for each in facts.events("scaler"))
-        return made and traces.like_torch(step.scaler, step.record) and self._nowhere_updated(trace, place, facts)
+        made = any(scalers.own(each.call.node, each.call) for each in facts.events("scaler"))
+        return made and scalers.like_torch(step.scaler, step.record) and self._nowhere_updated(trace, place, facts)
 
     def _nowhere_updated(self, trace: Trace, place: int, facts: Facts) -> bool:
         """True if no code of the project updates the scaler: that of a class whose users run backward, for example."""
@@ -229,7 +220,7 @@ class UpdatedByTheBase(Base):
         return not facts.may_update_scaler
 
     def _not_in_its_loop(self, trace: Trace, place: int, facts: Facts) -> bool:
-        step, traces = trace[place], facts.traces
+        step, scalers = trace[place], facts.scalers
         scaled = next(_scaled_before(trace, place), None)
         if scaled is None:
             return False
@@ -251,7 +242,7 @@ class UpdatedByTheBase(Base):
         guard = step.guard.joined(scaled[1].guard)
 
         def other(each: TraceStep) -> bool:
-            return traces.differ(step.scaler, step.record, each.scaler, each.record)
+            return scalers.differ(step.scaler, step.record, each.scaler, each.record)
 
         for index, each in enumerate(trace):
             if not compatible(each.guard, guard) or (loop is not None and loop not in each.loops):

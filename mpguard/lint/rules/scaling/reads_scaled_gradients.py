@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import libcst as cst
 
 from mpguard.lint import (
@@ -15,7 +13,7 @@ from mpguard.lint import (
     Good,
     Note,
     Record,
-    Rule,
+    ScalingRule,
     StepKind,
     Trace,
     TraceStep,
@@ -60,7 +58,7 @@ def _is_overflow(condition: Condition) -> bool:
     return isinstance(denied, Flag) and bool(_FINITE.search(denied.name))
 
 
-class ReadsScaledGradients(Rule):
+class ReadsScaledGradients(ScalingRule):
     """A gradient is measured for a log while it is still multiplied by the loss scale.
 
     ## What it does
@@ -81,6 +79,7 @@ class ReadsScaledGradients(Rule):
     severity = "warning"
     message = "`{expr}` is read while gradients are still scaled"
     help = "unscale the gradients first"
+    operations = ("read",)
     triggers = (
         any_of(b".grad.", b".grad)", b".grad,", b".grad\n", b".grad for", b"grad_norm(", b"gradient"),
         any_of(b".backward("),
@@ -142,46 +141,27 @@ def train(model, optimizer, loader):
         ),
     )
 
-    def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        reported: set[object] = set()
-        for trace in facts.traces.all:
-            for place, read in enumerate(trace):
-                if read.kind != "read" or read.record in reported or not self._measures(read.record, facts):
-                    continue
-                if any(map(_is_overflow, read.record.guard)):
-                    continue
-                backward = self._scaled(trace, place, facts)
-                if backward is None:
-                    continue
-                reported.add(read.record)
-                expr = facts.short(read.record.node)
-                yield self.at(read, expr=expr, notes=(Note("the loss is scaled here", backward.span),))
+    def misuse(self, trace: Trace, place: int, facts: Facts) -> Diagnostic | None:
+        read = trace[place].record
+        if not self._measures(read, facts) or any(map(_is_overflow, read.guard)):
+            return None
+        backward = self._scaled(trace, place, facts)
+        if backward is None:
+            return None
+        return self.at(read, expr=facts.short(read.node), notes=(Note("the loss is scaled here", backward.span),))
 
     def _scaled(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
-        read, traces = trace[place], facts.traces
-        for index, backward in trace_facts.before(trace, place):
+        reads = (each for each in trace if each.kind == "get_scale" and each.record.scope is trace[place].record.scope)
+        if any(facts.traces.computes_with_scale(each.call) for each in reads):
+            return None  # the gradients are unscaled by hand
+
+        def is_scaled(backward: TraceStep) -> bool:
             if backward.kind == "framework":
-                if not self._accelerated(backward, facts):
-                    continue
-                enabled = backward.guard
-            elif backward.scale is not None and traces.own(backward.scaler, backward.scale.call):
-                enabled = traces.enabled(backward.scaler, backward.scale.call)
-            else:
-                continue
-            if trace_facts.chosen(backward, read):
-                continue
-            guard = read.guard.joined(backward.guard, enabled)
-            by_hand = any(
-                each.kind == "get_scale"
-                and each.record.scope is read.record.scope
-                and traces.computes_with_scale(each.call)
-                for each in trace
-            )
-            if (
-                guard.possible
-                and not by_hand
-                and not any(trace_facts.between(trace, index, place, *_ENDS, guard=guard))
-            ):
+                return self._accelerated(backward, facts)
+            return backward.scale is not None and facts.scalers.own(backward.scaler, backward.scale.call)
+
+        for index, backward, guard in facts.traces.scaled_before(trace, place, is_scaled):
+            if not any(trace_facts.between(trace, index, place, *_ENDS, guard=guard)):
                 return backward
         return None
 

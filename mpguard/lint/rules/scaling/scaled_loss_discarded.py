@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from mpguard.lint import (
     Diagnostic,
     Facts,
     Fix,
     Note,
-    Rule,
+    ScalingRule,
     Trace,
     TraceStep,
     any_of,
@@ -16,7 +14,7 @@ from mpguard.lint import (
 )
 
 
-class ScaledLossDiscarded(Rule, form_of="MPG202"):
+class ScaledLossDiscarded(ScalingRule, form_of="MPG202"):
     """The result of `scaler.scale(loss)` is discarded, and `backward()` runs on the loss that is not scaled.
 
     `scale` returns the scaled loss and does not change its argument. The gradients stay small and underflow in FP16,
@@ -27,30 +25,21 @@ class ScaledLossDiscarded(Rule, form_of="MPG202"):
     """
 
     in_tests = True
+    operations = ("scale",)
     message = "the result of `{expr}` is discarded"
     help = "`scale` returns the scaled loss: call `backward()` on that"
     triggers = (any_of(b".scale("), any_of(b".backward("), any_of(b"scaler", b"Scaler"))
     fixes = True
 
-    def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        reported: set[object] = set()
-        for trace in facts.traces.all:
-            for place, scale in enumerate(trace):
-                if scale.kind != "scale" or scale.record in reported or not scale.call.is_statement:
-                    continue
-                if not facts.traces.like_torch(scale.scaler, scale.record):
-                    continue
-                backward = self._unscaled(trace, place, facts)
-                if backward is None:
-                    continue
-                reported.add(scale.record)
-                notes = (Note("this runs on the loss that is not scaled", backward.span),)
-                yield self.at(
-                    scale,
-                    expr=facts.short(scale.call.node),
-                    notes=notes,
-                    fix=self._fix(scale, backward, facts),
-                )
+    def misuse(self, trace: Trace, place: int, facts: Facts) -> Diagnostic | None:
+        scale = trace[place]
+        if not scale.call.is_statement or not facts.scalers.like_torch(scale.scaler, scale.record):
+            return None
+        backward = self._unscaled(trace, place, facts)
+        if backward is None:
+            return None
+        notes = (Note("this runs on the loss that is not scaled", backward.span),)
+        return self.at(scale, expr=facts.short(scale.call.node), notes=notes, fix=self._fix(scale, backward, facts))
 
     def _unscaled(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
         scale = trace[place]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from mpguard.lint import (
     Condition,
@@ -10,7 +9,7 @@ from mpguard.lint import (
     Flag,
     Note,
     PathCondition,
-    Rule,
+    ScalingRule,
     Trace,
     TraceStep,
     any_of,
@@ -23,7 +22,7 @@ from mpguard.lint import (
 _ACCUMULATES = lazy_pattern(r"(?i)%|accum")
 
 
-class ScalerUpdateEveryMicrobatch(Rule, form_of="MPG206"):
+class ScalerUpdateEveryMicrobatch(ScalingRule, form_of="MPG206"):
     """The scaler is updated, or steps, at each micro-batch while gradients accumulate over several.
 
     An update changes the scale in the middle of an accumulation: the gradients of two micro-batches are then summed at
@@ -34,27 +33,20 @@ class ScalerUpdateEveryMicrobatch(Rule, form_of="MPG206"):
     """
 
     severity = "warning"
+    operations = ("update", "scaler_step")
     message = "`{expr}` runs at each micro-batch, {other} once for several"
     help = "keep `step`, `update` and `zero_grad` together, once per accumulated batch"
     triggers = (any_of(b".update(", b".zero_grad("), any_of(b".step("), any_of(b".scale("), any_of(b"%", b"ccum"))
 
-    def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        reported: set[object] = set()
-        for trace in facts.traces.all:
-            for each in trace:
-                if each.kind not in ("update", "scaler_step") or each.record in reported:
-                    continue
-                if not each.loops and (each.kind != "update" or each.record.scope.kind != "function"):
-                    continue  # its callers may clear the gradients
-                if not facts.traces.like_torch(each.scaler, each.record):
-                    continue
-                rare = self._less_frequent(trace, each)
-                if rare is None:
-                    continue
-                reported.add(each.record)
-                expr, other = facts.short(each.call.node), f"`{facts.short(rare.call.func)}`"
-                notes = (Note("this runs once for several", rare.span),)
-                yield self.at(each, expr=expr, other=other, notes=notes)
+    def misuse(self, trace: Trace, place: int, facts: Facts) -> Diagnostic | None:
+        step = trace[place]
+        if not step.loops and (step.kind != "update" or step.record.scope.kind != "function"):
+            return None  # its callers may clear the gradients
+        rare = self._less_frequent(trace, step) if facts.scalers.like_torch(step.scaler, step.record) else None
+        if rare is None:
+            return None
+        expr, other = facts.short(step.call.node), f"`{facts.short(rare.call.func)}`"
+        return self.at(step, expr=expr, other=other, notes=(Note("this runs once for several", rare.span),))
 
     def _less_frequent(self, trace: Trace, step: TraceStep) -> TraceStep | None:
         """Return the call that should run as often as the step, but runs once per accumulated batch."""

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from mpguard.lint import Bad, Diagnostic, Facts, Good, Note, Rule, Trace, TraceStep, any_of, compatible
+from mpguard.lint import Bad, Diagnostic, Facts, Good, Note, ScalingRule, Trace, TraceStep, any_of, compatible
 
 
-class SchedulerIgnoresSkippedStep(Rule):
+class SchedulerIgnoresSkippedStep(ScalingRule):
     """The learning rate schedule steps after `scaler.step`, which may have skipped the optimizer's step.
 
     ## What it does
@@ -24,6 +22,7 @@ class SchedulerIgnoresSkippedStep(Rule):
     code, name = "MPG216", "scheduler-ignores-skipped-step"
     severity = "info"
     preview = True
+    operations = ("scheduler",)
     message = "`{expr}` also steps if `{scaler}` has skipped the optimizer's step"
     help = "step the schedule only if `{scaler}.get_scale()` has not decreased"
     triggers = (any_of(b".scale("), any_of(b"sched"), any_of(b".step("), any_of(b"scaler", b"Scaler"))
@@ -75,24 +74,14 @@ def other_arm(args, model, loader, optimizer, scheduler, scaler):
         ),
     )
 
-    def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        reported: set[object] = set()
-        for trace in facts.traces.all:
-            for place, scheduler in enumerate(trace):
-                if scheduler.kind != "scheduler" or scheduler.record in reported or not scheduler.loops:
-                    continue
-                step = self._step(trace, place, facts)
-                if step is None:
-                    continue
-                reported.add(scheduler.record)
-                scaler = facts.short(step.scaler)
-                yield self.at(
-                    scheduler,
-                    expr=facts.short(scheduler.call.node),
-                    scaler=scaler,
-                    help=self.help.format(scaler=scaler),
-                    notes=(Note("this step may be skipped", step.span),),
-                )
+    def misuse(self, trace: Trace, place: int, facts: Facts) -> Diagnostic | None:
+        scheduler = trace[place]
+        step = self._step(trace, place, facts) if scheduler.loops else None
+        if step is None:
+            return None
+        expr, scaler = facts.short(scheduler.call.node), facts.short(step.scaler)
+        notes = (Note("this step may be skipped", step.span),)
+        return self.at(scheduler, expr=expr, scaler=scaler, help=self.help.format(scaler=scaler), notes=notes)
 
     def _step(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
         """Return the scaler's step that is taken, or skipped, before each step of the schedule."""
@@ -106,6 +95,6 @@ def other_arm(args, model, loader, optimizer, scheduler, scaler):
             scaled = any(
                 e.kind == "backward" and e.scale is not None and loop == e.loops[-1:][0] for e in trace if e.loops
             )
-            own = facts.traces.like_torch(each.scaler, each.record)
+            own = facts.scalers.like_torch(each.scaler, each.record)
             return each if own and scaled and loop in each.loops else None
         return None

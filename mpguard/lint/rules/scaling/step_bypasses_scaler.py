@@ -133,7 +133,7 @@ def train(model, loader):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        scaled = facts.traces.scaled
+        scaled = facts.scalers.scaled
         if not scaled:
             return
         backwards = {event.call: event for event in facts.events("backward")}
@@ -165,7 +165,7 @@ def train(model, loader):
                 continue
             if own_optimizers.steps_through_scaler(step, scale.subject, facts):
                 continue
-            if compatible(step.guard, facts.guard_of(backward), facts.traces.enabled(scale.subject, scale.call)):
+            if compatible(step.guard, facts.guard_of(backward), facts.scalers.enabled(scale.subject, scale.call)):
                 return _Bypass(step, scale, before, all(each in scaled for each in before))
         return None
 
@@ -257,7 +257,7 @@ def train(model, loader):
 
     def _by_hand(self, backward: Call, step: Event, scale: Event, facts: Facts) -> bool:
         """True if the gradients may be unscaled and checked by hand, or the scaler stepped in between."""
-        enabled = facts.traces.enabled(scale.subject, scale.call)
+        enabled = facts.scalers.enabled(scale.subject, scale.call)
         further = [each for each in step.guard - backward.guard if not implies(enabled, PathCondition([each]))]
         flags = PathCondition(further).flags()
         if any(_CHECKS.search(flag) and "loss" not in flag for flag in flags):
@@ -332,7 +332,7 @@ def train(model, loader):
         scalers = facts.evaluate(scale.subject, scale.call)
         if not all(isinstance(each.atom, Object) and implies(step.guard, each.guard) for each in scalers):
             return False
-        enabled = facts.traces.enabled(scale.subject, scale.call)
+        enabled = facts.scalers.enabled(scale.subject, scale.call)
         return all(
             call is not None and not compatible(call.guard, step.guard, enabled)
             for call in bypass.before

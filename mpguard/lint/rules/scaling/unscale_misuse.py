@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from mpguard.lint import (
     All,
     Bad,
@@ -10,7 +8,7 @@ from mpguard.lint import (
     Good,
     Note,
     PathCondition,
-    Rule,
+    ScalingRule,
     Trace,
     TraceStep,
     any_of,
@@ -24,7 +22,7 @@ from mpguard.lint import (
 _OPTION = lazy_pattern(r"(?i)clip|norm|amp(?!l)|scal|16")
 
 
-class UnscaleMisuse(Rule):
+class UnscaleMisuse(ScalingRule):
     """`unscale_` is called twice for one step of an optimizer, or after the step.
 
     ## What it does
@@ -45,6 +43,7 @@ class UnscaleMisuse(Rule):
     severity = "error"
     message = "`{expr}` {what}"
     help = "unscale once per step: after the last `backward`, before `step`"
+    operations = ("unscale",)
     triggers = (any_of(b".unscale_("),)
     examples = (
         Bad(
@@ -158,21 +157,16 @@ def both_halves(model, loader, optimizer, scaler):
         ),
     )
 
-    def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        reported: set[object] = set()
-        for trace in facts.traces.all:
-            for place, unscale in enumerate(trace):
-                if unscale.kind != "unscale" or unscale.record in reported:
-                    continue
-                if not facts.traces.like_torch(unscale.scaler, unscale.record):
-                    continue
-                found = self._second(trace, place, facts) or self._each_microbatch(trace, place, facts)
-                if found is None:
-                    continue
-                reported.add(unscale.record)
-                what, other = found
-                note = {"unscale": "it was unscaled here", "scaler_step": "the step is here"}[other.kind]
-                yield self.at(unscale, expr=facts.short(unscale.call.node), what=what, notes=(Note(note, other.span),))
+    def misuse(self, trace: Trace, place: int, facts: Facts) -> Diagnostic | None:
+        unscale = trace[place]
+        if not facts.scalers.like_torch(unscale.scaler, unscale.record):
+            return None
+        found = self._second(trace, place, facts) or self._each_microbatch(trace, place, facts)
+        if found is None:
+            return None
+        what, other = found
+        note = {"unscale": "it was unscaled here", "scaler_step": "the step is here"}[other.kind]
+        return self.at(unscale, expr=facts.short(unscale.call.node), what=what, notes=(Note(note, other.span),))
 
     def _second(self, trace: Trace, place: int, facts: Facts) -> tuple[str, TraceStep] | None:
         unscale = trace[place]
@@ -186,7 +180,7 @@ def both_halves(model, loader, optimizer, scaler):
                 continue
             if unscale.guard - each.guard and (each.kind != "unscale" or each.guard - unscale.guard):
                 continue
-            if not facts.traces.same(each.optimizer, each.record, unscale.optimizer, unscale.record):
+            if not facts.scalers.same(each.optimizer, each.record, unscale.optimizer, unscale.record):
                 continue
             if any(trace_facts.between(trace, index, place, "exit", guard=each.guard)):
                 continue
@@ -217,7 +211,7 @@ def both_halves(model, loader, optimizer, scaler):
             each
             for each in trace[place:]
             if each.kind == "scaler_step"
-            and facts.traces.same(each.optimizer, each.record, unscale.optimizer, unscale.record)
+            and facts.scalers.same(each.optimizer, each.record, unscale.optimizer, unscale.record)
             and compatible(each.guard, unscale.guard)
         ]
         if not updates or not steps:

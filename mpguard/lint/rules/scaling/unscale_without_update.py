@@ -13,7 +13,7 @@ from mpguard.lint import (
     Good,
     Note,
     PathCondition,
-    Rule,
+    ScalingRule,
     Trace,
     TraceStep,
     any_of,
@@ -24,7 +24,7 @@ from mpguard.lint import (
 )
 
 
-class UnscaleWithoutUpdate(Rule):
+class UnscaleWithoutUpdate(ScalingRule):
     """After `unscale_` the step is skipped, and `scaler.update()` with it.
 
     ## What it does
@@ -50,6 +50,7 @@ class UnscaleWithoutUpdate(Rule):
     severity = "error"
     message = "the step is skipped after `{expr}` without `{scaler}.update()`: the next `unscale_` raises"
     help = "let `{scaler}.step` skip the step, or call `{scaler}.update()` here too"
+    operations = ("unscale",)
     triggers = (any_of(b".unscale_("), any_of(b".update("))
     examples = (
         Bad(
@@ -226,25 +227,20 @@ def skipped(model, x, optimizer, scaler):
         ),
     )
 
-    def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        reported: set[object] = set()
-        for trace in facts.traces.all:
-            for place, unscale in enumerate(trace):
-                if unscale.kind != "unscale" or not facts.traces.like_torch(unscale.scaler, unscale.record):
-                    continue
-                found = self._skip(trace, place)
-                if found is None or found.record in reported:
-                    continue
-                reported.add(found.record)
-                scaler = facts.short(unscale.scaler)
-                yield self.at(
-                    found,
-                    expr=facts.short(unscale.call.node),
-                    scaler=scaler,
-                    help=self.help.format(scaler=scaler),
-                    notes=(Note("the gradients are unscaled here", unscale.span),),
-                    fix=self._fix(found, unscale, scaler, facts),
-                )
+    def misuse(self, trace: Trace, place: int, facts: Facts) -> Diagnostic | None:
+        unscale = trace[place]
+        found = self._skip(trace, place) if facts.scalers.like_torch(unscale.scaler, unscale.record) else None
+        if found is None:
+            return None
+        scaler = facts.short(unscale.scaler)
+        return self.at(
+            found,
+            expr=facts.short(unscale.call.node),
+            scaler=scaler,
+            help=self.help.format(scaler=scaler),
+            notes=(Note("the gradients are unscaled here", unscale.span),),
+            fix=self._fix(found, unscale, scaler, facts),
+        )
 
     def _skip(self, trace: Trace, place: int) -> TraceStep | None:
         """Return what leaves the step between an unscale and its update, or the update under a check."""

@@ -211,7 +211,7 @@ def test_only_scalers_of_torch_are_own_scalers() -> None:
                 given.scaler.update()
     """
     facts = Facts(Source.parse(textwrap.dedent(code).encode(), "example.py"))
-    own = [facts.traces.own(moment.scaler, moment.record) for moment in facts.traces.all[0] if moment.kind == "update"]
+    own = [facts.scalers.own(moment.scaler, moment.record) for moment in facts.traces.all[0] if moment.kind == "update"]
     assert own == [True, True, False, False]
 
 

@@ -1,0 +1,54 @@
+"""The failures that rules name, where neither public code nor docs/findings.md shows them: each as a small program.
+
+MPG417, MPG603 and MPG617 are on by default because of these.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch", reason="the failures are those of real tensors")
+
+import torch
+from torch import nn
+
+
+def test_an_optimizer_that_is_built_before_float8_weights_trains_none_of_them() -> None:
+    """MPG417: with float8 all-gather the conversion replaces each weight, and the optimizer keeps the old one."""
+    float8 = pytest.importorskip("torchao.float8", reason="the real conversion runs here")
+    config = float8.Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
+
+    def changed(*, before: bool) -> set[str]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        early = torch.optim.SGD(model.parameters(), lr=1.0)
+        float8.convert_to_float8_training(model, config=config)
+        optimizer = early if before else torch.optim.SGD(model.parameters(), lr=1.0)
+        optimized = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        return {name for name, each in model.named_parameters() if id(each) in optimized}
+
+    assert changed(before=False) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert changed(before=True) == {"0.bias", "1.bias"}
+
+
+def test_unlikely_words_get_no_gradient_in_half() -> None:
+    """MPG603: in FP16 those of unlikely words are zero, and so are the gradients through them."""
+    logits = torch.linspace(-10, 10, 50_000)
+
+    def gradient(dtype: torch.dtype) -> torch.Tensor:
+        given = logits.to(dtype).detach().requires_grad_()
+        (-torch.log_softmax(given, -1)[-1]).backward()
+        assert given.grad is not None
+        return given.grad
+
+    assert bool((gradient(torch.float32) != 0).all())
+    assert float((gradient(torch.float16) == 0).float().mean()) > 0.4
+
+
+def test_rounded_probabilities_choose_other_experts() -> None:
+    """MPG617: rounding to BF16 makes ties of close probabilities, and `topk` breaks them by position."""
+    scores = torch.randn(4_096, 64, generator=torch.Generator().manual_seed(0)) * 0.02
+    probabilities = torch.softmax(scores, -1)
+    chosen = probabilities.topk(2).indices.sort().values
+    rounded = probabilities.bfloat16().topk(2).indices.sort().values
+    assert float((chosen != rounded).any(-1).float().mean()) > 0.1
