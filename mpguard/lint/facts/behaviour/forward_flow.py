@@ -505,9 +505,16 @@ class ForwardFlow:
         return not path.startswith("copy.deepcopy")
 
     def _may_step(self, call: Call) -> bool:
-        """True if the file that creates an optimizer or a wrapper trains, or one that calls it: else nothing steps."""
+        """True if the file that creates an optimizer or wrapper trains, or one that calls it or takes it."""
         if self.facts.any_training:
             return True
+        bound = self.facts.bound_to(call)
+        key = bound.key if bound is not None else ""
+        for taker in call.scope.calls if key else ():
+            if key in map(dotted, (*taker.positional, *taker.keywords.values())):
+                functions = self.facts.functions(taker)
+                if any(self.facts.of(each.scope).any_training for each in functions):
+                    return True
         users = {self.facts.of(each) for each in self.facts.programs_of(call.scope, lambda _: False)}
         return any(each.any_training for each in users)
 

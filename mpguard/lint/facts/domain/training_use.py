@@ -201,6 +201,9 @@ class TrainingUse:
             return self.facts.flow.forward_key(cast.key, cast.call, guard)
         past_targets = self.is_module(cast)  # the target of a loss has no gradient
         bound = self.facts.bound_to(cast.call)
+        outer = wrapped_loads.outer_module(cast, bound) if cast.kind == "construct" else None
+        if outer is not None:
+            return self.facts.of(outer[1]).flow.forward_key(*outer, guard)
         if bound is not None and bound.key == cast.key:
             return self.facts.flow.forward_key(bound.key, bound, guard, past_targets, past_models)
         return self.facts.flow.forward(cast.call.node, cast.call, guard, past_targets, past_models)
