@@ -47,7 +47,7 @@ from mpguard.nn.number_formats import FORMATS, rounded
 from mpguard.numerics.probe import Probe, ProbeSettings
 
 FORMAT = "nvfp4"
-CONTEXT, BATCH, VOCABULARY = 32, 8, 256
+CONTEXT, BATCH, VOCABULARY, BLOCKS = 32, 8, 256, 3
 FACTOR, FEATURES = 1000.0, 4
 
 #: A gap of fewer standard errors is none.
@@ -113,13 +113,13 @@ class _Divided(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, causal: bool) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.qkv, self.out, self.causal = nn.Linear(width, 3 * width), nn.Linear(width, width), causal
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         result: torch.Tensor = self.out(found.transpose(1, 2).flatten(-2))
         return result
 
@@ -139,11 +139,13 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, *, gated: bool, post: bool) -> None:
+    """post: norms after the residuals, as in the first transformer."""
+
+    def __init__(self, width: int, *, gated: bool = False, post: bool = False, causal: bool = True) -> None:
         super().__init__()
         norm = nn.RMSNorm if gated else nn.LayerNorm
         self.norm1, self.norm2, self.post = norm(width), norm(width), post
-        self.attention, self.mlp = Attention(width), Mlp(width, gated)
+        self.attention, self.mlp = Attention(width, causal), Mlp(width, gated)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.post:
@@ -153,28 +155,61 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
 
-class Model(nn.Module):
-    """Predicts the next byte. post: norms after the residuals, as in the first transformer."""
+class ParallelBlock(nn.Module):
+    """A block of PaLM: attention and a gated MLP of the same input, side by side."""
 
-    def __init__(self, blocks: int, width: int, *, gated: bool = False, post: bool = False) -> None:
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.attention, self.mlp = nn.LayerNorm(width), Attention(width, causal=True), Mlp(width, gated=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = self.norm(x)
+        return x + self.attention(own) + self.mlp(own)  # type: ignore[no-any-return]
+
+
+class MixerBlock(nn.Module):
+    """A block of MLP-Mixer: one MLP over the positions, one over the features."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.positions, self.mlp = Mlp(CONTEXT, gated=False), Mlp(width, gated=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.positions(self.norm1(x).transpose(1, 2)).transpose(1, 2)
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    """Predicts the next byte; with `masked` every fourth byte, which it does not see, from those around it."""
+
+    def __init__(self, width: int, block: Callable[[], nn.Module], *, masked: bool = False) -> None:
         super().__init__()
         self.embedding, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
-        self.blocks = nn.ModuleList(Block(width, gated=gated, post=post) for _ in range(blocks))
+        self.blocks, self.masked = nn.ModuleList(block() for _ in range(BLOCKS)), masked
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
 
     def forward(self, window: torch.Tensor) -> torch.Tensor:
         """Return the loss. window: (batch, CONTEXT + 1) bytes."""
         tokens, labels = window[:, :-1], window[:, 1:]
+        if self.masked:
+            tokens, labels = tokens.clone(), tokens[:, 2::4]
+            tokens[:, 2::4] = 0
         x = self.embedding(tokens) + self.position.weight
         for block in self.blocks:
             x = block(x)
+        if self.masked:
+            x = x[:, 2::4]
         return F.cross_entropy(self.head(self.norm(x)).reshape(-1, VOCABULARY), labels.reshape(-1))
 
 
 MODELS: dict[str, Callable[[], Model]] = {
-    "gpt": lambda: Model(3, 64),
-    "llama": lambda: Model(3, 48, gated=True),
-    "post": lambda: Model(3, 64, post=True),
+    "gpt": lambda: Model(64, lambda: Block(64)),
+    "llama": lambda: Model(48, lambda: Block(48, gated=True)),
+    "post": lambda: Model(64, lambda: Block(64, post=True)),
+    "palm": lambda: Model(48, lambda: ParallelBlock(48)),
+    "bert": lambda: Model(64, lambda: Block(64, causal=False), masked=True),
+    "mixer": lambda: Model(64, lambda: MixerBlock(64), masked=True),
 }
 
 
@@ -328,7 +363,7 @@ def run_cost(options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     width = options.width
-    model = nn.Sequential(*(Block(width, gated=True, post=False) for _ in range(options.blocks))).to(device)
+    model = nn.Sequential(*(Block(width, gated=True) for _ in range(options.blocks))).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     lines: list[Any] = []
     policy = mpguard.recipe("bf16_with_fp8_current_scaling_mixed")

@@ -5,6 +5,10 @@
     python benchmarks/watch.py --blocks 4 --width 4096 --tokens 4096     blocks of an 8B model
     python benchmarks/watch.py --blocks 16 --width 2048 --tokens 512     a 1B model with short sequences
     python benchmarks/watch.py --blocks 2 --width 64 --tokens 16 --rounds 30 --steps 100     the smallest of models
+    python benchmarks/watch.py --fp8 tensorwise --compile [--warmup 100 --steps 100]     with what FP8 layers round
+
+With `--fp8` the layers are torchao's, computed in software without a GPU. Their tensors are sampled at steps 1, 10, 20
+... 90, 100, 200 ...: the default of 25 steps before the measured ones shows what the first 100 steps cost.
 
 It runs on the GPU if there is one. Each round trains with `off`, `light` and `full`, in another order each time; the
 result is the median over rounds of a level's time over that of `off` in the same round. `host` is the same of the time
@@ -94,12 +98,14 @@ def waits() -> Iterator[list[Any]]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def counts(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, steps: int) -> dict[str, dict[str, float]]:
+def counts(
+    model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, steps: int, warmup: int
+) -> dict[str, dict[str, float]]:
     """Return the operators and the waits of a step, by level."""
     found: dict[str, dict[str, float]] = {"operators": {}, "waits": {}}
     for level in LEVELS:
         mpguard.watch(level=level)
-        seconds(model, optimizer, x, 25)
+        seconds(model, optimizer, x, warmup)
         operators: Any = Operators()  # type: ignore[no-untyped-call]
         with waits() as caught, operators:
             for _ in range(steps):
@@ -117,11 +123,22 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=25, help="steps at the start of a level that are not measured")
+    parser.add_argument("--fp8", help="recipe of torchao's FP8 layers")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(options.width) for _ in range(options.blocks))).to(device)
+    if options.fp8:
+        policy = mpguard.recipe("bf16_with_fp8_current_scaling_mixed").replace(
+            backend="torchao", fp8="hybrid" if options.fp8 == "tensorwise" else "e4m3", fp8_recipe=options.fp8,
+            first_last_layers_bf16=False, fp8_emulate=device == "cpu", compile=False,
+        )  # fmt: skip
+        mpguard.convert(model, policy)
+    if options.compile:
+        model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     x = torch.randn(1, options.tokens, options.width, device=device)
     seconds(model, optimizer, x, 3)
@@ -134,7 +151,7 @@ def main() -> None:
         times = {}
         for level in order:
             mpguard.watch(level=level)
-            seconds(model, optimizer, x, 25)  # beyond the first steps, at which norms are always computed
+            seconds(model, optimizer, x, options.warmup)  # beyond the first steps, at which norms are always computed
             times[level] = seconds(model, optimizer, x, options.steps)
         mpguard.watch(level="off")
         steps.append(times["off"][0])
@@ -150,12 +167,15 @@ def main() -> None:
         "blocks": options.blocks,
         "width": options.width,
         "tokens": options.tokens,
+        "fp8": options.fp8,
+        "compiled": options.compile,
+        "warmup": options.warmup,
         "parameters": sum(own.numel() for own in model.parameters()),
         "step_ms": round(1000 * statistics.median(steps), 3),
         **{f"{level}_percent": round(100 * (statistics.median(found) - 1), 2) for level, found in ratios.items()},
         **{f"{level}_host_percent": round(100 * (statistics.median(found) - 1), 2) for level, found in host.items()},
         "host_us": {level: round(1e6 * (min(running[level]) - min(running["off"]))) for level in LEVELS[1:]},
-        **counts(model, optimizer, x, options.steps),
+        **(counts(model, optimizer, x, options.steps, options.warmup) if not options.compile else {}),
         "spread_percent": {
             level: [round(100 * (each - 1), 2) for each in sorted(found)] for level, found in ratios.items()
         },

@@ -84,7 +84,8 @@ def _power_of_two_below(values: torch.Tensor) -> torch.Tensor:
     return (values.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
-def _cast(matrix: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Rounded:
+def cast(matrix: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Rounded:
+    """Round a matrix in FP32 to a dtype, with the factor that it is multiplied with before."""
     most = torch.finfo(dtype).max
     scaled = matrix * scale
     return _counted(matrix, scaled, most, scaled.clamp(-most, most).to(dtype).float() / scale)
@@ -92,11 +93,11 @@ def _cast(matrix: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.
 
 def _tensorwise(matrix: torch.Tensor, role: OperandRole, largest: torch.Tensor, _of_rows: torch.Tensor) -> Rounded:
     dtype = torch.float8_e5m2 if role == "gradient" else torch.float8_e4m3fn
-    return _cast(matrix, _fp8_scale(largest, torch.finfo(dtype).max), dtype)
+    return cast(matrix, _fp8_scale(largest, torch.finfo(dtype).max), dtype)
 
 
 def _rowwise(matrix: torch.Tensor, _role: OperandRole, _largest: torch.Tensor, of_rows: torch.Tensor) -> Rounded:
-    return _cast(matrix, _fp8_scale(of_rows, E4M3_MAX, power_of_two=True))
+    return cast(matrix, _fp8_scale(of_rows, E4M3_MAX, power_of_two=True))
 
 
 def _blockwise(matrix: torch.Tensor, role: OperandRole, _largest: torch.Tensor, _of_rows: torch.Tensor) -> Rounded:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpguard.core.errors import ConfigError, did_you_mean
-from mpguard.numerics.layers import FORMAT_OF, LABELS
+from mpguard.nn.format_names import FORMAT_OF, LABELS
 from mpguard.numerics.report import Sensitivity, gathered
 from mpguard.policy.policy import Policy
 from mpguard.policy.recipes import given

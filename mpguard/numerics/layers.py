@@ -7,31 +7,10 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mpguard.nn.format_names import FORMAT_OF
+
 #: The ratio, in dB, that stands for no error at all, as in `layer_error`, which imports torch.
 EXACT = 150.0
-
-#: The formats that are measured, and what they are called.
-LABELS: Mapping[str, str] = {
-    "bf16": "BF16",
-    "tensorwise": "FP8 tensorwise",
-    "rowwise": "FP8 rowwise",
-    "blockwise": "FP8 blockwise",
-    "mxfp8": "MXFP8",
-    "nvfp4": "NVFP4",
-}
-
-#: The formats of output and weight gradient under a recipe of the policy, and for each format by itself.
-FORMAT_OF: Mapping[str, tuple[str, str]] = {
-    "delayed": ("tensorwise", "tensorwise"),
-    "tensorwise": ("tensorwise", "tensorwise"),
-    "rowwise": ("rowwise", "rowwise"),
-    "rowwise_with_gw_hp": ("rowwise", "bf16"),
-    "blockwise": ("blockwise", "blockwise"),
-    "mxfp8": ("mxfp8", "mxfp8"),
-    "nvfp4": ("nvfp4", "nvfp4"),
-    "none": ("bf16", "bf16"),
-    "bf16": ("bf16", "bf16"),
-}
 
 #: Where a format loses: a matmul of a layer, and its operands.
 PRODUCTS = ("output", "weight_gradient")

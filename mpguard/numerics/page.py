@@ -9,7 +9,8 @@ from typing import Any
 
 from mpguard.compare.page import as_script_data, filled, style
 from mpguard.core.version import __version__
-from mpguard.numerics.layers import FORMAT_OF, LABELS, PRODUCTS, MeasuredLayer
+from mpguard.nn.format_names import FORMAT_OF, LABELS
+from mpguard.numerics.layers import PRODUCTS, MeasuredLayer
 from mpguard.numerics.proposal import Proposal
 from mpguard.numerics.report import Sensitivity
 

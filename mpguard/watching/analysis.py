@@ -15,6 +15,7 @@ from mpguard.policy.policy import Policy
 from mpguard.runtime import guard as guards
 from mpguard.runtime.ranks import rank, world_size
 from mpguard.watching import detect, drift, gradients, suggest
+from mpguard.watching.fp8_report import Fp8Report
 from mpguard.watching.output import JsonLines, Terminal, Trackers, WatchEvent, plain
 from mpguard.watching.replay import FINITE, LOSS, CapturedCall, Captures, Located, name_in_owner, replay
 from mpguard.watching.rounds import Part, StepRound
@@ -56,7 +57,7 @@ class Analysis:
         self._losses: deque[float] = deque(maxlen=drift.COMPARE_EVERY)
         self._ranks = drift.RankReports()
         self._underflows: set[str] = set()
-        self._fp8 = detect.Fp8Ranges()
+        self._fp8, self._shares = detect.Fp8Ranges(), Fp8Report(self._emit)
         self._apart: set[tuple[str, int]] = set()
 
     @property
@@ -199,6 +200,7 @@ class Analysis:
         self._look_at_movement(current, skipped)
         self._look_at_underflow(current, scale)
         self._look_at_fp8(current)
+        self._shares.add(current.step, current.rows("fp8_shares"), self.policy)
 
     def _look_at_skips(self, current: StepRound, skipped: bool, scale: float | None) -> None:
         collapsed = self._collapse.add(skipped, scale)
@@ -342,6 +344,7 @@ class Analysis:
         """Report what is left, and close the file."""
         if rank() == 0:
             self._read_ranks()
+        self.terminal.note(self._shares.finish(self.policy))
         self.terminal.summarize(self.steps, self.skipped, self.bad_steps)
         self.file.close()
 

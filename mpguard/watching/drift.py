@@ -17,27 +17,39 @@ MOST_RANKS = 1024
 
 
 class RankReports:
-    """What each rank has published, and how far rank 0 has read it."""
+    """What each rank has published, and how far rank 0 has read it.
 
-    def __init__(self) -> None:
+    kind: a part of the keys. first: only so many ranks publish, the first ones; by default all, if they are not too
+    many to be read.
+    """
+
+    def __init__(self, kind: str = "", first: int | None = None) -> None:
+        self._kind, self._first = kind, first
         self._open: list[int] = []  # steps that rank 0 has not compared yet
 
-    def publish(self, step: int, facts: dict[str, Any]) -> None:
-        """Publish the facts of this rank at a step, if there are several ranks and a store."""
+    def _ranks(self) -> int:
         ranks = world_size()[0]
+        return ranks if self._first is None else min(ranks, self._first)
+
+    def _key(self, step: int, number: int) -> str:
+        return f"mpguard/watch/{self._kind}{step}/{number}"
+
+    def publish(self, step: int, facts: dict[str, Any]) -> bool:
+        """Publish the facts of this rank at a step, if there are several ranks and a store. True if it did."""
         store = consensus.default_store()
-        if store is None or not 1 < ranks <= MOST_RANKS:
-            return
-        store.set(f"mpguard/watch/{step}/{rank()}", json.dumps(facts))
+        if store is None or not 1 < self._ranks() <= MOST_RANKS or rank() >= self._ranks():
+            return False
+        store.set(self._key(step, rank()), json.dumps(facts))
         if rank() == 0:
             self._open.append(step)
+        return True
 
     def complete(self) -> list[tuple[int, list[dict[str, Any]]]]:
         """Return the steps at which all ranks have published by now, with their facts. Only rank 0 has any."""
         store = consensus.default_store()
         found = []
         for step in list(self._open if store is not None else ()):
-            keys = [f"mpguard/watch/{step}/{number}" for number in range(world_size()[0])]
+            keys = [self._key(step, number) for number in range(self._ranks())]
             if store.check(keys):
                 self._open.remove(step)
                 found.append((step, [json.loads(text) for text in store.multi_get(keys)]))

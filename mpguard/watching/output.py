@@ -166,6 +166,11 @@ class Terminal:
             write_lines(lines, sys.stderr)
             sys.stderr.flush()
 
+    def note(self, text: str) -> None:
+        """Print a line about the whole run, on rank 0, if there is one."""
+        if rank() == 0 and text:
+            write_lines([[("mpguard watch: ", "bold yellow"), (text, "")]], sys.stderr)
+
     def summarize(self, steps: int, skipped: int, bad: int = 0) -> None:
         """Print one line about the whole run, on rank 0, if something happened in it."""
         found = {kind: count for kind, count in self.counts.items() if kind != "skipped_step"}

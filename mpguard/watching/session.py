@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from mpguard.watching.fp8_shares import Fp8Samples
+
 #: Norms may take this share of a step, and are at most so many steps apart. On a GPU their time is estimated from its
 #: memory bandwidth, in bytes per second, and 20 us for a few kernels.
 NORM_SHARE, NORMS_APART, BANDWIDTH, KERNELS = 0.005, 40, 2e12, 20e-6
@@ -88,6 +90,11 @@ class Watch:
         self._roots: list[weakref.ref[nn.Module]] = []
         self._weights: deque[tuple[int, Part]] = deque()
         self._scales = DelayedScales()
+        self._samples: Fp8Samples | None = None  # of what FP8 layers round
+        if self.level == "full":
+            from mpguard.watching import fp8_shares
+
+            self._samples = fp8_shares.listening()
         self._kept: movement.Kept | None = None  # samples of weights before the step that runs
 
     @property
@@ -119,6 +126,8 @@ class Watch:
         self.captures.watch(root)
         self._names |= names_in(root)
         self.analysis.know_modules(root)
+        if self._samples is not None:
+            self._samples.follow(root)
         if root not in self._models():
             self._roots.append(weakref.ref(root))
 
@@ -274,6 +283,12 @@ class Watch:
         """Return what has been computed since the last step of an optimizer, and what FP8 has scaled, if it is due."""
         tensors, keys = self._fresh.numbers()
         step, every = self._round.step, SCALES_EVERY[self.level]
+        if self._samples is not None:
+            for names, table in self._samples.take():
+                tensors.append(table)
+                keys.append(("fp8_shares", names))
+            if len(self._round.stepped) == 1:  # other optimizers of the step have their backward passes after it
+                self._samples.start(step + 1)
         if "transformer_engine" in sys.modules and len(self._round.stepped) == 1:
             if step % every == 0:
                 for names, table in self._scales.look(self._round.backwards):
@@ -408,6 +423,8 @@ class Watch:
         """Report what is left, at the end of the run."""
         self.conclude_all()
         ranges.outermost_listeners.clear()
+        if self._samples is not None:
+            self._samples.close()
         self.captures.close()
         self.analysis.finish()
 

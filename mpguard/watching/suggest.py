@@ -150,6 +150,16 @@ def for_saturation(module: str, names: Collection[str]) -> str:
     )
 
 
+def for_fp8_underflow(layer: str, policy: Policy | None) -> str:
+    """Return what to do about a layer of which values become zero in FP8: a finer recipe, or none."""
+    finer = policy is not None and policy.fp8_recipe == "tensorwise" and policy.backend == "torchao"
+    recipes = "rowwise, or none" if finer else "none"
+    return (
+        f"a finer recipe for it, or none: mpguard_fp8_modules: [{{pattern: {layer}, recipe: {recipes}}}]; "
+        "`mpguard sensitivity` shows what each format keeps"
+    )
+
+
 def for_scale_drift(module: str, names: Collection[str]) -> str:
     """Return what to do about values that grow, so that their scale leaves ever less to the small ones."""
     return (

@@ -14,7 +14,7 @@ from mpguard.core.errors import ConfigError
 #: The version of watch's file that is read; a file that states none is of this version.
 VERSION = 1
 #: Lines of watch that are no events of the training: its head, and statistics.
-_NO_EVENTS = ("run", "underflow_shares")
+_NO_EVENTS = ("run", "underflow_shares", "fp8_statistics")
 _STEP_KEYS = ("step", "global_step", "iteration", "_step")
 
 

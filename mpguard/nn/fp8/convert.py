@@ -19,7 +19,7 @@ from torch import nn
 from mpguard.core.errors import NotCarried, NotInForce, PolicyError
 from mpguard.nn import compile as compilation
 from mpguard.nn import fp32
-from mpguard.nn.fp8 import experts, filters, weights
+from mpguard.nn.fp8 import experts, filters, observation, weights
 from mpguard.nn.fp8.amax_history import restore_pending
 from mpguard.nn.fp8.module_patterns import note_matches, wrong_patterns
 from mpguard.nn.fp8.padding import Padded, Padding, PaddingState
@@ -245,6 +245,7 @@ def set_class(layer: nn.Linear, kind: type[Padded], template: nn.Module, state: 
     added = {key: value for key, value in template.__dict__.items() if key not in layer.__dict__}
     layer.__dict__.update(added)
     state.added = tuple(added)
+    state.key = observation.key_of(layer)
     layer.__dict__[MARK] = state
     layer.__class__ = kind  # type: ignore[assignment]
     restore_pending(layer)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from mpguard.core.errors import MpguardWarning
+from mpguard.nn.fp8 import observation
 from mpguard.policy.policy import Policy
 
 #: Calls of FP8 layers after which the share of work on padding is checked, and the largest share without a warning.
@@ -124,7 +125,7 @@ class PaddingState:
     pass of each kind is over; called: in the forward pass that runs: see `calibration`.
     weight_version: which values the FP8 copy of the weight has, None without a copy; reuses: the last pass has used it;
     passes, roundings: forward passes since the last step of an optimizer, and how often they rounded the weight; stale:
-    the share of a copy that was not that of its weight, as a tensor: see `weight_cache`.
+    the share of a copy that was not that of its weight, as a tensor: see `weight_cache`. key: see `observation.key_of`.
     """
 
     name: str
@@ -144,6 +145,7 @@ class PaddingState:
     passes: int = 0
     roundings: int = 0
     stale: torch.Tensor | None = None
+    key: torch.Tensor | None = dataclasses.field(default=None, compare=False)
 
 
 class Padded(nn.Module):
@@ -155,7 +157,7 @@ class Padded(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         state = self._mpguard_fp8
-        multiple = state.padding.multiple
+        multiple, given = state.padding.multiple, input
         *lead, width = input.shape
         rows = math.prod(lead)
         added = -rows % multiple if rows else multiple
@@ -174,4 +176,7 @@ class Padded(nn.Module):
             if len(self.__dict__) != len(before):  # Transformer Engine adds attributes in its first forward pass
                 state.added += tuple(set(self.__dict__) - before)
         # `clone`, because FSDP2 loses its hook if the model changes a view in place.
-        return result[:rows].reshape(*lead, self.out_features).clone() if added else result
+        output = result[:rows].reshape(*lead, self.out_features).clone() if added else result
+        if observation.enabled and torch.is_grad_enabled():
+            output = observation.observed(self, given, output)
+        return output

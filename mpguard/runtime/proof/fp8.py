@@ -157,7 +157,7 @@ def _add_recipe_in_force(
         found.emulated = all(emulated)
         if configs:
             found.recipe = {
-                "recipe": " and ".join(dict.fromkeys(map(_torchao_recipe, configs))),
+                "recipe": " and ".join(dict.fromkeys(map(torchao_recipe, configs))),
                 FAST_ACCUMULATION: bool(plain) and all(map(_accumulates_fast, plain)),
             }
         found.mixed = any(each != found.emulated for each in emulated)
@@ -199,7 +199,7 @@ def _signature(policy: Policy, backend: str) -> dict[str, Any]:
 
 def _recipe_of(module: Any, known: dict[str, dict[str, Any]]) -> str:
     """Return the recipe of the policy in which a layer ran; `OTHER` for one that the policy does not have."""
-    ran = {"recipe": _torchao_recipe(module.config)} if is_torchao(module) else _te_recipe_of(module)
+    ran = {"recipe": torchao_recipe(module.config)} if is_torchao(module) else _te_recipe_of(module)
     for recipe, signature in known.items():
         if all(ran.get(field) == value for field, value in signature.items()):
             return recipe
@@ -340,7 +340,7 @@ def _accumulates_fast(config: Any) -> bool:
     return bool(config.gemm_config_grad_input.use_fast_accum and config.gemm_config_grad_weight.use_fast_accum)
 
 
-def _torchao_recipe(config: Any) -> str:
+def torchao_recipe(config: Any) -> str:
     """Return the name of torchao's recipe for a `Float8LinearConfig`, or for the config of a layer of mpguard."""
     if (own := getattr(config, "recipe", None)) is not None:
         return str(own)

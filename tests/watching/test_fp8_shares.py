@@ -1,0 +1,220 @@
+"""The numbers of `mpguard sensitivity` while layers train in FP8: eager and compiled code, each recipe, all ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the real library runs here")
+
+import torch
+from torch import nn
+
+import mpguard
+from mpguard.nn import number_formats
+from mpguard.nn.fp8 import observation
+from mpguard.runtime.proof import consensus
+from mpguard.watching import drift, fp8_report, fp8_shares
+from mpguard.watching.fp8_report import FP8_UNDERFLOW_SHARE, Fp8Report
+from mpguard.watching.output import WatchEvent
+
+OUTLIERS = 1e5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(64, 128), nn.ReLU(inplace=True), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.act(self.up(x)))  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def no_watch() -> Iterator[None]:
+    yield
+    mpguard.watch(level="off")
+    observation.listen(None)
+
+
+def converted(recipe: str, blocks: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(blocks)))
+    form = "hybrid" if recipe == "tensorwise" else "e4m3"
+    policy = mpguard.recipe("bf16_with_fp8_current_scaling_mixed").replace(
+        backend="torchao", fp8=form, fp8_recipe=recipe, fp8_emulate=True, first_last_layers_bf16=False, compile=False
+    )
+    mpguard.convert(model, policy)
+    return model
+
+
+def trained(model: nn.Module, file: Path | None, level: str = "full") -> tuple[list[float], list[dict[str, Any]]]:
+    """Return the losses of 11 steps of two micro-batches, and the lines of the watch's file."""
+    mpguard.watch(level=level, jsonl=None if file is None else str(file))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator, losses = torch.Generator().manual_seed(0), []
+    for _ in range(11):
+        for _ in range(2):
+            x = torch.randn(4, 32, 64, generator=generator)
+            x[..., 3] *= OUTLIERS
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).float().square().mean() / OUTLIERS
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    mpguard.watch(level="off")
+    assert not observation.enabled
+    return losses, [] if file is None else [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def statistics_of(lines: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    return {line["step"]: line["value"] for line in lines if line["event"] == "fp8_statistics"}
+
+
+@pytest.mark.filterwarnings("ignore::mpguard.MpguardWarning")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"])
+def test_the_shares_of_each_layer_and_tensor(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, _ = trained(converted(recipe), None, "off")
+    losses, lines = trained(converted(recipe), tmp_path / "run.jsonl")
+    assert losses == plain, "losses are the same bit for bit"
+    found = statistics_of(lines)
+    assert list(found) == [1, 10]
+    assert set(found[1]["layers"]) == {"0.up", "0.down", "1.up", "1.down"}
+    for layer in found[1]["layers"].values():
+        assert set(layer) == {"input", "weight", "gradient of the output"}
+    x = torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(0))
+    x[..., 3] *= OUTLIERS
+    values = x.reshape(-1, 64)
+    form = "rowwise" if recipe == "rowwise_with_gw_hp" else recipe
+    held = number_formats.rounded(values, form)
+    own = found[1]["layers"]["0.up"]["input"]
+    assert own["amax"] == pytest.approx(float(values.abs().max()), rel=1e-2), "of the first micro-batch, all of it"
+    assert own["underflow"] == pytest.approx(float(held.underflow) / values.numel(), rel=0.1)
+    printed = capsys.readouterr().err
+    assert "FP8 at step 10, 4 layers" in printed and "its own code failed" not in printed
+    event = next((line for line in lines if line["event"] == "fp8_underflow"), None)
+    assert (event is not None) == (own["underflow"] > FP8_UNDERFLOW_SHARE)
+    if event is not None:
+        assert (event["step"], event["module"]) == (1, "0.up") and "mpguard_fp8_modules" in event["suggestion"]
+
+
+def test_compiled_code_shows_the_same_numbers_and_shares_its_blocks(tmp_path: Path) -> None:
+    _, eager = trained(converted("tensorwise", 3), tmp_path / "eager.jsonl")
+    model = converted("tensorwise", 3)
+    torch._dynamo.reset()
+    counted = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    for block in model:
+        block.compile(backend=counted, fullgraph=True)
+    _, compiled = trained(model, tmp_path / "compiled.jsonl")
+    assert counted.frame_count == 2, "equal blocks are one graph; the input of the first one needs no gradient"
+    assert statistics_of(compiled) == statistics_of(eager)
+
+
+def test_a_layer_that_the_script_has_converted(tmp_path: Path) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False))
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+    mpguard.watch(model, level="full", jsonl=str(tmp_path / "run.jsonl"))
+    model(torch.randn(32, 64)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    mpguard.watch(level="off")
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert set(statistics_of(lines)[1]["layers"]) == {"0", "1"}
+
+
+@pytest.mark.parametrize("form", list(number_formats.FORMATS))
+def test_a_sample_of_a_tensor_that_is_small_enough_is_all_of_it(form: str) -> None:
+    matrix = torch.randn(32, 128, generator=torch.Generator().manual_seed(1))
+    matrix[:, 5] *= 1e6
+    samples = [fp8_shares.sample(each, form, "input") for each in (matrix, matrix / 3)]
+    for each, row in zip((matrix, matrix / 3), fp8_shares.rounded_together(samples).tolist(), strict=True):
+        held = number_formats.rounded(each, form)
+        assert row == pytest.approx(
+            [float(each.abs().max()), float(held.underflow) / 4096, float(held.saturated) / 4096]
+        )
+
+
+def test_a_large_tensor_is_sampled_evenly_and_with_the_scales_of_all_of_it() -> None:
+    matrix = torch.ones(1000, 640)
+    matrix[:, 600:] = 2.0
+    matrix[7] *= 1e5
+    found = fp8_shares.sample(matrix, "tensorwise", "input")
+    assert found.values.numel() == fp8_shares.VALUES and float(found.largest) == 2e5
+    assert float((found.values == 2).float().mean()) == pytest.approx(40 / 640, rel=0.3)
+    weight = fp8_shares.sample(matrix, "blockwise", "weight")
+    assert set(weight.of_groups.flatten().tolist()) <= {1.0, 2.0, 1e5, 2e5}
+    assert float(fp8_shares.rounded_together([found])[0, 1]) == 0.0
+    matrix[7] *= 1e3  # the other rows are then below half of the smallest number: 2e8 / 448 / 2**10
+    (row,) = fp8_shares.rounded_together([fp8_shares.sample(matrix, "tensorwise", "input")]).tolist()
+    assert row[1] > 0.9
+
+
+class StandIn(nn.Linear):
+    """What Transformer Engine's layer with delayed scaling has, which cannot run here."""
+
+    __module__ = "transformer_engine.pytorch.module.linear"
+
+    def __init__(self) -> None:
+        super().__init__(128, 128, bias=False)
+        recipe = SimpleNamespace(delayed=lambda: True, fp8_format=SimpleNamespace(name="HYBRID"))
+        self.fp8, self.fp8_meta = True, {
+            "recipe": recipe,
+            "scaling_fwd": SimpleNamespace(scale=torch.tensor([448.0, 448.0, 1.0])),
+            "scaling_bwd": SimpleNamespace(scale=torch.tensor([57344.0, 1.0])),
+        }  # fmt: skip
+
+
+def test_delayed_scaling_saturates_with_the_scale_of_its_history() -> None:
+    layer, found = StandIn(), fp8_shares.listening()
+    x = torch.full((32, 128), 0.5)
+    x[:, :16] = 2.0  # the scale allows 1.0
+    x[:, 16:32] = 1e-7
+    found.forward(layer, x, layer.weight.detach())
+    gradient = torch.full((32, 128), 4.0)
+    found.gradient(layer, gradient)
+    rows = {name: row for names, table in found.take() for name, row in zip(names, table.tolist(), strict=True)}
+    assert rows["StandIn: input"] == pytest.approx([2.0, 0.125, 0.125])
+    assert rows["StandIn: weight"][2] == 0.0
+    assert rows["StandIn: gradient of the output"] == pytest.approx([4.0, 0.0, 1.0])
+    assert found.take() == [] and fp8_shares.casts_of(nn.Linear(2, 2)) is None
+
+
+def test_the_bound_of_underflow_is_that_of_the_noise() -> None:
+    """Normally distributed values that are spaced so that 14 % of them become zero have noise of 20 dB."""
+    values = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0))
+    apart = math.sqrt(12) * 10 ** (-20 / 20)
+    held = (values / apart).round() * apart
+    assert float((held == 0).float().mean()) == pytest.approx(FP8_UNDERFLOW_SHARE, abs=0.005)
+    noise = -10 * math.log10(float((held - values).square().mean()))
+    assert noise == pytest.approx(20.0, abs=0.3)
+
+
+def test_ranks_are_reduced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 writes the largest values and the mean shares, when all have published; what is left, at the end."""
+    store, events, number = torch.distributed.HashStore(), list[WatchEvent](), [0]
+    monkeypatch.setattr(consensus, "default_store", lambda: store)
+    for module in (drift, fp8_report):
+        monkeypatch.setattr(module, "rank", lambda: number[0])
+        monkeypatch.setattr(module, "world_size", lambda: (2, ""))
+    first, second = Fp8Report(events.append), Fp8Report(events.append)
+    first.add(1, {"a: input": [4.0, 0.1, 0.0], "a: weight": [math.inf, 0.0, 0.0]}, None)
+    first.add(10, {"a: input": [5.0, 0.1, 0.0]}, None)
+    assert events == []
+    number[0] = 1
+    second.add(1, {"a: input": [3.0, 0.3, 0.2]}, None)
+    number[0] = 0
+    first.add(20, {}, None)
+    statistics, underflow = events
+    assert statistics.step == 1 and statistics.value["ranks"] == 2
+    assert statistics.value["layers"] == {"a": {"input": {"amax": 4.0, "underflow": 0.2, "saturated": 0.1}}}
+    assert underflow.event == "fp8_underflow" and underflow.module == "a" and "20% of the input" in underflow.text
+    assert first.finish(None).startswith("FP8 at step 10, 1 layer: at most 10.00% underflow (the input of `a`)")
+    assert [each.step for each in events] == [1, 1, 10] and events[-1].value["ranks"] == 1
