@@ -3,9 +3,11 @@
 mpguard estimate llama-3.1-8b --gpus 8 --strategy fsdp2      a built-in model (--list)
 mpguard estimate config.json --recipe bf16_mixed --seq 4096  a config.json of transformers, or its folder
 mpguard estimate qwen3-8b --gpu h200 --checkpointing         the largest batch that fits on a GPU
+mpguard estimate org/model --lora 16 --quantize nf4          a downloaded model of the Hugging Face Hub
 
-Reads the model's config.json only: neither torch nor weights are needed. Exit status: 0 estimated, 2 the
-model is not known, or its config is not complete.
+Reads the model's config.json only: neither torch nor weights are needed for the architectures of --list. Others
+are built by transformers, if it is installed, without memory. Exit status: 0 estimated, 2 the model is not known,
+its config is not complete, or transformers cannot run it.
 """
 
 from __future__ import annotations
@@ -38,7 +40,12 @@ _MOMENTS = {"forward": "end of the forward pass", "backward": "backward pass", "
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="config.json, a folder with one, or a built-in name")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="config.json, a folder with one, a built-in name, or a downloaded model id",
+    )
     parser.add_argument("--list", action="store_true", help="list the built-in models and the known architectures")
     parser.add_argument("--recipe", default="bf16_mixed", metavar="NAME", help="default: bf16_mixed")
     parser.add_argument("--strategy", metavar="NAME", help="default: single; with several GPUs fsdp2")
@@ -77,7 +84,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.model is None:
         raise ConfigError(
-            "estimate needs a model: a config.json, its folder, or a built-in name (`mpguard estimate --list`)"
+            "estimate needs a model: a config.json, its folder, a downloaded model id, or a built-in name "
+            "(`mpguard estimate --list`)"
         )
     request = _request(options)
     found = estimate.estimate(request)
@@ -133,7 +141,8 @@ def _print_list(form: str) -> None:
         print(json.dumps({"version": 1, "models": list(built_in()), "architectures": list(FAMILIES)}, indent=2))
         return
     print("Built-in models:\n  " + "\n  ".join(built_in()))
-    print("Architectures of a config.json (`model_type`):\n  " + ", ".join(FAMILIES))
+    print("Architectures of a config.json (`model_type`) that need no torch:\n  " + ", ".join(FAMILIES))
+    print("Others: those that an installed transformers has.")
 
 
 def _lines(found: MemoryEstimate, fitting: Mapping[str, list[str]], largest: int, options: list[str]) -> Iterator[Line]:

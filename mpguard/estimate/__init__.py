@@ -10,6 +10,8 @@
     vision       vision transformers, alone, with an encoder of text, or in front of a decoder
     others       GPT-2, GPT-NeoX, OPT, DistilBERT, T5
     families     all of these, by `model_type`
+    recording    the tape of any model of torch, from its forward pass on the meta device
+    transformers_models  architectures that are none of the families, as transformers builds them
     compiled     what torch.compile saves instead
     replay       runs a tape forward and backward, and records what is alive
     adapters     LoRA on a frozen model, which may be quantized
@@ -18,7 +20,7 @@
     gpus         the memory of GPUs
     estimate     `Request` -> `MemoryEstimate`, the largest batch, what fits where
 
-Needs no torch. tests/estimate compares with transformers, torch's optimizers, FSDP2 and DeepSpeed.
+Needs no torch for the families. tests/estimate compares with transformers, torch's optimizers, FSDP2 and DeepSpeed.
 """
 
 from __future__ import annotations

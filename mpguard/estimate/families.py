@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from collections.abc import Callable, Mapping
 
 from mpguard.core.errors import ConfigError
@@ -38,21 +40,48 @@ _TABLES = {
 
 def most_positions(config: ModelConfig) -> int | None:
     """Return the longest row that a model takes; None if its architecture sets no limit."""
+    if config.architecture not in FAMILIES:
+        return _stated_positions(config)
     table = _TABLES.get(config.architecture)
     if config.architecture in ("clip", "siglip"):
         config = config.section("text_config", f"{config.architecture}_text_model")
     return None if table is None else config.size(table[0], default=table[1]) - table[2]
 
 
+def _stated_positions(config: ModelConfig) -> int | None:
+    """Return how many positions a config.json of another architecture states, whatever they are."""
+    parts = (config.values, config.part("text_config"))
+    names = ("max_position_embeddings", "n_positions", "max_target_positions", "max_source_positions", "seq_length")
+    found = [part[name] for part in parts for name in names if isinstance(part.get(name), int) and part[name] > 2]
+    return min(found, default=None)
+
+
+def _with_transformers(config: ModelConfig, batch: Batch, precision: TapeDtypes, compiled: bool) -> Tape:
+    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            f"{config.path}: the architecture `{config.architecture}` is none of {', '.join(sorted(FAMILIES))}. Others "
+            "are estimated with transformers and torch, which are not installed here (pip install transformers torch). "
+            "For a model of the same shape (llama for most decoders), set `model_type` in a copy of the config.json"
+        )
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # the libraries log while they are imported, and about defaults
+    try:
+        from mpguard.estimate.transformers_models import record_unknown
+
+        return record_unknown(config, batch, precision, compiled)
+    finally:
+        logging.disable(disabled)
+
+
 def record(config: ModelConfig, batch: Batch, precision: TapeDtypes | None = None, compiled: bool = False) -> Tape:
-    """Run a model on a tape. Raises `ConfigError` for an unknown architecture."""
+    """Run a model on a tape; one that no program here describes with transformers, on the meta device.
+
+    Raises `ConfigError` for an architecture that neither knows.
+    """
     program = FAMILIES.get(config.architecture)
     if program is None:
-        raise ConfigError(
-            f"{config.path}: the architecture `{config.architecture}` is not known; known are "
-            f"{', '.join(sorted(FAMILIES))}. An estimate needs the program of the model; for one of the same "
-            "shape (llama for most decoders), set `model_type` in a copy of the config.json"
-        )
+        tape = _with_transformers(config, batch, precision or TapeDtypes(), compiled)
+        return fuse(tape) if compiled else tape
     most = most_positions(config)
     if most is not None and batch.length > most:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping
 from functools import cache
@@ -143,7 +144,10 @@ def built_in() -> dict[str, dict[str, Any]]:
 
 
 def read_model(name: str) -> ModelConfig:
-    """Return the config of a file, of a folder with a config.json, or of a built-in name. Raises `ConfigError`."""
+    """Return the config of a file, a folder with one, a built-in name, or the id of a downloaded model.
+
+    Raises `ConfigError`.
+    """
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
@@ -155,13 +159,29 @@ def read_model(name: str) -> ModelConfig:
         found = built_in().get(name.rpartition("/")[2].lower())
         if found is not None:
             return ModelConfig(found, name)
-        if path.suffix == ".json" or (path.parent.is_dir() and path.parent != Path()):
+        if path.suffix == ".json" or (path.parent.is_dir() and path.parent != Path()):  # no name of a model
             raise ConfigError(f"{name}: there is no such file{did_you_mean_file(name)}")
+        downloaded = _downloaded(name)
+        if downloaded is not None:
+            return ModelConfig(_object(downloaded), name)
         raise ConfigError(
-            f"there is no model `{name}`{did_you_mean(name, built_in())} (`mpguard estimate --list`), or pass the "
-            "path of a config.json"
+            f"there is no model `{name}`{did_you_mean(name, built_in())} (`mpguard estimate --list`), and the cache of "
+            "huggingface_hub has no config.json of this name. Pass the path of a config.json"
         )
     return ModelConfig(_object(path), str(path))
+
+
+def _downloaded(name: str) -> Path | None:
+    """Return the config.json of a model id in the cache of huggingface_hub. Nothing is downloaded."""
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return None
+    import huggingface_hub
+
+    try:
+        found = huggingface_hub.try_to_load_from_cache(name, "config.json")
+    except ValueError:  # not an id
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def _object(path: Path) -> dict[str, Any]:

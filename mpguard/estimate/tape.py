@@ -117,7 +117,7 @@ class Tape:
     @contextmanager
     def block(self, prefix: str) -> Iterator[None]:
         """Everything inside is one of the repeated blocks: a unit of FSDP and of checkpointing."""
-        self._segment, self._prefix = self.blocks, f"{prefix}."
+        self._segment, self._prefix = self.blocks, f"{prefix}." if prefix else ""
         self.blocks += 1
         try:
             yield

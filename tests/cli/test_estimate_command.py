@@ -87,11 +87,31 @@ def test_what_cannot_be_estimated(arguments: list[str], message: str, capsys: py
     assert message in capsys.readouterr().err
 
 
-def test_a_file_with_an_unknown_architecture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_architecture_without_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "mamba", "hidden_size": 64}', encoding="utf-8")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["estimate", str(path)]) == 2
-    assert f"{path}: the architecture `mamba` is not known" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f"{path}: the architecture `mamba` is none of bart, bert" in err and "pip install transformers torch" in err
+
+
+def test_the_id_of_a_downloaded_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    folder = tmp_path / "models--someone--small"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc", encoding="utf-8")
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    (folder / "snapshots" / "abc" / "config.json").write_text(json.dumps(built_in()["llama-3.2-1b"]), encoding="utf-8")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert main(["estimate", "someone/small"]) == 0
+    assert "someone/small: 1.24 B parameters" in capsys.readouterr().out
+    assert main(["estimate", "someone/smaller"]) == 2
+    assert "there is no model `someone/smaller`" in capsys.readouterr().err
 
 
 def test_a_quantized_model_is_estimated_as_the_recipe_has_it(
