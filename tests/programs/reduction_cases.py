@@ -256,3 +256,200 @@ def a_probe_on_rank_0_in_fp32() -> None:
 @case()
 def a_second_model_on_both_ranks_that_is_not_reduced() -> None:
     _with_a_probe(rank)
+
+
+# -- sums in buffers of the script ---------------------------------------------------------------
+
+
+def _adds_up(
+    reduce: Callable[[list[nn.Parameter], list[torch.Tensor]], None],
+    in_hooks: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Add up the gradients of two passes in buffers, and remove them. reduce: reduces, and sets gradients."""
+    model = net()
+    own = list(model.parameters())
+    buffers = [torch.zeros_like(each, dtype=dtype) for each in own]
+    places = {id(each): buffer for each, buffer in zip(own, buffers, strict=True)}
+
+    def add(parameter: torch.Tensor) -> None:
+        places[id(parameter)] += parameter.grad  # type: ignore[arg-type]
+        parameter.grad = None
+
+    for each in own if in_hooks else ():
+        each.register_post_accumulate_grad_hook(add)
+    optimizer = adam(model)
+    inputs = batches()
+    for first, second in zip(inputs, reversed(inputs), strict=True):
+        for buffer in buffers:
+            buffer.zero_()
+        for part in (first, second):
+            loss_of(model, part).backward()
+            for each in own if not in_hooks else ():
+                add(each)
+        reduce(own, buffers)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _reduce_each(own: list[nn.Parameter], buffers: list[torch.Tensor]) -> None:
+    for each, buffer in zip(own, buffers, strict=True):
+        dist.all_reduce(buffer)
+        each.grad = buffer.float() / 2
+
+
+def _reduce_flat(own: list[nn.Parameter], buffers: list[torch.Tensor], dtype: torch.dtype = torch.float32) -> None:
+    flat = torch.cat([buffer.reshape(-1) for buffer in buffers]).to(dtype)
+    dist.all_reduce(flat)
+    for each, part in zip(own, (flat.float() / 2).split([each.numel() for each in own]), strict=True):
+        each.grad = part.view_as(each)
+
+
+@case()
+def main_gradients_reduced_each() -> None:
+    _adds_up(_reduce_each)
+
+
+@case()
+def main_gradients_added_up_in_hooks() -> None:
+    _adds_up(_reduce_flat, in_hooks=True)
+
+
+@case()
+def main_gradients_reduced_in_bf16() -> None:
+    _adds_up(lambda own, buffers: _reduce_flat(own, buffers, torch.bfloat16))
+
+
+@case()
+def main_gradients_added_up_in_bf16() -> None:
+    def reduce(own: list[nn.Parameter], buffers: list[torch.Tensor]) -> None:
+        _reduce_flat(own, [buffer.float() for buffer in buffers])
+
+    _adds_up(reduce, dtype=torch.bfloat16)
+
+
+@case()
+def main_gradients_reduced_and_thrown_away() -> None:
+    def reduce(own: list[nn.Parameter], buffers: list[torch.Tensor]) -> None:
+        local = [buffer.clone() for buffer in buffers]
+        _reduce_each(own, buffers)
+        for each, buffer in zip(own, local, strict=True):
+            each.grad = buffer
+
+    _adds_up(reduce)
+
+
+@case()
+def own_zero1_of_a_flat_sum() -> None:
+    def scatter(shard: nn.Parameter, flat: torch.Tensor) -> None:
+        dist.all_reduce(flat)
+        shard.grad = (flat / 2).chunk(2)[rank].clone()
+
+    _zero1(scatter)
+
+
+@case()
+def own_zero1_of_whole_parameters() -> None:
+    """Each rank steps its own ones, and sends them to the other."""
+    model = net()
+    own = list(model.parameters())
+    optimizer = adam(own[rank::2])
+    for inputs in batches():
+        loss_of(model, inputs).backward()
+        for each in own:
+            dist.all_reduce(each.grad)
+            each.grad /= 2  # type: ignore[operator]
+        optimizer.step()
+        model.zero_grad()
+        for number, each in enumerate(own):
+            dist.broadcast(each.data, number % 2)
+
+
+# -- parts of one model --------------------------------------------------------------------------
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(_context: object, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(_context: object, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        gradient = gradient.float().contiguous()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class _SumActivations(torch.autograd.Function):
+    @staticmethod
+    def forward(_context: object, inputs: torch.Tensor) -> torch.Tensor:
+        inputs = inputs.float().contiguous()
+        dist.all_reduce(inputs)
+        return inputs
+
+    @staticmethod
+    def backward(_context: object, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
+def _tensor_parallel(same_data: bool) -> None:
+    torch.manual_seed(rank)
+    columns, rows = nn.Linear(32, 16), nn.Linear(16, 32, bias=False)
+    optimizer = adam([*columns.parameters(), *rows.parameters()])
+    torch.manual_seed(7 if same_data else 7 + rank)
+    for inputs in torch.randn(4, 16, 32):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = rows(columns(_SumGradients.apply(inputs)).relu())
+            outputs = _SumActivations.apply(outputs) if same_data else outputs
+        outputs.float().pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case()
+def tensor_parallel_by_hand() -> None:
+    _tensor_parallel(same_data=True)
+
+
+@case()
+def models_of_their_own_that_exchange_gradients_of_activations() -> None:
+    _tensor_parallel(same_data=False)
+
+
+# -- what is not seen ----------------------------------------------------------------------------
+
+
+@case()
+def gradients_sent_as_bytes() -> None:
+    model = net()
+    optimizer, own = adam(model), list(model.parameters())
+    for inputs in batches():
+        loss_of(model, inputs).backward()
+        flat = torch.cat([each.grad.reshape(-1) for each in own]).view(torch.uint8)  # type: ignore[union-attr]
+        parts = [torch.empty_like(flat) for _ in range(2)]
+        dist.all_gather(parts, flat)
+        mean = sum(part.view(torch.float32) for part in parts) / 2
+        for each, part in zip(own, mean.split([each.numel() for each in own]), strict=True):  # type: ignore[union-attr]
+            each.grad.copy_(part.view_as(each))  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case()
+def a_bias_of_one_element_is_reduced() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = adam(model)
+    for inputs in batches():
+        loss_of(model, inputs).backward()
+        for each in model.parameters():
+            dist.all_reduce(each.grad)
+            each.grad /= 2  # type: ignore[operator]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case()
+def models_of_their_own() -> None:
+    model = net()
+    train(model, adam(model))

@@ -35,8 +35,9 @@ ENGINES = ("torch.distributed.fsdp.", "torch.nn.parallel.distributed", "deepspee
 #: The engine of autograd calls what is below this function: hooks on gradients.
 AUTOGRAD = "torch.autograd.graph"
 
-#: What lies between autograd and a collective for activations: a `torch.autograd.Function`, a DTensor.
-ACTIVATIONS = ("torch.autograd.function", "torch.distributed.tensor.")
+#: What lies between autograd and a collective for activations: a `torch.autograd.Function`, a DTensor. A script may
+#: reduce gradients that are DTensors, too.
+FUNCTION, DTENSOR = "torch.autograd.function", "torch.distributed.tensor."
 
 #: The calls of modules.
 MODULES = "torch.nn.modules.module"
@@ -51,7 +52,7 @@ class Collective:
 
     name: of the operator. tensors: floating-point tensors of more than one element that this rank contributes. group:
     the name of the process group. origin: who called it, see `origin`. outputs: of a reduce-scatter, the tensors that
-    get this rank's part of the sums.
+    get this rank's part of the sums. integers: other tensors that this rank contributes.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Collective:
     group: str
     origin: str
     outputs: list[Any] = dataclasses.field(default_factory=list)
+    integers: list[Any] = dataclasses.field(default_factory=list)
 
     @property
     def reduces(self) -> bool:
@@ -137,10 +139,12 @@ class CollectiveListener:
         return kernel
 
     def _observe(self, args: tuple[Any, ...], position: int, name: str) -> None:
-        tensors = [each for each in _leaves(args[position]) if each.is_floating_point() and each.numel() > 1]
-        if tensors:
+        several = [each for each in _leaves(args[position]) if each.numel() > 1]
+        if several:
+            tensors = [each for each in several if each.is_floating_point()]
+            integers = [each for each in several if not each.is_floating_point()]
             outputs = list(_leaves(args[0])) if "reduce_scatter" in name else []
-            self._record(Collective(name, tensors, _group_name(args), origin(), outputs))
+            self._record(Collective(name, tensors, _group_name(args), origin(), outputs, integers))
 
     @contextlib.contextmanager
     def ignoring(self) -> Iterator[None]:
@@ -156,23 +160,25 @@ def origin() -> str:
     """Return who calls a collective, from the callers of this function.
 
     `engine`: FSDP, DeepSpeed, or DDP's Python code. `hook`: a hook on gradients that autograd called, or DDP's reducer
-    in C++. `function`: the backward of a `torch.autograd.Function` or of a DTensor, which reduces activations.
-    `script`: anything else.
+    in C++. `function`: the forward or backward of a `torch.autograd.Function`, or the backward of a DTensor, which
+    reduces activations. `script`: anything else.
     """
     frame: FrameType | None = sys._getframe(1)
-    activations = False
+    activations = forward = False
     for _ in range(DEPTH):
         if frame is None:
-            in_main = threading.current_thread() is threading.main_thread()
-            return "script" if in_main else "function" if activations else "hook"  # autograd has threads of its own
+            if threading.current_thread() is threading.main_thread():
+                return "function" if forward else "script"
+            return "function" if activations else "hook"  # autograd has threads of its own
         module = frame.f_globals.get("__name__") or ""
         if module.startswith(ENGINES):
             return "engine"
         if module == MODULES:  # the engines call the model, too
-            return "script"
+            return "function" if forward else "script"
         if module == AUTOGRAD:
             return "function" if activations else "hook"
-        activations = activations or module.startswith(ACTIVATIONS)
+        forward = module == FUNCTION or (forward and not module.startswith(DTENSOR))
+        activations = activations or module.startswith((FUNCTION, DTENSOR))
         frame = frame.f_back
     return "script"
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpguard.core.console import print_line
-from mpguard.runtime.proof.reductions import Fingerprint, compare_ranks
+from mpguard.runtime.proof.reductions import BETWEEN_RANKS, Fingerprint, are_the_same, compare_ranks
 from mpguard.runtime.proof.verdict import Failure, FailureKind, names_of, read_failure
 from mpguard.runtime.ranks import numbers_of, rank, world_size
 
@@ -50,6 +50,9 @@ LOOK_TIMEOUT = 10.0
 
 #: Polls of a waiting rank are so far apart that all ranks together send at most this many per second to the store.
 POLLS_PER_SECOND = 10_000
+
+#: What is known of a reduction that was not seen.
+THE_SAME = "The gradients are the same on all ranks after the step: they were exchanged in a way that was not seen"
 
 #: The counter of the ranks that have ended.
 ENDED = "mpguard/number of ended ranks"
@@ -322,9 +325,29 @@ def combine(reports: Sequence[Report | None]) -> list[Failure]:
         for failure, ranks in collected.items()
     ]
     fingerprints = [report.fingerprint for _, report in present if report.fingerprint is not None]
-    if len(fingerprints) == len(present):
-        everywhere += compare_ranks(fingerprints)
-    return everywhere
+    return compared(everywhere, fingerprints) if len(fingerprints) == len(present) else everywhere
+
+
+def compared(failures: list[Failure], fingerprints: Sequence[Fingerprint]) -> list[Failure]:
+    """Return failures with what shows between ranks, which decides what a rank could not know about a reduction.
+
+    Where no reduction was seen, ranks may train models of their own: only gradients that differ are a witness of it.
+    """
+    found = compare_ranks(fingerprints)
+    unproven = FailureKind.UNPROVEN
+    if any(each.row == BETWEEN_RANKS for each in found):
+        failures = [
+            dataclasses.replace(each, kind=FailureKind.WRONG) if each.row == "engine" else each
+            for each in failures
+            if (each.kind, each.row) != (unproven, "reduction")
+        ]
+    elif not found and are_the_same(fingerprints):
+        failures = [
+            dataclasses.replace(each, text=f"{each.text}. {THE_SAME}") if each.row == "reduction" else each
+            for each in failures
+            if (each.kind, each.row) != (unproven, "engine")
+        ]
+    return [*failures, *found]
 
 
 def publish_end(failures: Sequence[Failure]) -> None:

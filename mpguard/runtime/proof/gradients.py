@@ -34,7 +34,9 @@ class Gradients:
     and the dtype. passes: backward passes that added to the gradient of a leaf, by its id. handoffs: their values
     between passes and steps. loss: the value from which the last backward pass began. sent: elements by origin, dtype
     and process group, see `collectives.origin`; of the script's only those that hold gradients. reduced: ids of the
-    parameters whose gradients the script has sent.
+    parameters whose gradients the script has sent; groups: the names of the process groups, by these ids. in_hooks: ids
+    of the leaves of backward passes in which hooks have reduced. unread: elements of integers that the script has
+    exchanged, by dtype: they may be bytes of gradients.
     passed_on: elements of other tensors, no weights, that the script has sent to one rank, as stages of a pipeline do.
     exchanged: elements that ranks have exchanged, of gradients too, as they do with the inputs of experts. made: by
     the id of a leaf, the dtype of the gradient that a backward pass has made, since the last step began. starts: by the
@@ -52,11 +54,15 @@ class Gradients:
         self.norm_dtype = ""  # of the norm by which gradients were clipped
         self.sent: Counter[tuple[str, str, str]] = Counter()
         self.reduced: set[int] = set()
+        self.groups: dict[int, set[str]] = {}
+        self.in_hooks: set[int] = set()
+        self.unread: Counter[str] = Counter()
         self.passed_on = self.exchanged = 0
         self.made: dict[int, str] = {}
         self.starts: dict[int, Any] = {}
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
         self._depth = 0
+        self._pass: set[int] = set()  # ids of the leaves of the pass that runs
 
     @property
     def leaves(self) -> set[int]:
@@ -90,6 +96,7 @@ class Gradients:
             return
         before = safely(self.handoffs.pass_begins, leaves)
         self._depth += 1
+        self._pass = {id(leaf) for leaf in leaves}
         try:
             with self.handoffs.before_hooks(leaves):
                 yield leaves
@@ -176,24 +183,40 @@ class Gradients:
 
     # -- collectives -------------------------------------------------------------------------
 
-    def record_collective(self, call: Collective) -> None:
-        """Count what engines and hooks reduce, and those tensors of the script that hold gradients."""
+    def record_collective(self, call: Collective) -> bool:
+        """Count what engines and hooks reduce, and those tensors of the script that hold gradients.
+
+        Return True if a tensor of the script does.
+        """
         if call.is_exchanged and call.origin != "engine":
             self.exchanged += sum(tensor.numel() for tensor in call.tensors)
         if call.origin == "function" or (call.origin != "script" and not call.reduces):
-            return
+            return False
         if call.origin == "script" and is_capturing():
-            return
+            return False
+        found = False
+        for tensor in call.integers if call.origin == "script" else ():
+            self.unread[short(tensor.dtype)] += tensor.numel()
         for tensor in call.tensors:
             if call.origin == "script":
-                owners, flat = self._owners(tensor)
-                self.reduced |= set(map(id, owners))
+                owners, flat = self.owners(tensor)
+                found |= bool(owners)
                 safely(self.handoffs.reduction_finds, owners, flat)
-                if not owners:
-                    sent = call.is_sent_to_one and not self._is_weight(tensor)
-                    self.passed_on += tensor.numel() if sent else 0
-                    continue
+                if owners:
+                    self.add_sent(owners, short(tensor.dtype), tensor.numel(), call.group)
+                elif call.is_sent_to_one and not self._is_weight(tensor):
+                    self.passed_on += tensor.numel()
+                continue
+            self.in_hooks |= self._pass if call.origin == "hook" else set()
             self.sent[call.origin, short(tensor.dtype), call.group] += tensor.numel()
+        return found
+
+    def add_sent(self, owners: Iterable[torch.Tensor], dtype: str, elements: int, group: str) -> None:
+        """Count a tensor that the script has sent over a group. owners: the parameters whose gradients are in it."""
+        for own in owners:
+            self.reduced.add(id(own))
+            self.groups.setdefault(id(own), set()).add(group)
+        self.sent["script", dtype, group] += elements
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
         """True if a tensor holds a parameter, or all in a row: ranks that average their weights are no pipeline."""
@@ -209,18 +232,43 @@ class Gradients:
                 return True
         return False
 
-    def _owners(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    def owners(
+        self, tensor: torch.Tensor, known: Collection[int] = ()
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Return the parameters whose gradients are in a tensor; none for a metric.
 
-        And the flattened tensor, if it holds copies of them in a row.
+        And the flattened tensor, if it holds copies of them in a row, or the sums of several passes, which the script
+        has added up in buffers of its own. known: ids of parameters that are not asked for.
         """
-        for parameters in self._orders():
+        orders = [[each for each in order if id(each) not in known] for order in self._orders()]
+        for parameters in orders:
             with_gradient = [each for each in parameters if each.grad is not None and not each.grad.is_sparse]
             if sharing := _sharing_memory(tensor, with_gradient):
                 return sharing, None
             if alike := _resembling(tensor, with_gradient):
                 return alike, tensor.detach().reshape(-1)
+        for parameters in orders:
+            if summed := self._holding_sums(tensor, parameters):
+                return summed, tensor.detach().reshape(-1)
         return [], None
+
+    def _holding_sums(self, tensor: torch.Tensor, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters in a row of whose gradients, as passes have left them, a tensor holds the sums.
+
+        The script may have added them to buffers, and have removed them from the parameters.
+        """
+        sizes = [local(each).numel() for each in parameters]
+        for first, last in _runs(sizes, tensor.numel()):
+            run, flat, offset = parameters[first:last], tensor.detach().reshape(-1), 0
+            for own, size in zip(run, sizes[first:last], strict=True):
+                total = self.handoffs.sum_of_passes(own)
+                if total is not None:
+                    found = sample(flat[offset : offset + size].view(local(own).shape))
+                    if bool(total.any()) and similar(found, total):
+                        return run
+                    break
+                offset += size
+        return []
 
     def _orders(self) -> Iterator[list[torch.Tensor]]:
         """Yield lists of parameters in the orders in which scripts put them into one buffer."""

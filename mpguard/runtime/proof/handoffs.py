@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import operator
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -171,7 +173,9 @@ class HandOffs:
         self._left = {key: each for key, each in self._left.items() if key in everyones and key not in tracked} | now
         for key in tracked:
             hooked = self._hooked.pop(key, None)
-            if hooked is not None and key in now:
+            if hooked is not None and key not in now:  # a hook has taken it away
+                self._add_term(key, hooked)
+            elif hooked is not None:
                 seen = _Seen.of(tracked[key], hooked, now[key])
                 self._judge("accumulation", "in a hook of the backward pass", seen)
 
@@ -254,12 +258,20 @@ class HandOffs:
         tracked, offset = self._tracked(), 0
         for own in parameters:
             size = samples.local(own).numel()
-            if id(own) in tracked and id(own) in self._left and not is_capturing():
+            known = id(own) in self._left or id(own) in self._terms
+            if id(own) in tracked and known and not is_capturing():
                 sent = own.grad if flat is None else flat[offset : offset + size].view(samples.local(own).shape)
-                self._judge("gradients", "before the reduction", _Seen.of(own, self._left[id(own)], sample(sent)))
+                terms = self._terms.get(id(own), ())
+                seen = _Seen.of(own, self._left.get(id(own)), sample(sent), terms)
+                self._judge("gradients", "before the reduction", seen)
             self._left.pop(id(own), None)
             self._terms.pop(id(own), None)
             offset += size
+
+    def sum_of_passes(self, own: torch.Tensor) -> torch.Tensor | None:
+        """Return samples of the sum of the gradients that passes have left in a tensor, as far as it is sampled."""
+        terms = self._terms.get(id(own), [])
+        return functools.reduce(operator.add, terms) if terms else None
 
     def step_begins(self, optimizer: Any) -> None:
         """Compare what a step finds; what follows it has nothing to do with what was left before."""

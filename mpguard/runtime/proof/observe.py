@@ -136,6 +136,10 @@ class Observed:
     #: Elements that this rank has sent to one other and that are no gradients of parameters, as the stages of a
     #: pipeline do.
     passed_on: int = 0
+    #: Elements of gradients of activations that functions of autograd have exchanged with other ranks.
+    activations: int = 0
+    #: Elements of integers that the script has exchanged, by dtype: they may be bytes of gradients.
+    unread: dict[str, int] = dataclasses.field(default_factory=dict)
     #: Elements of the parameters by what reduces their gradients, see `Coverage`.
     covered: dict[str, int] = dataclasses.field(default_factory=dict)
     #: The names of the parameters whose gradients nothing reduces.
@@ -635,6 +639,7 @@ def _add_reductions(seen: Observed, recorder: Recorder, optimizer: Any, roots: l
     seen.reductions, seen.reductions_over = reductions.reduced(recorder.gradients, updated_by(optimizer), roots)
     seen.reduced_by = "the collective" if seen.reductions else None
     seen.averaging, seen.passed_on = recorder.averaging, recorder.gradients.passed_on
+    seen.activations, seen.unread = recorder.activations, dict(recorder.gradients.unread)
     if seen.engine == "tp" and any(shards_of(own) == seen.world_size for own in updated_by(optimizer)):
         seen.reduced_by = seen.reduced_by or "tensor parallel"
     if not recorder.listened:
@@ -654,7 +659,7 @@ def _add_fingerprint(seen: Observed, recorder: Recorder, optimizer: Any, roots: 
     seen.alone = list(found.alone)
     seen.fingerprint = reductions.fingerprint(found, recorder.gradients)
     if recorder.activations:  # each rank may have a part of one model
-        seen.fingerprint.partly = {}
+        seen.fingerprint.partly, seen.fingerprint.parts = {}, True
     sums = seen.fingerprint.gradients.values()
     if sums:
         seen.replicated = sum(norm**2 for norm, _ in sums) ** 0.5, sum(total for _, total in sums)

@@ -234,10 +234,10 @@ class Recorder:
     def _record_collective(self, call: Collective) -> None:
         with muted():
             self.comm_hooks.sends(call.tensors)
-            self.gradients.record_collective(call)
+            known = self.gradients.record_collective(call)
             self.activations += sum(each.numel() for each in call.tensors) if call.origin == "function" else 0
-            if call.origin == "script" and call.outputs and self.gradients.reduced:
-                self.shards.record(call)
+            if call.origin == "script" and call.reduces:
+                self.shards.record(call, known=known)
 
     def ignoring_collectives(self) -> contextlib.AbstractContextManager[None]:
         """Record no collectives inside the block: those of mpguard reduce no gradients."""
@@ -254,7 +254,7 @@ class Recorder:
         """Record which gradients an optimizer has when its step begins: the step may clear them."""
         groups = optimizer.param_groups
         own = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
-        safely(self.shards.begin_step, own, self.gradients.leaves)
+        safely(self.shards.begin_step, own, self.gradients)
         self.gradients.made = {id(parameter): short(parameter.grad.dtype) for parameter in own}
         safely(self.gradients.handoffs.step_begins, optimizer)
         self.values.begin_step(optimizer)

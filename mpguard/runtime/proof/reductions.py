@@ -6,6 +6,7 @@ sent its gradient to the other ranks, or each rank trains it alone. What only sh
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections import Counter
@@ -60,6 +61,8 @@ class Fingerprint:
     loss: float | None = None
     passes_on: bool = False
     exchanges: bool = False
+    parts: bool = False
+    within: dict[str, dict[str, tuple[float, float]]] = dataclasses.field(default_factory=dict)
 
 
 def is_ddp(module: nn.Module) -> bool:
@@ -108,8 +111,9 @@ class Coverage:
 
     replicated: of DDP over all ranks. engine: other parameters of engines. sent: those whose gradients the script has
     sent. sharded: those whose gradients are this rank's part of a reduce-scatter of the script. alone: the rest;
-    outside: the names of those that are in no module of an engine. partly: those among `engine` whose gradients are
-    reduced over a group of `ranks` ranks, which are not all, and which each rank of the group has as a whole.
+    outside: the names of those that are in no module of an engine. partly: those among `engine` and `sent` whose
+    gradients are reduced over a group of `ranks` ranks, which are not all, and which each rank of the group has as a
+    whole. within: those among `sent`, by the ranks of the group.
     """
 
     replicated: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -120,6 +124,7 @@ class Coverage:
     outside: set[str] = dataclasses.field(default_factory=set)
     partly: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     ranks: int = 0
+    within: dict[tuple[int, ...], dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
 
 
 def coverage(
@@ -157,10 +162,25 @@ def coverage(
             found.sharded[name] = own
         elif id(own) in gradients.reduced:
             found.sent[name] = own
+            members = _members(gradients.groups.get(id(own), ()))
+            if 0 < len(members) < world:
+                found.partly[name], found.ranks = own, len(members)
+                found.within.setdefault(members, {})[name] = own
         else:
             found.alone[name] = own
             found.outside |= set() if id(own) in inside else {name}
     return found
+
+
+def _members(groups: Collection[str]) -> tuple[int, ...]:
+    """Return the ranks of the process group over which the script has reduced; none if there are several groups."""
+    import torch.distributed as dist
+
+    c10d: Any = dist.distributed_c10d
+    if len(groups) == 1:
+        with contextlib.suppress(Exception):  # the script has destroyed the group
+            return tuple(dist.get_process_group_ranks(c10d._resolve_process_group(next(iter(groups)))))
+    return ()
 
 
 def _parameter_names(roots: Sequence[nn.Module]) -> Iterator[tuple[int, str]]:
@@ -250,8 +270,10 @@ def reduced(
 ) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
     """Return the elements that were reduced by dtype, and the same for each dimension of the mesh, or process group.
 
-    Below a DDP, a hook's collectives over another group are not of gradients.
+    Below a DDP, a hook's collectives over another group are not of gradients. What neither the script nor hooks have
+    reduced of these parameters belongs to other optimizers.
     """
+    parameters = list(parameters)
     ddp = [module for root in roots for module in root.modules() if is_ddp(module)]
     wrappers: list[Any] = list(ddp)
     world = world_size()[0]
@@ -262,14 +284,25 @@ def reduced(
             labels.setdefault(str(group.group_name), f"{size} of {world} ranks")
     total: dict[str, int] = {}
     over: dict[str, dict[str, int]] = {}
+    others = () if ddp else _of_others(gradients, parameters)
     for (origin, dtype, group), elements in gradients.sent.items():
-        if origin == "hook" and groups and group not in groups:
+        if origin in others or (origin == "hook" and groups and group not in groups):
             continue
         total[dtype] = total.get(dtype, 0) + elements
         label = labels.get(group, "") or ("by the script" if origin == "script" and ddp else "")
         part = over.setdefault(label, {})
         part[dtype] = part.get(dtype, 0) + elements
     return total, over
+
+
+def _of_others(gradients: Gradients, parameters: Iterable[Any]) -> list[str]:
+    """Return the origins of reductions that have none of the parameters. Copies of them are not known: none then."""
+    own = {id(each) for each in parameters}
+    if not own & gradients.leaves:
+        return []
+    return [
+        origin for origin, known in (("script", gradients.reduced), ("hook", gradients.in_hooks)) if not own & known
+    ]
 
 
 def _labels(parameters: Iterable[Any]) -> Iterator[tuple[str, str]]:
@@ -290,15 +323,18 @@ def _labels(parameters: Iterable[Any]) -> Iterator[tuple[str, str]]:
 
 def fingerprint(found: Coverage, gradients: Gradients) -> Fingerprint:
     """Return what must be the same on all ranks."""
-    everywhere = {**found.replicated, **found.sent}
-    result = Fingerprint({_name(part): _checksum(part) for part in _parts(everywhere)})
+    sent = {name: own for name, own in found.sent.items() if name not in found.partly}
+    result = Fingerprint({_name(part): _checksum(part) for part in _parts({**found.replicated, **sent})})
+    for ranks, parameters in found.within.items():
+        group = {_name(part): _checksum(part) for part in _parts(parameters)}
+        result.within[", ".join(map(str, ranks))] = group
     outside = {name: own for name, own in found.alone.items() if name in found.outside}
     inside = {name: own for name, own in found.alone.items() if name not in found.outside}
     for part in [*_parts(outside), *_parts(inside)]:
         starts = [float(gradients.starts.get(id(own), 0.0)) for _, own in part]
         result.alone[_name(part)] = (*_checksum(part), sum(starts))
     result.outside = [_name(part) for part in _parts(outside)]
-    result.engine = bool(found.engine or found.sharded)
+    result.engine = bool(found.engine or found.sharded or found.within)
     result.loss = float(gradients.loss) if gradients.loss is not None else None
     known = {name: own for name, own in found.partly.items() if id(own) in gradients.starts}
     for part in _parts(known):
@@ -337,10 +373,12 @@ def _checksum(part: list[tuple[str, torch.Tensor]]) -> tuple[float, float]:
 
 def compare_ranks(fingerprints: Sequence[Fingerprint]) -> list[Failure]:
     """Return the failures that show only between ranks. fingerprints: of all ranks, in order."""
-    failures = _differing([each.gradients for each in fingerprints])
+    failures = [] if _share_the_parameters(fingerprints) else _differing([each.gradients for each in fingerprints])
+    for ranks in dict.fromkeys(ranks for each in fingerprints for ranks in each.within):
+        failures += _differing([each.within.get(ranks, {}) for each in fingerprints if ranks in each.within])
     alone = [{name: sums[:2] for name, sums in each.alone.items()} for each in fingerprints]
-    nothing_reduced = not fingerprints[0].gradients and not fingerprints[0].engine
-    if nothing_reduced and _are_stages(fingerprints):
+    nothing_reduced = not any(each.gradients or each.engine for each in fingerprints)
+    if nothing_reduced and (_are_stages(fingerprints) or _are_parts(fingerprints)):
         return []
     if nothing_reduced and (differing := _differing(alone)):
         return differing
@@ -349,6 +387,8 @@ def compare_ranks(fingerprints: Sequence[Fingerprint]) -> list[Failure]:
     outside = set(fingerprints[0].outside)
     parts = outside if outside & own_starts and _have_parts_of_their_own(fingerprints) else set()
     shared = [name for name in fingerprints[0].alone if name not in (parts if name in outside else own_starts)]
+    if len({each.loss for each in fingerprints}) > 1:  # from other data follow the same gradients only if exchanged
+        shared = [name for name in shared if _differ([sums.get(name) for sums in alone])]
     if nothing_reduced:  # they are the same on all ranks: the script has reduced them, in hooks or buffers of its own
         shared = []
     if shared:
@@ -359,6 +399,30 @@ def compare_ranks(fingerprints: Sequence[Fingerprint]) -> list[Failure]:
         advice = "Put them into the wrapped model, or reduce their gradients with torch.distributed.all_reduce"
         failures.append(Failure(FailureKind.WRONG, text, "coverage", advice=advice))
     return failures
+
+
+def are_the_same(fingerprints: Sequence[Fingerprint]) -> bool:
+    """True if gradients that nothing was seen to reduce are the same on all ranks, though the losses differ."""
+    alone = [{name: sums[:2] for name, sums in each.alone.items()} for each in fingerprints]
+    return bool(alone[0]) and not _differing(alone) and len({each.loss for each in fingerprints}) > 1
+
+
+def _share_the_parameters(fingerprints: Sequence[Fingerprint]) -> bool:
+    """True if each rank steps other parameters than the other ranks, as in ZeRO-1 by hand: none is on two ranks."""
+    names = [name for each in fingerprints for name in each.gradients]
+    return len(names) == len(set(names)) and all(each.gradients for each in fingerprints)
+
+
+def _are_parts(fingerprints: Sequence[Fingerprint]) -> bool:
+    """True if each rank has a part of one model: tensor parallelism of the script.
+
+    Ranks exchange gradients of activations, have one loss in common, and each parameter is another one on each rank, or
+    has the same gradient.
+    """
+    if not all(each.parts for each in fingerprints) or len({each.loss for each in fingerprints}) > 1:
+        return False
+    names = [name for name in fingerprints[0].alone if not _starts_differ(name, fingerprints)]
+    return not any(_differ([each.alone[name][:2] for each in fingerprints if name in each.alone]) for name in names)
 
 
 def _partly_reduced(fingerprints: Sequence[Fingerprint]) -> list[Failure]:

@@ -96,9 +96,10 @@ class Row:
 
     def failure(self) -> Failure:
         """Return the failure that a wrong or unproven row is."""
-        if self.verdict is Verdict.WRONG:
+        if self.verdict is Verdict.WRONG or not self.found.startswith(UNOBSERVED):
+            kind = FailureKind.WRONG if self.verdict is Verdict.WRONG else FailureKind.UNPROVEN
             text = f"{self.name}: {self.found}; asked: {self.asked}"
-            return Failure(FailureKind.WRONG, text, self.name, (), self.advice, self.allow)
+            return Failure(kind, text, self.name, (), self.advice, self.allow)
         text = f"{self.name} could not be observed{self.found.removeprefix(UNOBSERVED)}; asked: {self.asked}"
         return Failure(FailureKind.UNPROVEN, text, self.name, (), self.advice, self.allow)
 

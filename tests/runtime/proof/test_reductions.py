@@ -46,6 +46,8 @@ RIGHT = (
     "own_zero1", "own_zero1_with_a_buffer_that_is_gone", "own_zero1_divided_before", "own_zero1_of_lists",
     "ddp_over_a_group_of_all_ranks", "ddp_over_one_rank_for_an_ensemble", "ddp_over_one_rank_reduced_by_the_script",
     "ddp_over_one_rank_in_a_pipeline", "a_probe_on_rank_0", "a_probe_on_rank_1",
+    "main_gradients_reduced_each", "main_gradients_added_up_in_hooks", "own_zero1_of_a_flat_sum",
+    "own_zero1_of_whole_parameters", "tensor_parallel_by_hand", "a_bias_of_one_element_is_reduced",
 )  # fmt: skip
 
 WRONG = {
@@ -56,6 +58,12 @@ WRONG = {
     "ddp_over_one_rank": "the process group of the wrapper has 1 of 2 ranks",
     "a_second_model_on_both_ranks_that_is_not_reduced": "reduction: the gradients differ between ranks",
     "fsdp2_over_one_rank": "not proven: reduction could not be observed",
+    "main_gradients_reduced_in_bf16": "reduction: bf16 (the collective)",
+    "main_gradients_added_up_in_bf16": "accumulation: rounded to bf16 in the sum of the script",
+    "main_gradients_reduced_and_thrown_away": "reduction: the gradients differ between ranks",
+    "models_of_their_own_that_exchange_gradients_of_activations": "reduction: the gradients differ between ranks",
+    "gradients_sent_as_bytes": "the script exchanges integers (",
+    "models_of_their_own": "engine: no wrapper around the model",
 }
 
 
@@ -81,6 +89,12 @@ def test_what_one_rank_trains_alone_must_be_in_the_policys_dtype(proven: list[Ca
     assert found["verdict"] == "not in force" and any("compute: fp32" in each for each in found["failures"]), found
 
 
+def test_gradients_that_are_the_same_on_all_ranks_are_not_called_unsynchronized(proven: list[Cases]) -> None:
+    (failure,) = proven[0]["gradients_sent_as_bytes"]["failures"]
+    assert failure.startswith("not proven: reduction could not be observed") and "The gradients are the same" in failure
+
+
 def test_rows_name_what_reduces(proven: list[Cases]) -> None:
     assert proven[0]["own_zero1"]["rows"]["engine"].startswith("gradients reduced by the script itself")
+    assert proven[0]["tensor_parallel_by_hand"]["rows"]["engine"].startswith("tensor parallel, by the script")
     assert proven[0]["ddp_over_one_rank_for_an_ensemble"]["rows"]["reduction"].startswith("fp32 over 1 of 2 ranks")

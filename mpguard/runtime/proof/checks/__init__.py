@@ -22,12 +22,13 @@ from mpguard.runtime.containment import has_failed
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof.checks import compute, fp8, gradients, model, optimizer, processes
 from mpguard.runtime.proof.checks.common import format_allowance
+from mpguard.runtime.proof.checks.processes import BY_SCRIPT
 from mpguard.runtime.proof.observe import Observed
 from mpguard.runtime.proof.reductions import BETWEEN_RANKS
 from mpguard.runtime.proof.verdict import IN_FORCE, NOT_PROVEN, Failure, Row, Verdict, not_observed, verdict_of
 
 #: Rows without which a low-precision run is not proven.
-REQUIRED_ROWS = ("compute", "reduction")
+REQUIRED_ROWS = ("compute", "engine", "reduction")
 
 #: The checks in the order of their rows, by the name of the (first) row. The name is that of an error in `Observed`.
 CHECKS: dict[str, Callable[[Observed, Plan], Row | list[Row]]] = {
@@ -96,11 +97,25 @@ def trained_alone(rows: Iterable[Row], missing: str) -> tuple[Row, ...]:
     )
 
 
+def between_ranks(rows: Iterable[Row], everywhere: Sequence[Failure]) -> tuple[Row, ...]:
+    """Return rows with what only showed between ranks: without a wrapper, if the script reduces or nothing does."""
+    names = {each.row for each in everywhere}
+    if BETWEEN_RANKS not in names and ("engine" in names or has_failed()):
+        return tuple(rows)
+    rows = list(rows)
+    for number, row in enumerate(rows):
+        if (row.name, row.verdict) == ("engine", Verdict.UNPROVEN):
+            differ = BETWEEN_RANKS in names
+            verdict, found = (Verdict.WRONG, row.found) if differ else (Verdict.AS_ASKED, BY_SCRIPT)
+            rows[number] = dataclasses.replace(row, verdict=verdict, found=found)
+    return tuple(rows)
+
+
 def unsynchronized(
     rows: Iterable[Row], failures: Sequence[Failure], plan: Plan
 ) -> tuple[tuple[Row, ...], list[Failure]]:
     """Return rows and failures of all ranks where ranks may step without reducing each time: `allow: local_sgd`."""
-    rows = tuple(rows)
+    rows = between_ranks(rows, failures)
     if not plan.allowed(LOCAL_SGD):
         return rows, list(failures)
     others = [failure for failure in failures if failure.row != BETWEEN_RANKS]

@@ -89,9 +89,19 @@ def reduced_by_script(seen: Observed) -> bool:
     return seen.engine == "none" and sum(seen.reductions.values()) >= sum(seen.gradients.values()) > 0
 
 
+def part_of_model(seen: Observed) -> str:
+    """Return by what this rank has a part of the model, as it seems; empty if it has none.
+
+    It passes activations on to others, or exchanges them in functions of autograd. The ranks compare that it is so.
+    """
+    if seen.engine != "none":
+        return ""
+    return "pipeline" if seen.passed_on else "tensor parallel, by the script" if seen.activations else ""
+
+
 def is_stage(seen: Observed) -> bool:
-    """True if this rank passes activations on to others: they compare that each has a part of the model."""
-    return seen.engine == "none" and seen.passed_on > 0
+    """True if this rank seems to have a part of the model."""
+    return bool(part_of_model(seen))
 
 
 def is_unsynchronized(seen: Observed) -> bool:

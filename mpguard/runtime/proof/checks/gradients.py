@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from mpguard.policy.allow import LOCAL_SGD, LOSS_SCALING
@@ -99,9 +100,12 @@ def reduction(seen: Observed, plan: Plan) -> Row:
     if not seen.reductions:
         advice = (
             "No collective with gradients was seen. Run the last backward pass before a step outside no_sync(), or "
-            "reduce the gradients with the functions of torch.distributed"
+            "reduce the gradients, as tensors of floating-point numbers, with the functions of torch.distributed"
         )
-        return not_observed(name, asked.short, advice=advice)
+        numbers = ", ".join(f"{format_amount(count)} {dtype}" for dtype, count in seen.unread.items())
+        reason = f"the script exchanges integers ({numbers}), which may be bytes of gradients" if numbers else ""
+        row = not_observed(name, asked.short, reason, advice)
+        return dataclasses.replace(row, allow=(LOCAL_SGD,))
     parts = seen.reductions_over or {"": seen.reductions}
     same = Verdict.of(all(_is_reduced_in(counts, asked) for counts in parts.values()))
     advice = "" if same is Verdict.AS_ASKED else _other_reduction(plan)

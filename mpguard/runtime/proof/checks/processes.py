@@ -7,7 +7,7 @@ import sys
 
 from mpguard.policy.allow import IDLE_RANKS, LOCAL_SGD
 from mpguard.runtime.plan import Plan
-from mpguard.runtime.proof.checks.common import is_stage, reduced_by_script
+from mpguard.runtime.proof.checks.common import is_stage, part_of_model, reduced_by_script
 from mpguard.runtime.proof.observe import Observed
 from mpguard.runtime.proof.verdict import Row, Verdict
 
@@ -22,11 +22,14 @@ ACCELERATE_ON_CPU = (
 #: What is found as engine where several processes have no wrapper.
 NO_WRAPPER = "no wrapper around the model"
 
+#: What is found as engine where the script reduces.
+BY_SCRIPT = "gradients reduced by the script itself"
+
 
 def engine(seen: Observed, plan: Plan) -> Row:
     """Compare the engine that wraps the model with that of the config. `allow: local_sgd` accepts none."""
     name, asked = "engine", plan.strategy
-    names = {"none": "pipeline" if is_stage(seen) else NO_WRAPPER, "single": "single process"}
+    names = {"none": part_of_model(seen) or NO_WRAPPER, "single": "single process"}
     found = names.get(seen.engine, seen.engine)
     if asked is None:
         return Row(name, found, "", Verdict.NOT_ASKED)
@@ -35,15 +38,17 @@ def engine(seen: Observed, plan: Plan) -> Row:
         return Row(name, found, asked, Verdict.AS_ASKED)
     if asked == "ddp" and seen.engine == "tp":
         return Row(name, "tensor parallel", asked, Verdict.AS_ASKED)
-    if asked == "ddp" and is_stage(seen):
-        return Row(name, "pipeline", asked, Verdict.AS_ASKED)
+    if asked == "ddp" and is_stage(seen) and not reduced_by_script(seen):
+        return Row(name, found, asked, Verdict.AS_ASKED)
     if asked == "ddp" and reduced_by_script(seen):
-        return Row(name, "gradients reduced by the script itself", asked, Verdict.AS_ASKED)
+        return Row(name, BY_SCRIPT, asked, Verdict.AS_ASKED)
     if seen.engine == asked:
         return Row(name, found, asked, Verdict.AS_ASKED)
     if found == NO_WRAPPER and plan.allowed(LOCAL_SGD):
         return Row(name, found, asked, Verdict.ALLOWED, LOCAL_SGD)
-    return Row(name, found, asked, Verdict.WRONG, advice=_engine_advice(seen, asked))
+    # Without a wrapper the script may reduce in a way that was not seen: ranks compare their gradients.
+    verdict = Verdict.UNPROVEN if found == NO_WRAPPER and asked == "ddp" else Verdict.WRONG
+    return Row(name, found, asked, verdict, advice=_engine_advice(seen, asked))
 
 
 def _engine_advice(seen: Observed, asked: str) -> str:
@@ -51,7 +56,7 @@ def _engine_advice(seen: Observed, asked: str) -> str:
     if seen.engine in ("none", "single", "ddp") and asked.startswith(("fsdp", "deepspeed")):
         return ACCELERATE_ENGINES if accelerate else "Wrap the model in the engine, or change the engine in the config"
     if seen.engine == "none":
-        each = f"{seen.launched} processes each train a model of their own"
+        each = f"Each of {seen.launched} processes may train a model of its own"
         return f"{each}; {ACCELERATE_ON_CPU}" if accelerate else f"{each}: wrap it in DistributedDataParallel"
     return ""
 

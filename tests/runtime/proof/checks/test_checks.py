@@ -47,7 +47,7 @@ FROZEN = [*SEEN.computed, Computed(False, "fp16", 1, inside=True)]
     ("name", "plan", "changes", "verdict"),
     [
         ("engine", PLAN, {}, Verdict.AS_ASKED),
-        ("engine", PLAN, {"engine": "none", "reductions": {}}, Verdict.WRONG),
+        ("engine", PLAN, {"engine": "none", "reductions": {}}, Verdict.UNPROVEN),
         ("engine", allowing("local_sgd"), {"engine": "none", "reductions": {}}, Verdict.ALLOWED),
         ("engine", Plan(PLAN.policy), {}, Verdict.NOT_ASKED),
         ("processes", Plan(PLAN.policy), {"launched": 2}, Verdict.NOT_ASKED),
