@@ -49,7 +49,10 @@ def _backward(original: AnyFunction) -> AnyFunction:
         watched = guard.recorder.gradients.during_backward(t_outputs, accumulates)
         with guard.recorder.record_backward(t_outputs, accumulates, list(guard.optimizers)), watched as leaves:
             guard.recorder.by_hand.record_pass(leaves, guard.optimizers)
+            scaled = guard.recorder.scaled_passes
+            own = safely(scaled.begin_pass, leaves, guard.optimizers) if guard.plan.policy.fp16 and leaves else None
             result = original(t_outputs, *args, **kwargs)
+            scaled.end_pass(own or ())
         cuda_graphs.backward_ended()
         if not accumulates and len(args) > INPUTS and args[INPUTS]:
             leaves = guard.recorder.gradients.record_returned(args[INPUTS], result)

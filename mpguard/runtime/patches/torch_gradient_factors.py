@@ -6,12 +6,13 @@ Between these and backward passes, reductions and steps only the script changes 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mpguard.core.patches import AnyFunction, patch
 from mpguard.runtime import guard as guards
 from mpguard.runtime.patches import checks
+from mpguard.runtime.proof import remarks, samples
 from mpguard.runtime.proof.observe import innermost
 from mpguard.runtime.proof.products import short
 
@@ -37,12 +38,21 @@ def _clip(original: AnyFunction) -> AnyFunction:
         if guard is None or not guard.waiting:
             return original(parameters, *args, **kwargs)
         own = [parameters] if not isinstance(parameters, Iterable) or hasattr(parameters, "grad") else list(parameters)
+        _compare_with_scale(guard, own, args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value")))
         with guard.recorder.gradients.handoffs.around("before clipping", own):
             norm = original(own, *args, **kwargs)
         guard.recorder.gradients.norm_dtype = short(norm.dtype) if hasattr(norm, "dtype") else ""
         return norm
 
     return clip
+
+
+def _compare_with_scale(guard: guards.Guard, parameters: Sequence[Any], limit: Any) -> None:
+    """Print a remark if gradients are clipped that are still multiplied by the loss scale."""
+    if guard.plan.policy.fp16 and isinstance(limit, (int, float)):
+        scale = samples.safely(guard.recorder.scaled_passes.scale_of, parameters) or 0.0
+        if remark := remarks.clipped_while_scaled(scale, limit):
+            guard.reporter.report_remarks([remark])
 
 
 @patch(
@@ -58,8 +68,11 @@ def _unscale(original: AnyFunction) -> AnyFunction:
         guard = guards.current()
         if guard is None or not guard.waiting or not self.is_enabled():
             return original(self, optimizer)
-        with guard.recorder.gradients.handoffs.unscaling(innermost(optimizer), self.get_scale()):
-            return original(self, optimizer)
+        own = innermost(optimizer)
+        with guard.recorder.gradients.handoffs.unscaling(own, self.get_scale()):
+            result = original(self, optimizer)
+        samples.safely(guard.recorder.scaled_passes.unscaled, own)
+        return result
 
     return unscale_
 

@@ -12,6 +12,7 @@ from mpguard.runtime import guard as guards
 from mpguard.runtime.patches import checks, required
 from mpguard.runtime.plan import first_scale
 from mpguard.runtime.proof.observe import innermost
+from mpguard.runtime.proof.samples import safely
 from mpguard.targets.inject import Change, build
 
 #: The largest factor with which a scale still follows overflows: 69 skipped steps halve it.
@@ -71,9 +72,10 @@ def _scaler_step(original: AnyFunction) -> AnyFunction:
             return original(self, optimizer, *args, **kwargs)
         guard.scaler_use.scale_found(self)
         if guard.waiting:
-            facts = _scaler_facts(self)
-            facts |= {"set": guard.scaler_use.set_by_script(self)}
-            guard.recorder.scalers[id(innermost(optimizer))] = facts
+            facts, own = _scaler_facts(self), innermost(optimizer)
+            passes = guard.recorder.scaled_passes
+            facts |= {"set": guard.scaler_use.set_by_script(self), "passes": safely(passes.step, self, own) or ""}
+            guard.recorder.scalers[id(own)] = facts
         calls = guard.step_calls
         result = original(self, optimizer, *args, **kwargs)
         if self.is_enabled():
@@ -141,6 +143,7 @@ def _scaler_scale(original: AnyFunction) -> AnyFunction:
         guard = guards.current()
         if guard is not None and guard.waiting and self.is_enabled():
             guard.recorder.record_scaled_loss(result)
+            safely(guard.recorder.scaled_passes.loss_scaled, self, outputs, result)
         if guard is not None and guard.meter is not None and self.is_enabled():
             guard.meter.record_unscaled(outputs)
         return result

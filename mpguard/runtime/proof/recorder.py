@@ -28,6 +28,7 @@ from mpguard.runtime.proof.master_values import MasterValues
 from mpguard.runtime.proof.products import short
 from mpguard.runtime.proof.profiler import muted
 from mpguard.runtime.proof.samples import safely
+from mpguard.runtime.proof.scaled_passes import ScaledPasses
 from mpguard.runtime.proof.shards import Shards
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Recorder:
         self.backwards = 0
         self.gradients = Gradients(optimizers)
         self.comm_hooks = CommHooks(self.gradients.handoffs.found)
+        self.scaled_passes = ScaledPasses()
         self.values: MasterValues = MasterValues(None if previous is None else previous.values)
         self.by_hand: HandUpdates = HandUpdates(None if previous is None else previous.by_hand)
         self.updated: dict[int, tuple[Counter[str], Counter[str]]] = {}

@@ -45,6 +45,10 @@ LOW = frozenset(DIGITS)
 #: How a loss gets more digits, and the page about FP32 parts.
 WITH_FLOAT, PAGE = "Compute it in FP32: `logits.float()` before it", "fp32"
 
+#: A limit for clipping that is smaller than the loss scale by this factor was not multiplied by it: if it was, it would
+#: clip gradients to 1/64.
+LEAST_CLIPPED = 64
+
 #: Names that a line lists.
 LISTED = 3
 
@@ -110,6 +114,19 @@ def suspicions(found: Mapping[str, int], optimizer: str) -> Iterator[Remark]:
             "away of each update is lost; mpguard cannot compute this step again, so that it is not refused",
             "refused",
         )
+
+
+def clipped_while_scaled(scale: float, limit: float) -> Remark | None:
+    """Return a remark if gradients are clipped while they are scaled, unless the limit may be scaled as well."""
+    if limit * LEAST_CLIPPED > scale:
+        return None
+    return Remark(
+        "clipped",
+        f"gradients that are still multiplied by the loss scale ({scale:g}) are clipped to {limit:g}, "
+        f"which is {limit / scale:.2g} after the division. Call `scaler.unscale_(optimizer)` before, or multiply the "
+        "limit by the scale",
+        "MPG205",
+    )
 
 
 def _frequencies(roots: list[nn.Module]) -> Iterator[Remark]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from mpguard.policy.allow import LOCAL_SGD, LOSS_SCALING
 from mpguard.policy.dtype import Dtype
 from mpguard.runtime.plan import Plan
+from mpguard.runtime.proof import scaled_passes
 from mpguard.runtime.proof.checks.common import (
     format_amount,
     format_counts,
@@ -167,6 +168,8 @@ def scaler(seen: Observed, plan: Plan) -> list[Row]:
     if seen.unscaled and not seen.engine.startswith("deepspeed"):
         found, same = f"{found}; backward ran on a loss that it did not scale", False
     advice = "A GradScaler gets the policy's values only if mpguard is active when it is created: create it after that"
+    if wrong := found_scaler.get("passes", ""):
+        return [Row(name, f"{found}; {wrong}", asked, Verdict.WRONG, advice=scaled_passes.ADVICE[wrong])]
     if seen.unscaled:
         advice = "Call backward on the result of scaler.scale(loss), for each loss"
     return [Row(name, found, asked, Verdict.of(same), advice=advice)]

@@ -1,0 +1,147 @@
+"""`ScaledPasses`: the loss scales of the backward passes whose gradients a GradScaler divides at a step.
+
+A step divides by one scale. Gradients of another scaler's loss, of a loss that was scaled twice, and of passes after
+`unscale_` are then too large or too small by the scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from mpguard.runtime.proof.samples import is_capturing, local, sample
+
+if TYPE_CHECKING:
+    import torch
+
+#: Parameters of an optimizer whose gradients show which passes count; nodes behind a loss that are searched for another
+#: scaled loss; scaled losses that are remembered.
+WATCHED, NODES, LOSSES = 4, 16, 64
+
+OTHER = "backward ran on a loss that another GradScaler has scaled"
+TWICE = "backward ran on a loss that was scaled twice"
+LATE = "backward ran on a scaled loss after `unscale_`, so that its gradients are not divided by the scale"
+
+#: What to do about each.
+ADVICE = {
+    OTHER: "Scale all losses of an optimizer with one GradScaler, and step it with that one",
+    TWICE: "Scale each loss once: `accelerator.backward(loss)` does it itself",
+    LATE: "Call scaler.unscale_(optimizer) once, after the last backward pass before the step",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """A pass. scalers: the ids of those that have scaled its loss. twice: True if one of them a scaled loss."""
+
+    scalers: frozenset[int]
+    twice: bool
+    late: bool
+
+
+class ScaledPasses:
+    """The passes that have added to the gradients of some parameters, by the parameters' ids."""
+
+    def __init__(self) -> None:
+        self._passes: dict[int, list[_Pass]] = {}
+        self._unscaled: set[int] = set()  # parameters, since their gradients were set to zero
+        self._scaled: dict[int, Any] = {}  # the scalers of losses, by the numbers of their nodes
+        self._nested: dict[int, float] = {}  # of losses that were scaled again: by how much
+        self._open: set[int] = set()
+        self._twice = False
+
+    def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None:
+        """Record that a scaler has scaled a loss."""
+        from torch.utils._pytree import tree_leaves
+
+        reference = weakref.ref(scaler)
+        for before, after in zip(tree_leaves(loss), tree_leaves(scaled), strict=True):
+            if getattr(after, "grad_fn", None) is None:
+                continue
+            inner = next((number for number in _behind(before) if number in self._scaled), None)
+            if inner is not None:
+                self._nested[inner] = scaler.get_scale()
+            number = after.grad_fn._sequence_nr()
+            self._scaled[number] = reference
+            after.register_hook(lambda gradient, number=number: self._reached(number, gradient))
+        while len(self._scaled) > LOSSES:
+            first = next(iter(self._scaled))
+            del self._scaled[first]
+            self._nested.pop(first, None)
+
+    def _reached(self, number: int, gradient: torch.Tensor) -> None:
+        """Record that a pass goes through a scaled loss."""
+        scaler = self._scaled[number]() if number in self._scaled else None
+        if scaler is None:
+            return
+        self._open.add(id(scaler))
+        again = self._nested.get(number)
+        # A script may have divided the loss by the first scale before the second one.
+        if again is not None and not is_capturing():
+            self._twice |= float(gradient.max()) * scaler.get_scale() > 1.5 * again
+
+    def begin_pass(self, leaves: Iterable[torch.Tensor], optimizers: Iterable[Any]) -> list[int]:
+        """Forget earlier passes of parameters whose gradients were set to zero. Return those that the pass reaches."""
+        self._open, self._twice = set(), False
+        reached, own = {id(leaf) for leaf in leaves}, []
+        for optimizer in optimizers:
+            for each in _watched(optimizer):
+                if id(each) in reached:
+                    own.append(id(each))
+                    if each.grad is None or not bool(sample(each.grad).any()):
+                        self._forget(id(each))
+        return own
+
+    def end_pass(self, own: Iterable[int]) -> None:
+        """Record a pass. own: what `begin_pass` has returned."""
+        for number in own:
+            known = _Pass(frozenset(self._open), self._twice, number in self._unscaled)
+            self._passes.setdefault(number, []).append(known)
+
+    def unscaled(self, optimizer: Any) -> None:
+        """Record that the gradients of an optimizer were divided by the scale."""
+        self._unscaled |= {id(each) for each in _watched(optimizer)}
+
+    def step(self, scaler: Any, optimizer: Any) -> str:
+        """Return what is wrong with the scales of the gradients that a step divides; empty if nothing is."""
+        passes = []
+        for each in _watched(optimizer):
+            passes += self._passes.get(id(each), [])
+            self._forget(id(each))
+        if any(each.scalers and id(scaler) not in each.scalers for each in passes):
+            return OTHER
+        if any(each.twice for each in passes):
+            return TWICE
+        return LATE if any(each.scalers and each.late for each in passes) else ""
+
+    def scale_of(self, parameters: Iterable[Any]) -> float:
+        """Return the scale of the gradients of parameters; 0.0 if they have none, or were divided by it."""
+        for number in map(id, parameters):
+            scalers = next((each.scalers for each in self._passes.get(number, ()) if each.scalers), frozenset[int]())
+            if scalers and number not in self._unscaled:
+                own = [scaler for reference in self._scaled.values() if (scaler := reference()) is not None]
+                return next((float(each.get_scale()) for each in own if id(each) in scalers), 0.0)
+        return 0.0
+
+    def _forget(self, number: int) -> None:
+        self._passes.pop(number, None)
+        self._unscaled.discard(number)
+
+
+def _watched(optimizer: Any) -> list[Any]:
+    """Return some parameters from all over an optimizer, whose gradients can be read."""
+    own = [each for group in optimizer.param_groups for each in group["params"] if local(each).numel()]
+    return own[:: max(1, len(own) // WATCHED)]
+
+
+def _behind(loss: Any) -> list[int]:
+    """Return the numbers of the first nodes behind a loss in autograd's graph."""
+    todo, found = [getattr(loss, "grad_fn", None)], list[int]()
+    while todo and len(found) < NODES:
+        node = todo.pop(0)
+        if node is not None:
+            found.append(node._sequence_nr())
+            todo += [each for each, _ in node.next_functions]
+    return found
