@@ -66,6 +66,14 @@ class TensorDtype:
         """The name of the dtype in messages: `FP16`."""
         return self.dtype.label if isinstance(self.dtype, Dtype) else str(self.dtype)
 
+    @property
+    def cause(self) -> str:
+        """Why values have a low-precision dtype: the end of `log_softmax on values ...`."""
+        if self.by_autocast:
+            return f"that autocast computed in {self.label}, after it ended"
+        loaded = isinstance(self.origin, Call) and self.origin.name in api_names.LOADERS
+        return f"of a model that is loaded in {self.label}" if loaded else f"that were cast to {self.label} by hand"
+
 
 _UNKNOWN = (TensorDtype(ALWAYS, None),)
 
@@ -91,17 +99,10 @@ class TensorDtypes:
         wanted = frozenset(map(as_dtype, dtypes)) or LOW
         return next((each for each in self.of(node, at) if each.dtype in wanted), None)
 
-    def by_hand(self, node: cst.CSTNode | None, at: Record) -> TensorDtype | None:
-        """Return the low-precision dtype of an expression that was cast or created explicitly.
-
-        None where an autocast is active.
-        """
+    def outside_autocast(self, node: cst.CSTNode | None, at: Record) -> TensorDtype | None:
+        """Return the low-precision dtype of an expression at a place without autocast; None where one may be active."""
         found = self.low(node, at)
-        if (
-            found is None
-            or found.by_autocast
-            or any(state.dtype != "off" for state in self.facts.part(AutocastStates).at(at))
-        ):
+        if found is None or any(state.dtype != "off" for state in self.facts.part(AutocastStates).at(at)):
             return None
         return found
 
@@ -185,6 +186,8 @@ class TensorDtypes:
                     return (TensorDtype(ALWAYS, NUMBER),)
                 if path.startswith("self.") and path.count(".") == 1:
                     return self._buffer(name, at)
+                if name == "logits":
+                    return self._logits(node.value, at)
             paths = {each.atom.path for each in self.facts.evaluate(node, at) if isinstance(each.atom, Ref)}
             return (TensorDtype(ALWAYS, NUMBER),) if paths and paths <= _CONSTANTS else _UNKNOWN
         found: list[TensorDtype] = []
@@ -209,6 +212,26 @@ class TensorDtypes:
                 return tuple(each for b in first[:_MAX_ALTERNATIVES] for each in self._under(self._bound(b), b.guard))
             found = [each for each in found if each.dtype != NUMBER] or found
         return tuple(found)
+
+    def _logits(self, output: cst.BaseExpression, at: Record) -> tuple[TensorDtype, ...]:
+        """Return the dtypes of the logits of a model of transformers: those of its last matrix product."""
+        bindings = self.facts.values.reaching(dotted(output), at.scope, at.order, at.guard)
+        calls = [
+            self.facts.index.call_of.get(each)
+            for each in [b.value for b in bindings if b.value is not None] or [output]
+        ]
+        found: list[TensorDtype] = []
+        for call in calls:
+            for each in self.facts.evaluate(call.func, call) if call is not None else ():
+                model = each.atom if isinstance(each.atom, Object) and not each.atom.prepared else None
+                if call is None or model is None or model.call is None or not model.path.startswith("transformers."):
+                    return _UNKNOWN
+                given = model.call.argument(None, "dtype", "torch_dtype")
+                stored = self.facts.dtypes(given, model.call, strings=True) if given is not None else ()
+                for state in self._by_autocast((), call):
+                    of_weights = [TensorDtype(guard.joined(state.guard), dtype, model.call) for guard, dtype in stored]
+                    found += [state] if state.dtype is not None or not of_weights else of_weights
+        return tuple(found) or _UNKNOWN
 
     def _buffer(self, name: str, at: Record) -> tuple[TensorDtype, ...]:
         """Return the dtypes of an attribute set by `register_buffer("name", tensor)`.

@@ -11,7 +11,7 @@ _LOSSES = frozenset({
 
 
 class CrossEntropyOnHalfLogits(Rule, form_of="MPG603"):
-    """A loss is computed on logits that were cast to FP16 or BF16 by hand, outside autocast.
+    """A loss is computed outside autocast on logits in FP16 or BF16: cast by hand, or computed under autocast before.
 
     The loss has the dtype of the logits: between 8 and 16 a BF16 number has steps of 0.06, so a loss that improves by
     less does not change, and logits of 10.0 and 9.99 are the same number. Under autocast the loss is computed in FP32
@@ -21,8 +21,8 @@ class CrossEntropyOnHalfLogits(Rule, form_of="MPG603"):
     unknown, and functions of a file that mentions autocast or a trainer.
     """
 
-    message = "`{loss}` on logits that were cast to {dtype} by hand"
-    help = "Cast them with `.float()`, or not at all"
+    message = "`{loss}` on logits {cause}"
+    help = "compute the loss in FP32: cast the logits with `.float()`, or compute it inside autocast"
     triggers = (
         any_of(*CASTS_LOW_PRECISION),
         any_of(b"cross_entropy", b"CrossEntropyLoss", b"BCELoss", b"BCEWithLogitsLoss"),
@@ -37,11 +37,11 @@ class CrossEntropyOnHalfLogits(Rule, form_of="MPG603"):
                 loss = self._loss(call, facts)
                 if not loss or facts.is_inference(call):
                     continue
-                found = facts.precision.by_hand(call.argument(0, "input"), call)
+                found = facts.precision.outside_autocast(call.argument(0, "input"), call)
                 if found is None or not facts.flow.forward(call.node, call).training_sinks:
                     continue
-                notes = (Note("cast here", found.origin.span, facts.elsewhere(found.origin)),) if found.origin else ()
-                yield self.at(call, loss=loss, dtype=found.label, notes=notes)
+                notes = (Note("from here", found.origin.span, facts.elsewhere(found.origin)),) if found.origin else ()
+                yield self.at(call, loss=loss, cause=found.cause, notes=notes)
 
     def _loss(self, call: Call, facts: Facts) -> str:
         """Return the name of the loss that a call computes; empty if it computes none."""

@@ -23,11 +23,12 @@ _LAYERS = frozenset({"torch.nn.Softmax", "torch.nn.LogSoftmax"})
 
 
 class SoftmaxInHalf(Rule):
-    """A softmax, exponential or logsumexp is computed on values that were cast to FP16 or BF16 by hand.
+    """A softmax, exponential or logsumexp is computed outside autocast, on values in FP16 or BF16.
 
     ## What it does
     Follows explicit casts (`x.half()`, `x.to(torch.bfloat16)`, a tensor created in that dtype, and matrix products of
-    these) to `softmax`, `log_softmax`, `exp` and `logsumexp` that run outside autocast and are trained through.
+    these), and what leaves an autocast region or a model of transformers that is loaded in 16 bits, to `softmax`,
+    `log_softmax`, `exp` and `logsumexp` that run outside autocast and are trained through.
 
     ## Why is this bad
     Autocast runs these operations in FP32 on CUDA; an explicit cast prevents that. FP16's `exp` overflows above 11.09
@@ -45,7 +46,7 @@ class SoftmaxInHalf(Rule):
 
     code, name = "MPG603", "softmax-in-half"
     severity = "warning"
-    message = "`{operation}` on values that were cast to {dtype} by hand"
+    message = "`{operation}` on values {cause}"
     help = "compute it in float32: cast the values with `.float()`, or pass `dtype=torch.float32`"
     triggers = (
         any_of(*CASTS_LOW_PRECISION),
@@ -106,12 +107,12 @@ def predict(model, x):
             tensor = call.receiver if facts.precision.is_method(call) else call.argument(0, "input")
             if given is not None or tensor is None or facts.is_inference(call):
                 continue
-            found = facts.precision.by_hand(tensor, call)
+            found = facts.precision.outside_autocast(tensor, call)
             if found is None or not facts.flow.forward(call.node, call).training_sinks:
                 continue
-            notes = (Note("cast here", found.origin.span, facts.elsewhere(found.origin)),) if found.origin else ()
-            dtype = found.label
-            yield self.at(call, operation=call.name or "Softmax", dtype=dtype, notes=notes, fix=self._fix(call, facts))
+            notes = (Note("from here", found.origin.span, facts.elsewhere(found.origin)),) if found.origin else ()
+            operation, fix = call.name or "Softmax", self._fix(call, facts)
+            yield self.at(call, operation=operation, cause=found.cause, notes=notes, fix=fix)
 
     def _layers(self, facts: Facts) -> list[Call]:
         """Return the calls of softmax layers."""
