@@ -55,6 +55,7 @@ _KEPT = {
     "MPG417": _TEST,
     "MPG506": "its second half is silent: a BF16 model is evaluated in FP16",
     "MPG528": "trl#6774, OpenRLHF#1155",
+    "MPG529": _TEST,
     "MPG603": _TEST,
     "MPG617": _TEST,
     "MPG848": "what `mpguard apply` cannot check",

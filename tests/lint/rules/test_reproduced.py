@@ -1,6 +1,6 @@
 """The failures that rules name, where neither public code nor docs/findings.md shows them: each as a small program.
 
-MPG417, MPG603 and MPG617 are on by default because of these.
+MPG417, MPG529, MPG603 and MPG617 are on by default because of these.
 """
 
 from __future__ import annotations
@@ -52,3 +52,21 @@ def test_rounded_probabilities_choose_other_experts() -> None:
     chosen = probabilities.topk(2).indices.sort().values
     rounded = probabilities.bfloat16().topk(2).indices.sort().values
     assert float((chosen != rounded).any(-1).float().mean()) > 0.1
+
+
+def test_a_model_that_the_accelerator_has_not_prepared_computes_in_fp32() -> None:
+    """MPG529: only the forward of prepared models runs under autocast."""
+    accelerate = pytest.importorskip("accelerate", reason="the real Accelerator prepares the model")
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    seen = []
+
+    class Net(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(super().forward(x).dtype)
+            return x
+
+    frozen, trained = Net(8, 8).requires_grad_(False), accelerator.prepare(Net(8, 8))
+    frozen(trained(torch.randn(2, 8)))
+    with accelerator.autocast():
+        frozen(torch.randn(2, 8))
+    assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
