@@ -50,13 +50,14 @@ $(LINT_INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 # With each other interpreter that is there, too: PYTHONS="python3.10 python3.12" make test-lint
+# constraints.txt is for Python 3.11: some of its versions do not exist for an older one, so pip resolves for the others.
 PYTHONS ?=
 test-lint: $(LINT_INSTALLED)
 	$(LINT_VENV)/bin/python -m pytest -n auto --dist worksteal
 	@for python in $(PYTHONS); do \
-		$$python -m venv $(LINT_VENV)-$$python && \
-		$(LINT_VENV)-$$python/bin/python -m pip install --quiet --editable '.[test]' && \
-		$(LINT_VENV)-$$python/bin/python -m pytest -n auto --dist worksteal || exit 1; \
+		venv=$(LINT_VENV)-$$(basename $$python) && $$python -m venv $$venv && \
+		env -u PIP_CONSTRAINT $$venv/bin/python -m pip install --quiet --editable '.[test]' && \
+		$$venv/bin/python -m pytest -n auto --dist worksteal || exit 1; \
 	done
 
 # Without constraints: what `pip install` brings today.

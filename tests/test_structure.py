@@ -241,6 +241,19 @@ def test_what_a_gpu_test_imports_exists(path: Path) -> None:
                 assert hasattr(module, name) or submodule, f"line {node.lineno}: {node.module} has no {name}"
 
 
+def test_modules_of_tests_skip_where_a_framework_is_missing() -> None:
+    """`make test-lint` has none: a module that imports one without `pytest.importorskip` ends the whole run."""
+    names = {"torch", "accelerate", "deepspeed", "transformers", "torchao", "peft", "lightning"}
+    left_out = {"gpu", "nodes"}  # `norecursedirs` of pyproject.toml
+    for path in (each for each in sorted(TESTS.rglob("test_*.py")) if not left_out & set(each.parts)):
+        for statement in ast.parse(path.read_text("utf-8")).body:
+            if "importorskip" in ast.dump(statement):
+                break
+            found = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
+            found += [statement.module or ""] if isinstance(statement, ast.ImportFrom) else []
+            assert not names & {each.partition(".")[0] for each in found}, path
+
+
 def test_only_tests_that_start_deepspeed_compile_its_operator() -> None:
     """A test of a rule must not wait for a compiler: `pytest -k MPG201` on a new machine is a matter of seconds."""
     needed = {

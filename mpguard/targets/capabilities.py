@@ -151,8 +151,11 @@ def unsupported_message(policy: Policy, fields: Sequence[str], targets: Sequence
     by = f"only {', '.join(able)} can" if able else "no target can"
     if "fp8_weight_cache" in fields and set(targets) & set(GUARDED_TARGETS):
         by += " (with sharded weights a copy would be of the whole model on each GPU)"
-    without = _without(policy, fields)
-    instead = f"To go without: mpguard_overrides: {{{without}}}" if without else "Take another recipe"
+    instead = "Take another recipe"
+    if without := _without(policy, fields):
+        options = " ".join(f"--override {each.replace(': ', '=')}" for each in without.split(", "))
+        overrides = f"mpguard_overrides: {{{without}}}" if set(targets) & set(GUARDED_TARGETS) else options
+        instead = f"To go without: {overrides}"
     if "fp8_param" in fields and set(targets) & set(GUARDED_TARGETS):
         by += f" (here: {'; '.join(FP8_WEIGHTS.values())})"
         instead += f". {SAME_PRODUCTS}"

@@ -85,7 +85,7 @@ def _check_fp8(policy: Policy) -> None:
         raise PolicyError(
             f"axolotl: fp8 is {policy.fp8} with fp8_recipe {policy.fp8_recipe} on {' or '.join(policy.backends)}; "
             "axolotl has torchao's tensorwise (hybrid), rowwise and rowwise_with_gw_hp (e4m3). Use the recipe "
-            "bf16_with_fp8_current_scaling_mixed or bf16_with_fp8_rowwise_mixed"
+            "hopper_bf16_with_fp8_mixed or bf16_with_fp8_rowwise_mixed"
         )
 
 

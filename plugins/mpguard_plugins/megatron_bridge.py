@@ -149,9 +149,8 @@ def is_config(config: Mapping[str, Any]) -> bool:
     sections = {name for name in names if isinstance(config.get(name), Mapping)}
     precision = config.get(_SECTION, ...)
     own = precision is None or isinstance(precision, (str, Mapping))
-    return len(sections) >= (1 if own and precision is not None else 3) and (
-        own or ("train" in sections and bool(sections & {"ddp", "dist", "rng"}))
-    )
+    trains = "train" in sections and (bool(sections & {"ddp", "dist", "rng"}) or "train_iters" in config["train"])
+    return len(sections) >= (1 if own and precision is not None else 3) and (own or trains)
 
 
 @megatron_bridge.reader

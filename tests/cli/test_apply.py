@@ -294,6 +294,21 @@ def test_what_axolotl_cannot_carry_is_reported_and_not_refused(recipe: str, caps
     assert "grad_reduce_in_fp32" not in capsys.readouterr().out, "accelerate's FSDP reduces in BF16 by itself"
 
 
+def test_a_refusal_names_what_axolotl_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """The override and the recipes that the messages name are applied as they are named."""
+    Path("axolotl.yml").write_text(AXOLOTL_FSDP2)
+    assert main(["apply", "bf16_with_fp8_current_scaling_mixed", "axolotl.yml"]) == 2
+    error = capsys.readouterr().err
+    override = error.partition("To go without: ")[2].split()
+    assert override == ["--override", "first_last_layers_bf16=false"], error
+    assert main(["apply", *override, "bf16_with_fp8_current_scaling_mixed", "axolotl.yml"]) == 0
+    assert main(["apply", "bf16_with_mxfp8_mixed", "axolotl.yml"]) == 2
+    named = capsys.readouterr().err.rpartition("Use the recipe ")[2].split()[::2]
+    assert len(named) == 2
+    for recipe in named:
+        assert main(["apply", recipe, "axolotl.yml"]) == 0, recipe
+
+
 def test_overrides_of_the_command_line_are_stored_in_an_accelerate_config(capsys: pytest.CaptureFixture[str]) -> None:
     text = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\n"
     Path("mp.yaml").write_text(text)

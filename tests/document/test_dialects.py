@@ -75,6 +75,10 @@ FILES: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
             "bf16", (),
         ),
         "no precision": (BRIDGE, "unset", ()),
+        "no section of its own": (
+            BRIDGE.partition("ddp:")[0] + "scheduler:\n  lr_warmup_iters: 10\nlogger:\n  log_interval: 1\n",
+            "unset", (),
+        ),
         "an unknown recipe": ("mixed_precision: bf16_mixd\n" + BRIDGE, "", ("MPG849",)),
         "both modes": (
             "mixed_precision:\n  bf16: true\n  fp16: true\n" + BRIDGE, "", ("MPG849",),

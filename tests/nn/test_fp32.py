@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import torch
+import pytest
+
+torch = pytest.importorskip("torch")
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
