@@ -1,11 +1,13 @@
-"""Draw the flow of a run, and the packages, as SVG for light and dark pages: python docs/drawings.py
+"""Draw the flow of a run, the packages, and speeds, as SVG for light and dark pages: python docs/drawings.py
 
-The packages, their descriptions and their layers are those of the diagram in docs/architecture.md.
+The packages, their descriptions and their layers are those of the diagram in docs/architecture.md; speeds are those of
+benchmarks/results/fp8.json.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +26,22 @@ _SANS = "font-family=\"-apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans
 
 Theme = Mapping[str, str]
 
+#: The bars of the speeds: a size and its name, and the variants of the benchmark with theirs.
+SPEEDS = (
+    ("4 x 8B, 2x4096", "4 blocks of width 4,096, one GPU", (
+        ("bf16", "bf16_mixed"), ("auto", "auto"), ("fp8", "FP8"), ("fp8, head, fast", "FP8, head, fast accumulation"),
+        ("fp8, head, fast, masters", "the same, masters in the optimizer"),
+    )),
+    ("6 x 8B, 2x4096, FSDP2", "6 blocks of width 4,096, FSDP2 on two GPUs", (("bf16", "bf16_mixed"), ("fp8", "FP8"))),
+    ("6 x 8B, 2x4096, ZeRO-2", "6 blocks of width 4,096, ZeRO-2 on two GPUs", (
+        ("fp8", "FP8, reduced in FP32"), ("fp8, reduced in bf16", "FP8, reduced in BF16 as stock"),
+    )),
+    ("8 x 2048, 2x4096", "8 blocks of width 2,048, one GPU", (("auto", "auto"), ("fp8", "FP8"))),
+    ("12 x 768, 1x1024", "12 blocks of width 768, one row of 1,024 tokens", (
+        ("bf16", "bf16_mixed"), ("auto", "auto"), ("bf16, graphs", "bf16_mixed, CUDA graphs"),
+    )),
+)  # fmt: skip
+
 #: The steps of a run: title, the lines below it, and its color.
 FLOW = (
     ("Declare", ("one policy:", "a recipe in mp.yaml", "or in the script"), "text"),
@@ -34,7 +52,7 @@ FLOW = (
 
 def main() -> int:
     for theme, colors in THEMES.items():
-        for name, drawing in (("flow", flow(colors)), ("packages", packages(colors))):
+        for name, drawing in (("flow", flow(colors)), ("packages", packages(colors)), ("speed", speed(colors))):
             DOCS.joinpath(f"{name}-{theme}.svg").write_text(drawing, "utf-8")
     return 0
 
@@ -83,6 +101,33 @@ def packages(theme: Theme) -> str:
     return _svg(parts, y + 20, theme, "The packages of mpguard in layers")
 
 
+def speed(theme: Theme) -> str:
+    """Return bars: how many times as fast a step is as the same script with `torch.compile` alone."""
+    results = json.loads((DOCS.parent / "benchmarks" / "results" / "fp8.json").read_text("utf-8"))
+    rows = {(row["size"], row["variant"]): row for row in results["rows"] if "ratio" in row}
+    left, scale, y = 300, 270.0, 50
+    one = left + scale
+    parts = [_text(one, 24, "stock script with torch.compile: 1", theme["dim"], 13)]
+    for size, name, variants in SPEEDS:
+        devices = {rows[size, variant]["device"].split()[1] for variant, _ in variants}
+        parts.append(
+            _text(12, y + 4, f"{name} ({' and '.join(sorted(devices))})", theme["text"], 14, bold=True, at="start")
+        )
+        y += 16
+        for variant, label in variants:
+            ratio = rows[size, variant]["ratio"]
+            color = theme["good"] if ratio >= 1.005 else theme["edge"]
+            parts += [
+                _text(left - 10, y + 14, label, theme["dim"], 13, at="end"),
+                f'<rect x="{left}" y="{y}" width="{ratio * scale:.1f}" height="18" rx="3" fill="{color}"/>',
+                _text(left + ratio * scale + 8, y + 14, f"{ratio:.2f}", theme["text"], 13, at="start"),
+            ]
+            y += 24
+        y += 20
+    line = f'<line x1="{one:g}" y1="34" x2="{one:g}" y2="{y - 16}" stroke="{theme["text"]}" stroke-dasharray="3 3"/>'
+    return _svg([*parts, line], y, theme, "Speed of a training step against the same script with torch.compile alone")
+
+
 def _packages() -> tuple[dict[str, str], list[list[str]]]:
     """Return the packages with their descriptions, and their layers from the top, as architecture.md has them."""
     diagram = DOCS.joinpath("architecture.md").read_text("utf-8").split("```mermaid")[1].split("```")[0]
@@ -117,9 +162,9 @@ def _box(x: float, y: float, width: float, height: float, theme: Theme, *, edge:
     return f'{shape} fill="{theme["box"]}" stroke="{edge or theme["edge"]}" stroke-width="1.5"/>'
 
 
-def _text(x: float, y: float, text: str, color: str, size: int, *, bold: bool = False) -> str:
-    weight = ' font-weight="600"' if bold else ""
-    return f'<text x="{x:g}" y="{y:g}" fill="{color}" font-size="{size}"{weight}>{escape(text)}</text>'
+def _text(x: float, y: float, text: str, color: str, size: int, *, bold: bool = False, at: str = "") -> str:
+    more = (' font-weight="600"' if bold else "") + (f' text-anchor="{at}"' if at else "")
+    return f'<text x="{x:g}" y="{y:g}" fill="{color}" font-size="{size}"{more}>{escape(text)}</text>'
 
 
 def _arrow(x: float, y: float, to_x: float, to_y: float, theme: Theme) -> str:

@@ -1,8 +1,9 @@
-"""Record a real run as pictures for the README: python docs/record.py
+"""Record real runs as pictures for the README and the site: python docs/record.py
 
-Two launches in an empty folder, on this machine: a script that computes in BF16, and the same script without autocast.
-Their output, as a terminal of 92 columns shows it, becomes docs/launch-light.svg and docs/launch-dark.svg. The colors
-of the rows are added here: green as asked, red if not.
+Launches in an empty folder, on this machine: a script that computes in BF16, the same script without autocast, and one
+whose loss becomes NaN. Their output, as a terminal of 92 columns shows it, becomes docs/launch-light.svg and
+docs/launch-dark.svg, and docs/watch-light.svg and docs/watch-dark.svg. The colors of the rows are added here: green as
+asked, red if not.
 """
 
 from __future__ import annotations
@@ -35,7 +36,24 @@ optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 for step in range(20):
     x = torch.randn(32, 64)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = model(x).square().mean()
+        loss = model(x).float().square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+#: An RMSNorm without epsilon; at step 40 one position of the batch is padding, zeros.
+WATCHED = """\
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.RMSNorm(64, eps=0.0), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+for step in range(1, 61):
+    x = torch.randn(8, 16, 64)
+    if step == 40:
+        x[3, 5] = 0
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).float().square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -53,28 +71,32 @@ def main() -> int:
         subprocess.run(
             [mpguard, "init", "bf16_mixed", "-o", "mp.yaml"], cwd=work, check=True, stdout=subprocess.DEVNULL
         )
-        lines = []
-        for script, wanted in (("train.py", 0), ("forgotten.py", 1)):
-            command = ["launch", "--config", "mp.yaml", script]
-            status, printed = in_terminal([str(mpguard), *command], work)
-            if status != wanted:
-                raise SystemExit(f"{script}: status {status}, not {wanted}:\n{printed}")
-            lines += [
-                f"\x1b[1m$ mpguard {' '.join(command)}\x1b[0m",
-                *map(colored, printed.splitlines()),
-                f"\x1b[2m[status {status}]\x1b[0m",
-                "",
-            ]
-    for name, theme in THEMES.items():
-        DOCS.joinpath(f"launch-{name}.svg").write_text(picture(lines[:-1], theme), "utf-8")
+        work.joinpath("watched.py").write_text(WATCHED, "utf-8")
+        pictures = {
+            "launch": [*recorded(mpguard, work, "train.py", 0), "", *recorded(mpguard, work, "forgotten.py", 1)],
+            "watch": recorded(mpguard, work, "watched.py", 0),
+        }
+    for name, lines in pictures.items():
+        for kind, theme in THEMES.items():
+            DOCS.joinpath(f"{name}-{kind}.svg").write_text(picture(lines, theme, name), "utf-8")
     return 0
+
+
+def recorded(mpguard: Path, work: Path, script: str, wanted: int) -> list[str]:
+    """Launch a script, and return the lines of the terminal. Raises `SystemExit` for another status than `wanted`."""
+    command = ["launch", "--config", "mp.yaml", script]
+    status, printed = in_terminal([str(mpguard), *command], work)
+    if status != wanted:
+        raise SystemExit(f"{script}: status {status}, not {wanted}:\n{printed}")
+    shown = f"\x1b[1m$ mpguard {' '.join(command)}\x1b[0m"
+    return [shown, *map(colored, printed.splitlines()), f"\x1b[2m[status {status}]\x1b[0m"]
 
 
 def colored(line: str) -> str:
     """Return a line of a proof with the color of its verdict."""
     if re.search(r"\S  +as asked$|^step 1 proven|^in force at", line):
         return f"\x1b[32m{line}\x1b[0m"
-    return f"\x1b[31m{line}\x1b[0m" if re.search(r"\S  +asked: |not in force", line) else line
+    return f"\x1b[31m{line}\x1b[0m" if re.search(r"\S  +asked: |not in force|^mpguard watch: step", line) else line
 
 
 def in_terminal(command: list[str], folder: Path) -> tuple[int, str]:
@@ -99,12 +121,12 @@ def in_terminal(command: list[str], folder: Path) -> tuple[int, str]:
     return process.wait(), "\n".join(line for line in text.splitlines() if not _ACCELERATE.search(line))
 
 
-def picture(lines: list[str], theme: TerminalTheme) -> str:
+def picture(lines: list[str], theme: TerminalTheme, name: str) -> str:
     """Return an SVG that loads nothing from elsewhere."""
     with Path(os.devnull).open("w", encoding="utf-8") as nothing:
         console = Console(record=True, width=COLUMNS, file=nothing, force_terminal=True)
         console.print(Text.from_ansi("\n".join(lines)))
-        svg = console.export_svg(title="mpguard launch", theme=theme, unique_id="launch")
+        svg = console.export_svg(title="mpguard launch", theme=theme, unique_id=name)
     return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
 
 

@@ -27,33 +27,39 @@ _COLUMNS = ("Last loss", "ms per step", "Memory", "Events")
 
 def html(report: Comparison) -> str:
     """Return the page."""
-    template = (_ASSETS / "report.html").read_text("utf-8")
     facts = {name: _facts(logs) for name, logs in report.arms.items()}
     kept = [column for column in _COLUMNS if any(each[column] for each in facts.values())]
     cells = {name: "".join(_cell(column, each[column]) for column in kept) for name, each in facts.items()}
     parts = {
         "columns": "".join(f'<th scope="col">{column}</th>' for column in kept),
-        "style": style(),
-        "script": (_ASSETS / "report.js").read_text("utf-8"),
         "title": escape(_title(report)),
         "rows": "\n".join([_baseline_row(report, cells), *(_row(report, each, cells) for each in report.verdicts)]),
         "sentences": _sentences(report),
         "notes": _notes(report),
         "margin": escape(str(report.margin)),
-        "version": escape(__version__),
-        "data": as_script_data(page_data(report)),
     }
-    return filled(template, parts)
+    return framed(_ASSETS / "report.html", parts, page_data(report))
 
 
-def filled(template: str, parts: Mapping[str, str]) -> str:
+def framed(body: Path, parts: Mapping[str, str], data: Any) -> str:
+    """Return a page of mpguard: its head and style, a body with its parts, the data, and the script that shows them.
+
+    body: a template; a script and perhaps a style sheet of the same name are in the same folder.
+    """
+    styles = [_ASSETS / "report.css", *([own] if (own := body.with_suffix(".css")).exists() else [])]
+    frame = {
+        "title": parts["title"],
+        "style": "\n".join(dict.fromkeys(each.read_text("utf-8") for each in styles)),
+        "body": _filled(body.read_text("utf-8"), {"version": escape(__version__), **parts}),
+        "data": as_script_data(data),
+        "script": body.with_suffix(".js").read_text("utf-8"),
+    }
+    return _filled((_ASSETS / "frame.html").read_text("utf-8"), frame)
+
+
+def _filled(template: str, parts: Mapping[str, str]) -> str:
     """Return the text of a template with a part in the place of each `{{name}}`."""
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
-
-
-def style() -> str:
-    """Return the style sheet of mpguard's pages."""
-    return (_ASSETS / "report.css").read_text("utf-8")
 
 
 def as_script_data(data: Any) -> str:

@@ -7,8 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from mpguard.compare.page import as_script_data, filled, style
-from mpguard.core.version import __version__
+from mpguard.compare.page import framed
 from mpguard.nn.format_names import FORMAT_OF, LABELS
 from mpguard.numerics.layers import PRODUCTS, MeasuredLayer
 from mpguard.numerics.proposal import Proposal
@@ -19,22 +18,17 @@ _ASSETS = Path(__file__).with_name("assets")
 
 def html(report: Sensitivity, proposal: Proposal) -> str:
     """Return the page."""
-    columns = ["Layer", "Size", "Share", *(LABELS[form] for form in report.formats), "Loses in"]
+    columns = ["Layer", "Size", *(LABELS[form] for form in report.formats), "Loses in", "Share"]
     parts = {
         "title": escape(f"Sensitivity: {len(report.measured)} layers, {report.steps} steps"),
-        "style": style(),
-        "own_style": (_ASSETS / "heat.css").read_text("utf-8"),
-        "script": (_ASSETS / "heat.js").read_text("utf-8"),
         "proposal": _proposal(report, proposal),
         "bound": f"{proposal.bound:g}",
         "recipe": escape(report.recipe),
         "columns": "".join(f'<th scope="col">{escape(column)}</th>' for column in columns),
         "rows": "\n".join(_row(layer, report, proposal) for layer in report.measured),
         "notes": _notes(report),
-        "version": escape(__version__),
-        "data": as_script_data(page_data(report, proposal)),
     }
-    return filled((_ASSETS / "heat.html").read_text("utf-8"), parts)
+    return framed(_ASSETS / "heat.html", parts, page_data(report, proposal))
 
 
 def _proposal(report: Sensitivity, proposal: Proposal) -> str:
@@ -57,8 +51,8 @@ def _row(layer: MeasuredLayer, report: Sensitivity, proposal: Proposal) -> str:
     share = f"kept out: {layer.left_out}" if layer.left_out else f"{report.share([layer]):.1%}"
     numbers = "".join(f'<td class="number">{"" if snr is None else f"{snr:.1f}"}</td>' for snr in ratios)
     return (
-        f'<tr{mark}><th scope="row">{escape(layer.name)}</th><td>{layer.size} x {layer.outputs}</td>'
-        f"<td>{escape(share)}</td>{numbers}<td>{layer.worst(report.recipe)}</td></tr>"
+        f'<tr{mark}><th scope="row">{escape(layer.name)}</th><td class="size">{layer.size} x {layer.outputs}</td>'
+        f"{numbers}<td>{layer.worst(report.recipe)}</td><td>{escape(share)}</td></tr>"
     )
 
 

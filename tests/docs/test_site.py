@@ -159,16 +159,35 @@ def test_the_recording_of_the_readme(theme: str) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_recording_of_the_watch(theme: str) -> None:
+    text = (DOCS / f"watch-{theme}.svg").read_text("utf-8").replace("&#160;", " ")
+    for words in ("watched.py", "step 40: the loss is not finite", "nonfinite 1x"):
+        assert words in text, words
+    assert "url(http" not in text and "/tmp" not in text and "@font-face" not in text
+    assert f'"watch-{theme}.svg"' in PAGES["watch.md"]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_screenshots_are_small_and_shown(theme: str) -> None:
+    """docs/screenshots.py takes them with a browser, which tests do not need."""
+    picture = DOCS / f"compare-{theme}.png"
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size < 150_000
+    assert f'"{picture.name}"' in PAGES["compare.md"]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_drawings_are_what_the_script_draws(theme: str) -> None:
     drawings = _module("drawings")
     colors = drawings.THEMES[theme]
-    for name, page in (("flow", "quickstart.md"), ("packages", "architecture.md")):
+    for name, page in (("flow", "quickstart.md"), ("packages", "architecture.md"), ("speed", "fp8.md")):
         text = (DOCS / f"{name}-{theme}.svg").read_text("utf-8")
         assert text == getattr(drawings, name)(colors), "python docs/drawings.py"
         assert f'"{name}-{theme}.svg"' in PAGES[page]
         assert f'"../{name}-{theme}.svg"' in hooks.rewrite(page, PAGES[page])
+        if name == "packages":
+            drawn = set(re.findall(r'font-size="15" font-weight="600">(\w+)<', text))
     rooms = {path.parent.name for path in (REPOSITORY / "mpguard").glob("*/__init__.py")}
-    assert rooms == set(re.findall(r'font-size="15" font-weight="600">(\w+)<', text))
+    assert rooms == drawn
 
 
 def test_what_the_page_for_beginners_types_is_what_python_prints() -> None:
