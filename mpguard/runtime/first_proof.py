@@ -66,8 +66,9 @@ class FirstProof(LaterChecks):
                 wait = consensus.REPEATED_WAIT if self.previous_proof else consensus.AGREEMENT_WAIT
             assert pending.seen is not None
             unsynchronized = is_unsynchronized(pending.seen)
-            alone = unsynchronized and self.proof is not None
-            everywhere = pending.agree(min(wait, consensus.ALONE_WAIT) if alone else wait)
+            if unsynchronized:  # nobody waits for this rank in a reduction: it need not wait for them either
+                wait = 0.0 if self.proof is not None else min(wait, consensus.ALONE_WAIT)
+            everywhere = pending.agree(wait)
             if everywhere is None and (unsynchronized or not pending.failures):
                 # A rank may skip this step, or train a small model for itself while others wait for it in a collective.
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from typing import TYPE_CHECKING
 
 from mpguard.runtime.containment import has_failed
@@ -99,8 +100,9 @@ def _finalize_alone(guard: Guard, status: int) -> None:
     """Conclude the proofs of optimizers that other ranks have never stepped, next to what all train together."""
     if status or guard.refusal is not None or not (guard.proof and guard.proof.in_force):
         return
+    deadline = time.monotonic() + consensus.REPEATED_WAIT  # for all of them: other ranks end at the same time
     for pending in list(guard.open_inspections):
-        everywhere = pending.agree(consensus.REPEATED_WAIT)
+        everywhere = pending.agree(max(0.0, deadline - time.monotonic()))
         if everywhere is None:
             assert pending.seen is not None
             pending.seen.world_size = 1  # it is proven for this rank only

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from step_cases import DDP, adam, batches, case, loss_of, net, rank, train
 from torch import nn
 
+from mpguard.runtime.inspection import Inspection
+
 step_cases.CASES.clear()
 main = step_cases.main
 
@@ -241,6 +243,22 @@ def _with_a_probe(of: int, enabled: bool = True) -> None:
 @case()
 def a_probe_on_rank_0() -> None:
     _with_a_probe(0)
+
+
+@case()
+def a_probe_for_which_no_rank_waits() -> None:
+    waits, agree = [], Inspection.agree
+
+    def waiting(inspection: Inspection, wait: float) -> object:
+        waits.append(wait if inspection.seen is not None and inspection.seen.engine == "none" else 0)
+        return agree(inspection, wait)
+
+    Inspection.agree = waiting  # type: ignore[assignment,method-assign]
+    try:
+        _with_a_probe(0)
+    finally:
+        Inspection.agree = agree  # type: ignore[method-assign]
+    assert waits and not any(waits), waits
 
 
 @case()

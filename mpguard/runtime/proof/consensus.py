@@ -26,8 +26,9 @@ from mpguard.runtime.ranks import numbers_of, rank, world_size
 #: training continues, and the agreement follows at a later step.
 AGREEMENT_WAIT = 10.0
 
-#: The same where other optimizers are proven, and nothing reduces the gradients of this one: a rank may train it alone.
-ALONE_WAIT = 1.0
+#: The same where nothing is proven yet, and nothing reduces the gradients of this optimizer: a rank may train it alone.
+#: Where others are proven it does not wait.
+ALONE_WAIT = 0.5
 
 #: The same for a proof that is repeated, which one rank may do alone, and for the end of a run.
 REPEATED_WAIT, FINAL_WAIT = 3.0, 10.0

@@ -45,7 +45,7 @@ RIGHT = (
     "reduced_in_hooks_of_the_backward_pass",
     "own_zero1", "own_zero1_with_a_buffer_that_is_gone", "own_zero1_divided_before", "own_zero1_of_lists",
     "ddp_over_a_group_of_all_ranks", "ddp_over_one_rank_for_an_ensemble", "ddp_over_one_rank_reduced_by_the_script",
-    "ddp_over_one_rank_in_a_pipeline", "a_probe_on_rank_0", "a_probe_on_rank_1",
+    "ddp_over_one_rank_in_a_pipeline", "a_probe_on_rank_0", "a_probe_on_rank_1", "a_probe_for_which_no_rank_waits",
     "main_gradients_reduced_each", "main_gradients_added_up_in_hooks", "own_zero1_of_a_flat_sum",
     "own_zero1_of_whole_parameters", "tensor_parallel_by_hand", "a_bias_of_one_element_is_reduced",
 )  # fmt: skip
