@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeVar
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,19 @@ def models_of(parameters: list[torch.Tensor]) -> list[nn.Module]:
         if id(module) not in parents:
             roots[id(module)] = module
     return list(roots.values())
+
+
+def model_names(models: Sequence[Any]) -> list[str]:
+    """Return the classes of models; of several of one class each with the variable of the script that has it."""
+    kinds = [type(each).__name__ for each in models]
+    script = vars(sys.modules["__main__"])
+    variables = {id(value): name for name, value in list(script.items()) if not name.startswith("_")}
+    names = []
+    for number, (model, kind) in enumerate(zip(models, kinds, strict=True)):
+        known = variables.get(id(model))
+        label = f"`{known}`" if known else str(kinds[: number + 1].count(kind))
+        names.append(kind if kinds.count(kind) == 1 else f"{kind} {label}")
+    return names
 
 
 def existing_optimizers() -> list[torch.optim.Optimizer]:

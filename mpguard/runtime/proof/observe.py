@@ -26,8 +26,8 @@ from mpguard.runtime.proof.fp32_modules import Fp32Modules, find_fp32_modules
 from mpguard.runtime.proof.graphs import WeightUse
 from mpguard.runtime.proof.handoffs import Witness
 from mpguard.runtime.proof.inferred import ATTENTION, UNNAMED, Inferred
-from mpguard.runtime.proof.models import models_of
-from mpguard.runtime.proof.optimizer_state import state_dtypes
+from mpguard.runtime.proof.models import model_names, models_of
+from mpguard.runtime.proof.optimizer_state import name_first, partition_names, state_dtypes
 from mpguard.runtime.proof.products import Work, bits, short
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
@@ -121,6 +121,8 @@ class Observed:
     output: str | None = None
     #: The class of the optimizer.
     optimizer: str = ""
+    #: The first parameter that it updates, and how many more, where the process has, or had, other optimizers.
+    updates: str = ""
     #: Elements of the weights that the optimizer updates, by dtype.
     masters: dict[str, int] = dataclasses.field(default_factory=dict)
     #: Elements of their gradients, by dtype.
@@ -464,10 +466,10 @@ def _scripted(work: Work, module: int | None, flops: int, recorder: Recorder) ->
 def places_of(roots: list[nn.Module]) -> dict[int | None, tuple[str | None, str]]:
     """Return the names of the modules by id, and their names for messages: `layers.0.fc (Linear of Net)`."""
     places: dict[int | None, tuple[str | None, str]] = {}
-    for root in roots:
+    for root, model in zip(roots, model_names([innermost_module(root) for root in roots]), strict=True):
         for full, module in root.named_modules():
             name, kind = plain_name(full), type(module).__name__
-            own = f"{name} ({kind} of {type(innermost_module(root)).__name__})" if name else f"{kind} itself"
+            own = f"{name} ({kind} of {model})" if name else f"{kind} itself"
             places.setdefault(id(module), (name, own))
     return places
 
@@ -547,6 +549,7 @@ def _add_optimizer(seen: Observed, recorder: Recorder, optimizer: Any, roots: li
     seen.by_script = recorder.by_hand.found(names)
     seen.rounded_states = dict(Counter(each.match.to for each in found if each.row == "states"))
     _add_witnesses(seen, found, optimizer, roots)
+    seen.updates = name_first(updated_by(optimizer), names, roots) if recorder.several else ""
 
 
 def _kept_in_bf16(roots: list[nn.Module], patterns: Sequence[str]) -> dict[int, str]:
@@ -626,6 +629,8 @@ def _add_witnesses(seen: Observed, found: Sequence[Witness], optimizer: Any, roo
         return
     names = {id(own): f"parameter {number} of {seen.optimizer}" for number, own in enumerate(updated_by(optimizer))}
     names |= {id(own): f"`{plain_name(name)}`" for root in roots for name, own in root.named_parameters()}
+    for engine in filter(casts.is_engine, roots):
+        names |= partition_names(engine.optimizer, names)
     for each in found:
         name = names.get(each.parameter, "a tensor of no optimizer")
         what = "" if each.row in ("weights", "states") else f"{describe(each.match.to)} "

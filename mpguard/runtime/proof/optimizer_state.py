@@ -38,6 +38,35 @@ def state_dtypes(optimizer: Any, parameters: Sequence[Any], compute_copies: Iter
     return found
 
 
+def name_first(parameters: Sequence[Any], names: Mapping[int, str], models: Iterable[Any]) -> str:
+    """Return which parameters an optimizer updates: `0.weight [32 x 16] and 5 more of Sequential`.
+
+    names: of the parameters of the models, by id.
+    """
+    kinds = list(dict.fromkeys(type(each).__name__ for each in models))
+    known = [each for each in parameters if id(each) in names]
+    if not known:
+        return ""
+    more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
+    return f"`{names[id(known[0])]}` [{' x '.join(map(str, known[0].shape))}]{more} of {', '.join(kinds)}"
+
+
+def partition_names(optimizer: Any, names: Mapping[int, str]) -> dict[int, str]:
+    """Return the names of the flat FP32 tensors of ZeRO-3, by id: its optimizer has them only while it steps.
+
+    names: of the parameters of the model, by id.
+    """
+    flat = getattr(optimizer, "fp32_partitioned_groups_flat", None) or []
+    groups = getattr(optimizer, "fp16_groups", None) or []
+    found = {}
+    for number, (tensor, group) in enumerate(zip(flat, groups, strict=False)):
+        known = [names[id(own)] for own in group if id(own) in names]
+        more = f" and {len(known) - 1} more" if len(known) > 1 else ""
+        inside = f" of {known[0]}{more}" if known else ""
+        found[id(tensor)] = f"FP32 partition {number}{inside}"
+    return found
+
+
 def _state_dtype(tensor: Any) -> str | None:
     """Return the dtype of a state; None for indices and flags.
 

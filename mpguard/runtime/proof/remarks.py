@@ -111,7 +111,8 @@ def suspicions(found: Mapping[str, int], optimizer: str) -> Iterator[Remark]:
             "rounded",
             f"{count} sampled FP32 weights have only values of {dtype} where the step of {optimizer} has changed "
             "them. By chance that is so about once in 2^24 steps. If the step rounds them, what the small dtype rounds "
-            "away of each update is lost; mpguard cannot compute this step again, so that it is not refused",
+            "away of each update is lost. It is not refused, because only the steps of torch's own optimizers, and of "
+            "subclasses that call them, can be computed again and compared",
             "refused",
         )
 

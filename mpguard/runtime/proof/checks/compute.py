@@ -164,13 +164,15 @@ def _advice(seen: Observed, plan: Plan) -> str:
         )
     if _rounded(seen, plan):
         return "Something rounds them to that dtype (a hook of saved tensors, a cast in the forward pass): remove it"
+    by_script = sum(each.flops for each in scripted_fp32(seen, plan)) / max(1, sum(each.flops for each in products))
+    if asked == "fp16" and "bf16" in found:
+        return "`torch.autocast` without `dtype` computes in bf16 on a CPU: pass dtype=torch.float16, or choose BF16"
     if asked == "fp32" or (asked not in found and found.keys() & {"bf16", "fp16"}):
         return "Remove the autocast or the cast there, or choose a policy of that dtype"
-    if asked not in found:
+    if asked not in found and by_script <= SCRIPTED_SHARE:
         return precision_advice(plan.policy) or (
             "Autocast (or the engine) was not in force around the forward pass: run the forward pass inside it"
         )
-    by_script = sum(each.flops for each in scripted_fp32(seen, plan)) / max(1, sum(each.flops for each in products))
     if by_script > SCRIPTED_SHARE:
         return (
             f"The script switches autocast off (`enabled=False`) around {format_share(by_script)} of the matmuls; at "

@@ -45,7 +45,7 @@ def fp8(seen: Observed, plan: Plan) -> list[Row]:
     recipe = " or ".join(policy.recipes)
     asked = f"{'fp4' if policy.fp4 else 'fp8'} {recipe} ({' or '.join(policy.backends)})"
     if layers is None:
-        return [] if "fp8" in seen.left_out else [Row("fp8", "no FP8 module in the model", asked, _required(plan))]
+        return [] if "fp8" in seen.left_out else [_none(seen, plan, asked)]
     return [
         _layers(layers, plan, asked),
         *_recipes(layers, plan),
@@ -62,6 +62,18 @@ def fp8(seen: Observed, plan: Plan) -> list[Row]:
 def _required(plan: Plan) -> Verdict:
     """Return the verdict on what is not in FP8: wrong, unless FP8 is only a wish of the policy."""
     return Verdict.WRONG if plan.policy.fp8_required else Verdict.NOT_ASKED
+
+
+def _none(seen: Observed, plan: Plan, asked: str) -> Row:
+    """Return the row of a model without FP8 layers: no layer fits, or the script has replaced those that did."""
+    found, advice = "no FP8 module in the model", ""
+    if seen.step > 1:
+        found += f" at step {seen.step}"
+        advice = (
+            "Layers that the script replaces after they were converted are ordinary ones: replace them before the "
+            "optimizer is created, or create the optimizer again, which converts them"
+        )
+    return Row("fp8", found, asked, _required(plan), advice=advice)
 
 
 def _layers(layers: Fp8Layers, plan: Plan, asked: str) -> Row:

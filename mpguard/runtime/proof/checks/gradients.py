@@ -197,9 +197,12 @@ def _no_scaler(seen: Observed, plan: Plan, asked: str) -> Row:
         found = BYPASSED if bypassed else NO_SCALER
     if plan.allowed(LOSS_SCALING):
         return Row("scaler", found, asked, Verdict.ALLOWED, LOSS_SCALING)
-    if seen.scaler is not None and seen.unscaled:
-        advice = "Call backward on the result of scaler.scale(loss), for each loss"
-    elif seen.scaler is None and bypassed:
+    if seen.scaler is not None:
+        advice = (
+            'Enable it (`enabled=True`), for the device of the model: `GradScaler("cpu")` on a CPU, where one for CUDA '
+            f"switches itself off. If the script scales the loss itself: mpguard_allow: [{LOSS_SCALING}]"
+        )
+    elif bypassed:
         advice = (
             "Step through it: `scaler.step(optimizer)` divides the gradients by the scale, and skips a step that has "
             f"overflowed; then `scaler.update()`. If the script divides them itself: mpguard_allow: [{LOSS_SCALING}]"

@@ -167,3 +167,35 @@ def test_what_is_wrong_comes_before_what_is_not_proven() -> None:
     unproven = Failure(FailureKind.UNPROVEN, "no result from rank 1")
     wrong = Failure(FailureKind.WRONG, "compute: fp32; asked: bf16", "compute")
     assert Refusal((unproven, wrong)).reasons == "compute: fp32; asked: bf16\n  not proven: no result from rank 1"
+
+
+# -- which model, which optimizer, and what to do ------------------------------------------------
+
+
+def test_a_process_with_several_optimizers_names_the_one_that_is_wrong() -> None:
+    updates = "`0.weight` [32 x 16] and 5 more of Sequential"
+    found = message(computed=[Computed(True, "fp32", 900, "0")], updates=updates)
+    assert f"compute: fp32 (in the step of AdamW, which updates {updates}); asked: bf16" in found
+    assert "in the step of" not in message(computed=[Computed(True, "fp32", 900, "0")])
+
+
+FP16 = Plan(mpguard.recipe("fp16_mixed"))
+SCRIPTED = [Computed(True, "fp32", 900, "body", by_script=True)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "advice"),
+    [
+        (FP16, {"scaler": {"kind": "GradScaler", "enabled": False, "scale": 1.0}, "unscaled": True}, "Enable it"),
+        (FP16, {"computed": SEEN.computed}, "`torch.autocast` without `dtype` computes in bf16 on a CPU"),
+        (PLAN, {"computed": SCRIPTED}, "switches autocast off (`enabled=False`) around 100 % of the matmuls"),
+    ],
+)
+def test_advice_names_the_cause(plan: Plan, changes: dict[str, Any], advice: str) -> None:
+    assert advice in message(plan, **changes)
+
+
+@pytest.mark.parametrize("step", [1, 11])
+def test_fp8_layers_that_are_gone_after_the_first_step_were_replaced(step: int) -> None:
+    found = message(Plan(mpguard.recipe("bf16_with_fp8_rowwise_mixed")), step=step)
+    assert "no FP8 module in the model" in found and ("Layers that the script replaces" in found) is (step > 1)
