@@ -187,6 +187,11 @@ def section() -> list[str]:
         f" the user meant. **At first `mpguard launch` caught {caught['first']} of {len(ran)}**: it refused the run,"
         " named the mistake, or put the precision in force and proved it. mpguard was changed because of them; today it"
         f" catches {caught['outcome']} ([results](../benchmarks/results/threads_launch.json)).",
+        "",
+        "Two kinds are for `launch` only: a gradient norm that is BF16 because the whole run is (the code that clips"
+        " it is right), and a norm of queries and keys that returns FP32 next to BF16 values (their dtypes depend on"
+        " the inputs). `nn.RMSNorm` without `eps`, whose documented default follows the dtype of its input, is"
+        " reported nowhere: on a CPU with torch 2.13 it makes no difference.",
     ]
 
 
