@@ -64,13 +64,15 @@ class MasterValues:
     """Samples of the weights and states of optimizers around the steps that are recorded. Holds weak references.
 
     found: what was witnessed, by the id of the optimizer. suspected: sampled weights that look rounded after a step,
-    without a witness, by the id of the optimizer and the dtype.
+    without a witness, by the id of the optimizer and the dtype. began_in: by the id of the optimizer, the 16-bit dtype
+    that had all values of its sampled weights before the step, or None.
     """
 
     def __init__(self, previous: MasterValues | None = None) -> None:
         """Remember the memory of weights that was known before."""
         self.found: dict[int, list[Witness]] = {}
         self.suspected: dict[int, Counter[str]] = {}
+        self.began_in: dict[int, str | None] = {}
         self._left: dict[tuple[int, str], torch.Tensor] = {}  # by the id of the parameter and the name of the state
         self._to_hooks: dict[tuple[int, str], torch.Tensor] = {}  # what the step leaves to the hooks after it
         self._start: dict[int, torch.Tensor] = {}  # weights before the step that runs
@@ -155,13 +157,15 @@ class MasterValues:
         if id(optimizer) not in self.found:
             return
         again = _Again(optimizer, before)
-        for each, dtype, values in zip(own, _looks_rounded(start, after), after, strict=True):
+        bits = rounding.bits_of([each[: samples.VALUES] for each in (*start, *after)])
+        self.began_in[id(optimizer)] = _dtype_of_all(bits[: len(own)])
+        for each, dtype, values in zip(own, _looks_rounded(bits, len(own)), after, strict=True):
             if dtype is not None and not self._is_rounded_in_step(again, each, WEIGHT, values):
                 looks[dtype] += 1
         if before:
             by_id = {id(each): each for each in own}
-            for (number, name), bits in zip(states, rounding.bits_of(list(states.values())), strict=True):
-                if rounding.rounded_bits(bits) is not None:
+            for (number, name), of_state in zip(states, rounding.bits_of(list(states.values())), strict=True):
+                if rounding.rounded_bits(of_state) is not None:
                     self._is_rounded_in_step(again, by_id[number], name, states[number, name])
 
     def _is_rounded_in_step(self, again: _Again, own: Any, name: str, values: torch.Tensor) -> bool:
@@ -208,14 +212,20 @@ def _witnessed(key: tuple[int, str], own: Any, match: witness.Match, when: str) 
     return Witness("states" if key[1] != WEIGHT else "weights", when, key[0], match, place)
 
 
-def _looks_rounded(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> list[str | None]:
+def _dtype_of_all(bits: Sequence[Sequence[int]]) -> str | None:
+    """Return the 16-bit dtype that has all values of all samples with enough different ones."""
+    dtypes = {rounding.rounded_bits(each) for each in bits if len(set(each)) >= rounding.ENOUGH}
+    return next(iter(dtypes)) if len(dtypes) == 1 else None
+
+
+def _looks_rounded(bits: Sequence[Sequence[int]], count: int) -> list[str | None]:
     """Return for each sample the 16-bit dtype of which all values are that a step has changed: a suspicion.
 
-    Weights that began as zeros or ones are what the step has added.
+    Weights that began as zeros or ones are what the step has added. bits: of the samples before the step, `count` of
+    them, and of those after it.
     """
-    bits = rounding.bits_of([each[: samples.VALUES] for each in (*before, *after)])
     found = []
-    for old, new in zip(bits[: len(before)], bits[len(before) :], strict=True):
+    for old, new in zip(bits[:count], bits[count:], strict=True):
         changed = [(a, b) for a, b in zip(old, new, strict=False) if a != b]
         enough = len(old) == len(new) and len({a for a, _ in changed}) >= rounding.ENOUGH
         found.append(rounding.rounded_bits(b for _, b in changed) if enough else None)

@@ -303,7 +303,7 @@ def observe(
         seen.remarks = list(remarks.remarks(roots, products, places_of(roots), policy))
         seen.remarks += remarks.sixteen_bits(recorder.gradients, products.inferred, optimizer)
         if policy.master_dtype.bits > 16:
-            seen.remarks += remarks.suspicions(recorder.values.suspected.get(id(optimizer), {}), seen.optimizer)
+            seen.remarks += remarks.suspicions(recorder.values, optimizer, step)
     return seen
 
 

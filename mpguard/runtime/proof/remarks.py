@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from mpguard.runtime.proof.master_values import MasterValues
+
 #: The names of modules, and those for messages, by their numbers.
 Places = Mapping[int | None, tuple[str | None, str]]
 
@@ -104,8 +106,14 @@ def sixteen_bits(recorded: Gradients, inferred: Inferred, optimizer: Any) -> Ite
         )
 
 
-def suspicions(found: Mapping[str, int], optimizer: str) -> Iterator[Remark]:
-    """Yield a remark if weights look rounded after a step, without a witness. found: sampled weights by dtype."""
+def suspicions(values: MasterValues, optimizer: Any, steps: int) -> Iterator[Remark]:
+    """Yield remarks about weights that look rounded, without a witness. steps: of the optimizer in this process."""
+    yield from _rounded(values.suspected.get(id(optimizer), {}), type(optimizer).__name__)
+    yield from resumed(values.began_in.get(id(optimizer)), optimizer, steps)
+
+
+def _rounded(found: Mapping[str, int], optimizer: str) -> Iterator[Remark]:
+    """Yield a remark if weights look rounded after a step. found: sampled weights by dtype."""
     for dtype, count in found.items():
         yield Remark(
             "rounded",
@@ -114,6 +122,23 @@ def suspicions(found: Mapping[str, int], optimizer: str) -> Iterator[Remark]:
             "away of each update is lost. It is not refused, because only the steps of torch's own optimizers, and of "
             "subclasses that call them, can be computed again and compared",
             "refused",
+        )
+
+
+def resumed(dtype: str | None, optimizer: Any, steps: int) -> Iterator[Remark]:
+    """Yield a remark if the weights of an optimizer that has gone on from a checkpoint had values of 16 bits.
+
+    dtype: that of all sampled values before the step; None if there is none. steps: of the optimizer in this process.
+    """
+    states = (state for state in getattr(optimizer, "state", {}).values() if isinstance(state, dict))
+    count = next((float(state["step"]) for state in states if "step" in state), 0.0) if dtype else 0.0
+    if count > steps:
+        yield Remark(
+            "resumed",
+            f"after {count - 1:.0f} steps, as its states count them, the FP32 weights of {type(optimizer).__name__} "
+            f"began this run with values of {dtype} only: they were made from weights in {dtype}, and what they had "
+            "accumulated below its digits is lost. Save the FP32 weights with the states, and load both",
+            PAGE,
         )
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 import torch
 from torch import nn
 
-from mpguard.runtime.proof import gradients, handoffs, master_values, recomputed, samples
+from mpguard.runtime.proof import gradients, handoffs, master_values, recomputed, remarks, samples
 
 
 def backward(watch: gradients.Gradients, loss: torch.Tensor) -> None:
@@ -176,6 +176,33 @@ def test_a_step_that_cannot_be_computed_again_is_a_suspicion() -> None:
     optimizer.step()
     values.end_step(optimizer)
     assert not values.found[id(optimizer)] and values.suspected[id(optimizer)] == {"bf16": 1}
+
+
+def resumed_weights(rebuild: Any, *, load: bool = True) -> list[str]:
+    """Return the remarks at the first step after a checkpoint. rebuild: what makes the weights from those before."""
+    own = layers(60, 40)
+    first = torch.optim.AdamW(own, lr=0.01)
+    for _ in range(3):
+        for each in own:
+            each.grad = torch.randn_like(each)
+        first.step()
+    again = [nn.Parameter(rebuild(each.detach())) for each in own]
+    optimizer, values = torch.optim.AdamW(again, lr=0.01), master_values.MasterValues()
+    if load:
+        optimizer.load_state_dict(first.state_dict())
+    for each in again:
+        each.grad = torch.randn_like(each)
+    values.begin_step(optimizer)
+    optimizer.step()
+    values.end_step(optimizer)
+    return [str(each) for each in remarks.resumed(values.began_in[id(optimizer)], optimizer, 1)]
+
+
+def test_weights_that_a_resumed_run_rebuilds_from_bf16_are_a_remark() -> None:
+    (found,) = resumed_weights(lambda each: each.bfloat16().float())
+    assert "after 3 steps" in found and "weights of AdamW began this run with values of bf16 only" in found
+    assert resumed_weights(torch.clone) == []
+    assert resumed_weights(lambda each: each.bfloat16().float(), load=False) == [], "a new run from a BF16 checkpoint"
 
 
 def test_memory_that_is_replaced_keeps_what_was_left() -> None:
