@@ -56,7 +56,7 @@ def rewrite(page: str, markdown: str) -> str:
         markdown = markdown.replace('srcset="docs/', 'srcset="').replace('src="docs/', 'src="')
     else:  # mkdocs serves a page as a folder, and does not rewrite HTML
         up = "../" * len(PurePosixPath(page).parts)
-        markdown = re.sub(r'(src|srcset)="([\w-]+\.svg)"', rf'\1="{up}\2"', markdown)
+        markdown = re.sub(r'(src|srcset)="([\w-]+\.(?:svg|png))"', rf'\1="{up}\2"', markdown)
 
     def rewritten(match: re.Match[str]) -> str:
         if match["target"] is None:
