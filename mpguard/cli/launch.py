@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--watch",
         choices=WATCH_LEVELS,
-        help="look for NaN, skipped steps, underflow and divergence: light (default) costs less than 1 %% of a step, "
+        help="report NaN, skipped steps, underflow and divergence: light (default) costs less than 1 %% of a step, "
         "full checks each step before it is applied",
     )
     parser.add_argument("--watch-json", metavar="FILE", help="rank 0 writes steps and events of the watch to this file")

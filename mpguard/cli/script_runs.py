@@ -23,6 +23,17 @@ def _not_own(message: str) -> NoReturn:
     raise _NotOwn(message)
 
 
+def configure(
+    parser: argparse.ArgumentParser, command: str, add_options: Callable[[argparse.ArgumentParser], None]
+) -> None:
+    """Give the parser of a command its usage, its own options, and the script."""
+    parser.usage = f"mpguard {command} --config FILE [OPTION ...] [accelerate flags] SCRIPT [ARGS]"
+    add_options(parser)
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="training script; what follows is passed to it"
+    )
+
+
 def parsed(
     argv: list[str], command: str, add_options: Callable[[argparse.ArgumentParser], None]
 ) -> tuple[argparse.Namespace, list[str], int]:

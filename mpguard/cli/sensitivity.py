@@ -39,11 +39,7 @@ parse_arguments = launch.parse_arguments
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "mpguard sensitivity --config FILE [OPTION ...] [accelerate flags] SCRIPT [ARGS]"
-    _add_options(parser)
-    parser.add_argument(
-        "script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="training script; what follows is passed to it"
-    )
+    script_runs.configure(parser, "sensitivity", _add_options)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

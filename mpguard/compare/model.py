@@ -129,7 +129,7 @@ class Comparison:
         if verdict.coverage is not None and verdict.coverage < MIN_COVERAGE:
             until = f" up to step {verdict.window[1]}" if verdict.window else ""
             return f"{verdict.name} was compared with {self.baseline} only{until} ({verdict.coverage:.0%} of its steps)"
-        return f"{verdict.name} cannot be told from {self.baseline}, nor called the same ({by or 'nothing to compare'})"
+        return f"{verdict.name} against {self.baseline} is inconclusive ({by or 'nothing to compare'})"
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `--format json` prints."""

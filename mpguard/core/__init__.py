@@ -1,1 +1,1 @@
-"""What all rooms use: errors, settings, output, text edits, tracked file access, and the loading of extensions."""
+"""What all packages use: errors, settings, output, text edits, tracked file access, and the loading of extensions."""

@@ -116,6 +116,11 @@ def folded(line: Line, indent: int, width: int | None) -> Iterator[Line]:
     yield part
 
 
+def wrapped(text: str, indent: int, width: int | None) -> str:
+    """Return a line of text in lines of at most `width` characters; all but the first are indented."""
+    return "\n".join("".join(piece for piece, _ in part) for part in folded([(text, "")], indent, width))
+
+
 def write_text(text: str, stream: TextIO | None = None) -> None:
     """Print text unchanged: a report for another program has no colors, whatever the environment requests."""
     stream = sys.stdout if stream is None else stream

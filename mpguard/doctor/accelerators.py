@@ -13,19 +13,7 @@ from typing import Any
 
 from mpguard.doctor.probes import ProbeOutcome
 from mpguard.doctor.system import System
-
-#: torch's type of a device -> its usual name, and `distributed_type` of several (accelerate 1.15 `DistributedType`).
-_KINDS: Mapping[str, tuple[str, str | None]] = {
-    "cuda": ("AMD GPU", "MULTI_GPU"),  # ROCm has torch's names of CUDA
-    "mps": ("Apple GPU", None),
-    "xpu": ("Intel GPU", "MULTI_XPU"),
-    "hpu": ("Intel Gaudi", "MULTI_HPU"),
-    "npu": ("Ascend NPU", "MULTI_NPU"),
-    "mlu": ("Cambricon MLU", "MULTI_MLU"),
-    "musa": ("Moore Threads GPU", "MULTI_MUSA"),
-    "sdaa": ("Tecorigin SDAA", "MULTI_SDAA"),
-    "neuron": ("AWS Neuron core", "MULTI_NEURON"),
-}
+from mpguard.policy.hardware import OTHER_ACCELERATORS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +47,7 @@ def found_by_torch(outcomes: Mapping[str, ProbeOutcome]) -> Accelerator | None:
     kind = facts.get("accelerator")
     if kind is None or (kind == "cuda" and not facts.get("hip")):
         return None
-    usual, distributed = _KINDS.get(kind, (f"device of type {kind}", None))
+    usual, distributed = OTHER_ACCELERATORS.get(kind, (f"device of type {kind}", None))
     return Accelerator(facts.get("device") or usual, kind, distributed, facts.get("count") or 1)
 
 

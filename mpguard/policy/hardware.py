@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,34 @@ def named(name: str) -> Hardware:
     if capability is None or capability < GENERATIONS[0].low:
         raise PolicyError(f"there is no GPU `{name}`{did_you_mean(name, GPUS)} (or a capability such as sm_90)")
     return Hardware(name, capability, 1, (99,), dict.fromkeys((*LIBRARY_NAMES, "triton"), "any"))
+
+
+#: Accelerators that are not NVIDIA's: torch's type of a device -> its usual name, and `distributed_type` of several
+#: (accelerate 1.15 `DistributedType`).
+OTHER_ACCELERATORS: Mapping[str, tuple[str, str | None]] = {
+    "cuda": ("AMD GPU", "MULTI_GPU"),  # ROCm has torch's names of CUDA
+    "mps": ("Apple GPU", None),
+    "xpu": ("Intel GPU", "MULTI_XPU"),
+    "hpu": ("Intel Gaudi", "MULTI_HPU"),
+    "npu": ("Ascend NPU", "MULTI_NPU"),
+    "mlu": ("Cambricon MLU", "MULTI_MLU"),
+    "musa": ("Moore Threads GPU", "MULTI_MUSA"),
+    "sdaa": ("Tecorigin SDAA", "MULTI_SDAA"),
+    "neuron": ("AWS Neuron core", "MULTI_NEURON"),
+}
+
+
+def other_accelerator() -> str:
+    """Return the name of an accelerator that is not NVIDIA's, if torch is imported and has found one; else ""."""
+    torch = sys.modules.get("torch")
+    accelerator = getattr(torch, "accelerator", None)
+    if torch is None or accelerator is None or not accelerator.is_available():
+        return ""
+    kind = accelerator.current_accelerator().type
+    if kind == "cuda" and torch.version.hip is None:
+        return ""
+    name, count = OTHER_ACCELERATORS.get(kind, (f"device of type {kind}", None))[0], accelerator.device_count()
+    return f"{count} x {name}" if count > 1 else name
 
 
 @functools.cache

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
+from mpguard.core.console import columns, wrapped
 from mpguard.core.documentation import page_url
 from mpguard.core.errors import NotInForce, NotProven
 from mpguard.policy import hardware
@@ -31,7 +33,9 @@ def header(plan: Plan) -> str:
     if plan.policy.fp8_emulate and plan.policy.low_bit_recipe:
         what = dict.fromkeys(hardware.NEEDS[recipe].what for recipe in plan.policy.recipes)
         parts.append(f"{' and '.join(what)} emulated: its numbers, not its speed")
-    return " · ".join([*parts, str(hardware.detect())])
+    here = hardware.detect()
+    parts.append(str(here) if here.gpu is not None else hardware.other_accelerator() or str(here))
+    return wrapped(" · ".join(parts), 2, columns(sys.stderr))
 
 
 def _reason(policy: Policy) -> str:

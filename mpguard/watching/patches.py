@@ -1,6 +1,6 @@
 """The functions of torch, DeepSpeed and accelerate that show losses, skipped steps, norms and loss scales.
 
-The wrappers only look: they call the original exactly once with the caller's arguments, and return its result.
+The wrappers change nothing: they call the original exactly once with the caller's arguments, and return its result.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ class Watch:
     # -- steps -------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Any) -> None:
-        """Look at the gradients that an optimizer is about to apply."""
+        """Check the gradients that an optimizer is about to apply."""
         self.hook_calls += 1
         if self.engine_depth or not self._begin_step(optimizer):
             return
@@ -242,7 +242,7 @@ class Watch:
         self._stepping = None
 
     def before_engine_step(self, engine: Any) -> None:
-        """Look at the losses that an engine is about to step for."""
+        """Check the losses that an engine is about to step for."""
         if not self._names:
             self.follow(engine)
         if engine.is_gradient_accumulation_boundary() and self._begin_step(engine):

@@ -109,7 +109,7 @@ def for_divergence(policy: Policy | None) -> str:
 
 def for_zeros(kind: str, scale: float | None) -> str:
     """Return what to do about gradients that are all zero. kind: the format that computed them."""
-    loss = "look for a loss that is detached or multiplied by 0"
+    loss = "check for a loss that is detached or multiplied by 0"
     if kind != "fp16":
         return loss
     scaler = (
@@ -163,7 +163,7 @@ def for_fp8_underflow(layer: str, policy: Policy | None) -> str:
 def for_scale_drift(module: str, names: Collection[str]) -> str:
     """Return what to do about values that grow, so that their scale leaves ever less to the small ones."""
     return (
-        f"look for outliers that grow in {module} (a lower learning rate, weight decay), or keep it out of FP8: "
+        f"check for outliers that grow in {module} (a lower learning rate, weight decay), or keep it out of FP8: "
         f"{_out_of_fp8(module, names)}"
     )
 
@@ -173,6 +173,6 @@ def for_ranks_apart(sharded: bool) -> str:
     if sharded:
         return "check the data of that rank, and its device (ECC errors, another driver)"
     return (
-        "replicas must have the same weights: look for a step, a seed or a parameter that only some ranks have, for "
+        "replicas must have the same weights: check for a step, a seed or a parameter that only some ranks have, for "
         "`no_sync` around the last backward pass, and for a faulty device"
     )

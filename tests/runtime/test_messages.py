@@ -7,7 +7,9 @@ import pickle
 import pytest
 
 import mpguard
-from mpguard.runtime.messages import failure_message, not_in_force
+from mpguard.policy import hardware
+from mpguard.runtime.messages import failure_message, header, not_in_force
+from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof.verdict import Failure, FailureKind, Refusal
 from mpguard.runtime.reporter import Reporter
 
@@ -44,3 +46,29 @@ def test_enforce_warn_prints_the_verdict(capsys: pytest.CaptureFixture[str]) -> 
     Reporter().warn_failure(Refusal((UNPROVEN, WRONG)), "warn")
     printed = capsys.readouterr().err
     assert printed.startswith("mpguard: not in force (continuing: enforce is warn): rank 1: compute: fp32")
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_the_header_fits_a_narrow_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpguard.runtime.messages.columns", lambda stream: width)
+    plan = Plan(mpguard.recipe("bf16_with_fp8_current_scaling_mixed"), strategy="fsdp2", processes=8)
+    first, *more = header(plan).splitlines()
+    assert first.startswith("mpguard ") and more
+    assert all(len(line) <= max(width, 46) for line in (first, *more))  # the name of the recipe is one word
+    assert all(line.startswith("  ") for line in more)
+
+
+def test_the_header_names_an_accelerator_that_is_not_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(hardware, "detect", hardware.Hardware)
+    plan = Plan(mpguard.recipe("bf16_mixed"), strategy="ddp", processes=2)
+    assert header(plan).endswith(" · no GPU")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    for kind, name in (("xpu", "2 x Intel GPU"), ("mps", "2 x Apple GPU"), ("privateuseone", "type privateuseone")):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda kind=kind: torch.device(kind))
+        assert header(plan).endswith(name)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    assert header(plan).endswith(" · no GPU")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert header(plan).endswith(" · 2 x AMD GPU")

@@ -49,7 +49,7 @@ def test_gradients_that_are_all_zero(events: Events) -> None:
     assert (event["event"], event["step"], event["value"]["loss_scale"]) == ("zero_gradients", 5, 2.0)
     assert "raise the loss scale, which is 2" in event["suggestion"]
     (event,) = [each for each in events["all gradients are zero in FP32"] if each["event"] == "zero_gradients"]
-    assert event["suggestion"].startswith("look for a loss that is detached")
+    assert event["suggestion"].startswith("check for a loss that is detached")
 
 
 def test_gradients_below_fp16_without_a_loss_scale(events: Events) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mpguard.core import settings
-from mpguard.core.console import print_line
+from mpguard.core.console import columns, print_line, wrapped
 from mpguard.core.errors import ConfigError, MpguardError, NotInForce, did_you_mean_file
 from mpguard.core.watch_levels import WATCH_LEVELS
 from mpguard.document import mp_yaml, read
@@ -252,7 +252,10 @@ def _header(plan: Plan, launch: preflight.PlannedLaunch, mode: str, overridden: 
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [
         header(plan),
-        *(f"  {key:{widths[0]}}  {values:{widths[1]}}  {reason}".rstrip() for key, values, reason in rows),
+        *(
+            wrapped(f"  {key:{widths[0]}}  {values:{widths[1]}}  {reason}".rstrip(), 4, columns(sys.stderr))
+            for key, values, reason in rows
+        ),
     ]
     return "\n".join(lines)
 

@@ -86,7 +86,7 @@ def _parse(argv: list[str]) -> argparse.Namespace | int:
     parser.add_argument("--proof-json", metavar="FILE", help="the file that the proof is written to")
     parser.add_argument("--allow", metavar="NAME", action="append", help="a deviation that is wanted, as frozen:fp16")
     parser.add_argument("--emulate", action="store_true", help="compute the policy's FP8 in software (torchao)")
-    parser.add_argument("--watch", choices=WATCH_LEVELS, help="look for NaN, skipped steps, underflow, divergence")
+    parser.add_argument("--watch", choices=WATCH_LEVELS, help="report NaN, skipped steps, underflow, divergence")
     parser.add_argument("--watch-json", metavar="FILE", help="the file that the watch is written to")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the deepspeed launcher's, for SCRIPT
