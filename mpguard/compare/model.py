@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 #: A run that reaches less of the baseline's steps is neither the same nor different: what counts is the end.
 MIN_COVERAGE = 0.9
+#: What the watch writes of FP8 layers: a number of the layer that loses most, by its name there.
+FP8_COLUMNS = ("snr", "underflow", "saturated")
 VerdictKind = Literal["same", "different", "diverged", "inconclusive"]
 
 
@@ -30,6 +32,7 @@ class RunLog:
         source: The format: watch, jsonl, tensorboard, trainer_state, wandb or csv.
         ms: Milliseconds of a step, by step.
         memory: The most bytes of GPU memory, if the log has them.
+        fp8: Of the watch: what the FP8 layers lose, of the layer with most, by `FP8_COLUMNS`.
         notes: What was left out while reading, and why.
     """
 
@@ -41,6 +44,7 @@ class RunLog:
     loss_scale: Mapping[int, float] = dataclasses.field(default_factory=dict)
     ms: Mapping[int, float] = dataclasses.field(default_factory=dict)
     memory: int | None = None
+    fp8: Mapping[str, Mapping[int, float]] = dataclasses.field(default_factory=dict)
     events: tuple[LoggedEvent, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -165,6 +165,9 @@ def page_data(report: Comparison) -> dict[str, Any]:
             for plot, values in (("loss", log.loss), ("grad_norm", log.grad_norm), ("loss_scale", log.loss_scale)):
                 if values:
                     plots[plot].append(_series(label, name, color[name], values))
+            for column, values in log.fp8.items():
+                if any(values.values()):  # nothing saturates with scales of the tensor itself
+                    plots.setdefault(f"fp8_{column}", []).append(_series(label, name, color[name], values))
         runs, base = compared.get(name) or (logs, report.arms[report.baseline])
         gaps = _gaps(runs, base, report.margin)
         if name != report.baseline and gaps:

@@ -1,4 +1,4 @@
-"""The number formats by name: what they are called, and which of them a recipe of the policy computes in. No torch."""
+"""The number formats by name: which of them a recipe computes in, and how much noise is too much. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,3 +26,16 @@ FORMAT_OF: Mapping[str, tuple[str, str]] = {
     "none": ("bf16", "bf16"),
     "bf16": ("bf16", "bf16"),
 }
+
+#: The bound if none is given, in dB: an error of 10 %. On values without outliers a layer has 28.5 dB in FP8, 24.6 dB
+#: with gradients in E5M2, and 17.4 dB in NVFP4 (tests/nn/test_layer_error.py). Below 20 dB it has about three times the
+#: noise that rounding to FP8 makes where nothing underflows.
+BOUND = 20.0
+
+#: The bound for NVFP4, with which few layers have 20 dB: 1.5 times the noise that it has without outliers.
+BOUND_NVFP4 = 15.5
+
+
+def default_bound(recipe: str) -> float:
+    """Return the bound for a recipe if none is given."""
+    return BOUND_NVFP4 if recipe == "nvfp4" else BOUND

@@ -60,7 +60,8 @@ def largest(matrix: torch.Tensor, dim: int | None = None) -> torch.Tensor:
 
 
 def _counted(matrix: torch.Tensor, scaled: torch.Tensor, most: float, values: torch.Tensor) -> Rounded:
-    return Rounded(values, _underflow(matrix, values), torch.count_nonzero(scaled.abs() > most))
+    # A scale is rounded, so that the largest value of a tensor may be above the limit by its last bits.
+    return Rounded(values, _underflow(matrix, values), torch.count_nonzero(scaled.abs() > most * (1 + 2**-16)))
 
 
 def _underflow(matrix: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -10,14 +10,6 @@ from typing import Any
 
 from mpguard.numerics.layers import MeasuredLayer, share_of
 
-#: The bound if none is given, in dB: an error of 10 %. On values without outliers a layer has 28.5 dB in FP8, 24.6 dB
-#: with gradients in E5M2, and 17.4 dB in NVFP4 (tests/nn/test_layer_error.py). Below 20 dB it has about three times the
-#: noise that rounding to FP8 makes where nothing underflows.
-BOUND = 20.0
-
-#: The bound for NVFP4, with which few layers have 20 dB: 1.5 times the noise that it has without outliers.
-BOUND_NVFP4 = 15.5
-
 #: The finer recipes that the same library has, which a layer gets instead of none.
 FINER: Mapping[str, tuple[str, ...]] = {"tensorwise": ("rowwise",)}
 
@@ -47,11 +39,6 @@ class Proposal:
             "share": self.share,
             "worst": self.worst,
         }
-
-
-def default_bound(recipe: str) -> float:
-    """Return the bound for a recipe if none is given."""
-    return BOUND_NVFP4 if recipe == "nvfp4" else BOUND
 
 
 def propose(layers: Sequence[MeasuredLayer], recipe: str, bound: float, finer: Sequence[str]) -> Proposal:

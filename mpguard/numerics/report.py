@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpguard.nn.format_names import default_bound
 from mpguard.numerics.layers import PRODUCTS, LayerAtStep, MeasuredLayer, share_of
-from mpguard.numerics.proposal import Proposal, default_bound, propose
+from mpguard.numerics.proposal import Proposal, propose
 
 
 @dataclasses.dataclass

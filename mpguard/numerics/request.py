@@ -14,9 +14,9 @@ from typing import Any
 
 from mpguard.core.errors import ConfigError, NotInForce, PolicyError, did_you_mean
 from mpguard.document import mp_yaml, read
-from mpguard.nn.format_names import FORMAT_OF, LABELS
+from mpguard.nn.format_names import FORMAT_OF, LABELS, default_bound
 from mpguard.numerics import session
-from mpguard.numerics.proposal import FINER, Proposal, default_bound
+from mpguard.numerics.proposal import FINER, Proposal
 from mpguard.numerics.report import Sensitivity, gathered, read_lines
 from mpguard.policy import hardware
 from mpguard.policy.policy import Policy

@@ -200,7 +200,7 @@ class Analysis:
         self._look_at_movement(current, skipped)
         self._look_at_underflow(current, scale)
         self._look_at_fp8(current)
-        self._shares.add(current.step, current.rows("fp8_shares"), self.policy)
+        self._shares.add(current.step, {**current.rows("fp8_shares"), **current.rows("fp8_noise")}, self.policy)
 
     def _look_at_skips(self, current: StepRound, skipped: bool, scale: float | None) -> None:
         collapsed = self._collapse.add(skipped, scale)

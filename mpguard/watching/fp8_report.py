@@ -1,4 +1,4 @@
-"""Reports the shares of FP8 layers, which `fp8_shares` has counted: those of all ranks together, on rank 0."""
+"""Reports the shares and the noise of FP8 layers, which `fp8_shares` has measured: of all ranks together, on rank 0."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ from mpguard.runtime.ranks import rank, world_size
 from mpguard.watching import drift, suggest
 from mpguard.watching.output import WatchEvent
 
-#: The share of a tensor's values that become zero from which it is an event. Of normally distributed values this share
-#: becomes zero when their noise is 20 dB below them, the bound of `mpguard sensitivity`: spaced evenly by s, values
-#: below s / 2 become zero, and the noise is s / sqrt(12); 20 dB is s = 0.346 deviations, and 14 % are below half of it.
-FP8_UNDERFLOW_SHARE = 0.14
-
-#: Ranks whose shares are read, the first ones: rank 0 reads a row for each tensor of each of them.
+#: Ranks whose numbers are read, the first ones: rank 0 reads a row for each tensor of each of them.
 MOST_RANKS = 64
 
-#: Steps between two looks for the shares of other ranks.
+#: Steps between two looks for the numbers of other ranks.
 READ_EVERY = 10
 
-#: The largest value of a tensor, and the shares of its values that underflow and saturate.
-TensorShares = list[float]
+#: The names of a tensor's numbers: the largest value, and the shares of its values that become zero and saturate.
+COLUMNS = ("amax", "underflow", "saturated")
+
+#: The ratio, in dB, that stands for no noise at all.
+EXACT = 150.0
+
+#: Of a tensor ("layer: tensor") the `COLUMNS`; of a layer its output's noise and the bound, as parts of the energy.
+Numbers = Mapping[str, list[float]]
 
 
 class Fp8Report:
-    """Writes what FP8 layers round, and reports tensors of which too much underflows. emit: takes the events."""
+    """Writes what FP8 layers round, and reports layers with too much noise. emit: takes the events."""
 
     def __init__(self, emit: Callable[[WatchEvent], None]) -> None:
         self._emit = emit
         self._ranks = drift.RankReports("fp8/", first=MOST_RANKS)
-        self._own: dict[int, dict[str, TensorShares]] = {}  # of steps that other ranks have not all published yet
+        self._own: dict[int, Numbers] = {}  # of steps that other ranks have not all published yet
         self._reported: set[str] = set()
-        self._last: tuple[int, dict[str, TensorShares]] | None = None
+        self._last: tuple[int, Numbers] | None = None
 
-    def add(self, step: int, rows: Mapping[str, TensorShares], policy: Policy | None) -> None:
-        """Add the rows of this rank at a step, if there are any; and what other ranks have by now."""
-        finite = {name: row for name, row in rows.items() if all(map(math.isfinite, row))}
+    def add(self, step: int, numbers: Numbers, policy: Policy | None) -> None:
+        """Add the numbers of this rank at a step, if there are any; and what other ranks have by now."""
+        finite = {name: row for name, row in numbers.items() if all(map(math.isfinite, row))}
         if finite and world_size()[0] == 1:
             self._write(step, finite, 1, policy)
         elif finite and self._ranks.publish(step, finite) and rank() == 0:
@@ -51,29 +52,42 @@ class Fp8Report:
             self._own.pop(step, None)
             self._write(step, together(reports), len(reports), policy)
 
-    def _write(self, step: int, rows: dict[str, TensorShares], ranks: int, policy: Policy | None) -> None:
-        self._last = step, rows
+    def _write(self, step: int, numbers: Numbers, ranks: int, policy: Policy | None) -> None:
+        self._last = step, numbers
+        tensors, noise = _parted(numbers)
         layers: dict[str, dict[str, Any]] = {}
-        for name, row in rows.items():
+        for name, row in noise.items():
+            layers.setdefault(name, {})["snr"] = round(_decibels(row[0]), 2)
+        for name, row in tensors.items():
             layer, _, tensor = name.partition(": ")
             layers.setdefault(layer, {})[tensor] = _named(row)
-        value = {**_named([max(column) for column in zip(*rows.values(), strict=True)]), "ranks": ranks}
-        self._emit(WatchEvent("fp8_statistics", step, None, {**value, "layers": layers}))
-        above = {name: row[1] for name, row in rows.items() if row[1] > FP8_UNDERFLOW_SHARE}
-        fresh = sorted(above.keys() - self._reported, key=lambda name: -above[name])
-        if fresh:
-            self._reported.update(fresh)
-            layer, _, tensor = fresh[0].partition(": ")
-            more = f", and more than {FP8_UNDERFLOW_SHARE:.0%} of {len(fresh) - 1} other tensors" if fresh[1:] else ""
-            text = f"{above[fresh[0]]:.0%} of the {tensor} of `{layer}` become zero in FP8{more}"
-            shares = {name: round(above[name], 4) for name in fresh[:16]}
-            event = {"shares": shares, "bound": FP8_UNDERFLOW_SHARE, "tensors": len(fresh)}
-            self._emit(WatchEvent("fp8_underflow", step, layer, event, suggest.for_fp8_underflow(layer, policy), text))
+        worst = _named(max(column) for column in zip(*tensors.values(), strict=True)) if tensors else {}
+        least = {"snr": min(own["snr"] for own in layers.values() if "snr" in own)} if noise else {}
+        value = {**least, **worst, "ranks": ranks, "layers": layers}
+        self._emit(WatchEvent("fp8_statistics", step, None, value))
+        self._report_noise(step, noise, tensors, policy)
+
+    def _report_noise(self, step: int, noise: Numbers, tensors: Numbers, policy: Policy | None) -> None:
+        """Report layers whose output has more noise than the bound, each once."""
+        above = {name: row for name, row in noise.items() if row[0] > row[1] and name not in self._reported}
+        if not above:
+            return
+        self._reported.update(above)
+        layer = max(above, key=lambda name: above[name][0])
+        found, bound = (_decibels(each) for each in above[layer])
+        zeros = {name: tensors.get(f"{layer}: {name}", [0.0, 0.0])[1] for name in ("input", "weight")}
+        tensor = max(zeros, key=lambda name: zeros[name])
+        text = f"the output of `{layer}` keeps {found:.1f} dB in FP8, less than {bound:g}"
+        text += f": {zeros[tensor]:.0%} of its {tensor} become zero" if zeros[tensor] >= 0.01 else ""
+        text += f"; and {len(above) - 1} other layers" if len(above) > 1 else ""
+        ratios = {name: round(_decibels(row[0]), 2) for name, row in list(above.items())[:16]}
+        value = {"snr": ratios, "bound": bound, "layers": len(above)}
+        self._emit(WatchEvent("fp8_noise", step, layer, value, suggest.for_fp8_noise(layer, policy), text))
 
     def finish(self, policy: Policy | None) -> str:
         """Report what is left, and return a line about the last step; empty without one.
 
-        Where other ranks have not published yet, the own rows are reported alone.
+        Where other ranks have not published yet, the own numbers are reported alone.
         """
         self._read(policy)
         for step, rows in sorted(self._own.items()):
@@ -81,31 +95,48 @@ class Fp8Report:
         self._own.clear()
         if self._last is None:
             return ""
-        step, rows = self._last
-        layers = len({name.partition(": ")[0] for name in rows})
-        parts = [_most(rows, 1, "underflow"), _most(rows, 2, "saturate")]
+        step, numbers = self._last
+        tensors, noise = _parted(numbers)
+        parts = [_most(tensors, 1, "become zero"), _most(tensors, 2, "saturate")] if tensors else []
+        if noise:
+            layer = max(noise, key=lambda name: noise[name][0])
+            parts.insert(0, f"outputs keep at least {_decibels(noise[layer][0]):.1f} dB (`{layer}`)")
+        layers = len({name.partition(": ")[0] for name in numbers})
         return f"FP8 at step {step}, {layers} layer{'s' * (layers > 1)}: {'; '.join(parts)}"
 
 
-def together(reports: Iterable[Mapping[str, TensorShares]]) -> dict[str, TensorShares]:
-    """Return the rows of all ranks: the largest values, and the mean shares of the ranks that have the tensor."""
-    found: dict[str, list[TensorShares]] = {}
+def together(reports: Iterable[Numbers]) -> dict[str, list[float]]:
+    """Return the numbers of all ranks: the largest values, and the means of the others, of the ranks that have them."""
+    found: dict[str, list[list[float]]] = {}
     for report in reports:
         for name, row in report.items():
             found.setdefault(name, []).append(row)
+    means = {
+        name: [math.fsum(column) / len(rows) for column in zip(*rows, strict=True)] for name, rows in found.items()
+    }
     return {
-        name: [max(row[0] for row in rows), *(math.fsum(row[i] for row in rows) / len(rows) for i in (1, 2))]
-        for name, rows in found.items()
+        name: [max(row[0] for row in found[name]), *row[1:]] if len(row) == len(COLUMNS) else row
+        for name, row in means.items()
     }
 
 
+def _parted(numbers: Numbers) -> tuple[Numbers, Numbers]:
+    """Return the numbers of tensors, and those of layers."""
+    tensors = {name: row for name, row in numbers.items() if len(row) == len(COLUMNS)}
+    return tensors, {name: row for name, row in numbers.items() if name not in tensors}
+
+
+def _decibels(noise: float) -> float:
+    return EXACT if noise <= 0 else min(EXACT, -10 * math.log10(noise))
+
+
 def _named(row: Iterable[float]) -> dict[str, float]:
-    return {name: float(f"{each:.4g}") for name, each in zip(("amax", "underflow", "saturated"), row, strict=True)}
+    return {name: float(f"{each:.4g}") for name, each in zip(COLUMNS, row, strict=True)}
 
 
-def _most(rows: Mapping[str, TensorShares], column: int, verb: str) -> str:
-    name = max(rows, key=lambda each: rows[each][column])
-    share = rows[name][column]
+def _most(tensors: Numbers, column: int, verb: str) -> str:
+    name = max(tensors, key=lambda each: tensors[each][column])
+    share = tensors[name][column]
     if not share:
         return f"no values {verb}"
     layer, _, tensor = name.partition(": ")

@@ -4,8 +4,9 @@ At a step that is due, the first call of each FP8 layer shows its input, its wei
 (`mpguard.nn.fp8.observation`). Kept of each tensor are its largest value, and at most `VALUES` values: whole groups of
 128 along the dimension that a matmul sums over, spread evenly, with the largest value of what shares a scale with them.
 At the end of the step they are rounded as the layer rounds them, those of all layers at once
-(`mpguard.nn.number_formats`). torchao and Transformer Engine keep no scales of current, block-wise and MX scaling:
-these are computed again, from the same values. Those of delayed scaling are Transformer Engine's own.
+(`mpguard.nn.number_formats`). The noise of the layer's output is that of `ROWS` rows of the input and of the weight.
+torchao and Transformer Engine keep no scales of current, block-wise and MX scaling: these are computed again, from the
+same values. Those of delayed scaling are Transformer Engine's own.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ import torch
 from torch import nn
 
 from mpguard.nn import number_formats
-from mpguard.nn.format_names import FORMAT_OF
+from mpguard.nn.format_names import FORMAT_OF, default_bound
 from mpguard.nn.fp8 import observation
 from mpguard.nn.fp8.filters import is_conv1d, is_torchao, plain_name
 from mpguard.nn.number_formats import OperandRole, largest
 from mpguard.runtime.proof.fp8 import is_te, torchao_recipe
 from mpguard.watching.containment import CONTAINMENT
+
+#: Rows of the input, and of the weight, whose products show the noise of the output.
+ROWS = 16
 
 #: Values that are rounded of a tensor at most, and the values of a group: formats have a scale for up to so many.
 VALUES, GROUP = 4096, 128
@@ -113,6 +117,7 @@ class Fp8Samples:
         self._names: dict[int, str] = {}
         self._casts: weakref.WeakKeyDictionary[nn.Module, Casts | None] = weakref.WeakKeyDictionary()
         self._found: dict[str, Sample] = {}
+        self._noise: dict[str, torch.Tensor] = {}  # of outputs, with the bound of their format
         self._seen: set[str] = set()
 
     def start(self, step: int) -> None:
@@ -140,10 +145,12 @@ class Fp8Samples:
             name = self._name_of(layer)
             if f"{name}: {INPUT}" in self._seen or (casts := self._casts_of(layer)) is None:
                 return
-            way = layer.fp8_meta["scaling_fwd"].scale if casts.delayed else None
-            self._add(f"{name}: {INPUT}", input, casts.output, "input", None if way is None else way[0])
+            of_input, of_weight = layer.fp8_meta["scaling_fwd"].scale[:2] if casts.delayed else (None, None)
             weight = weight.t() if is_conv1d(layer) else weight
-            self._add(f"{name}: {WEIGHT}", weight, casts.output, "weight", None if way is None else way[1])
+            left = self._add(f"{name}: {INPUT}", input, casts.output, "input", of_input)
+            right = self._add(f"{name}: {WEIGHT}", weight, casts.output, "weight", of_weight)
+            if left is not None and right is not None and left[0].shape[1] == right[0].shape[1]:
+                self._noise[name] = output_noise(*left, *right)
 
     def gradient(self, layer: Any, gradient: torch.Tensor) -> None:
         """Sample the gradient of a layer's output, at its first pass of a step."""
@@ -167,15 +174,17 @@ class Fp8Samples:
 
     def _add(
         self, name: str, tensor: torch.Tensor, form: str, role: OperandRole, scale: Any, *, transposed: bool = False
-    ) -> None:
-        """Keep a sample of a tensor (..., values)."""
+    ) -> tuple[torch.Tensor, Sample] | None:
+        """Keep a sample of a tensor (..., values). Returns it with the tensor as a matrix; None if it has none."""
         self._seen.add(name)
         tensor = getattr(tensor, "_local_tensor", tensor).detach()
         if not tensor.numel() or tensor.ndim < 2 or type(tensor) not in (torch.Tensor, nn.Parameter):
-            return  # no tokens, or values that a library keeps in FP8
+            return None  # no tokens, or values that a library keeps in FP8
         with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
             matrix = tensor.reshape(-1, tensor.shape[-1])
-            self._found[name] = sample(matrix.t() if transposed else matrix, form, role, scale)
+            matrix = matrix.t() if transposed else matrix
+            self._found[name] = sample(matrix, form, role, scale)
+            return matrix, self._found[name]
 
     def take(self) -> list[tuple[list[str], torch.Tensor]]:
         """Return names, and a row for each: its largest value, and the shares that underflow and saturate. Once."""
@@ -185,6 +194,29 @@ class Fp8Samples:
         found = [(names, rounded_together([self._found[name] for name in names])) for names in groups.values()]
         self._found = {}
         return found
+
+    def take_noise(self) -> tuple[list[str], torch.Tensor] | None:
+        """Return the names of layers, and the energy of the noise of each one's output over its own. Once."""
+        found, self._noise = self._noise, {}
+        return (list(found), torch.stack(list(found.values()))) if found else None
+
+
+def output_noise(inputs: torch.Tensor, left: Sample, weight: torch.Tensor, right: Sample) -> torch.Tensor:
+    """Return the noise of some outputs of a layer, and its bound: as parts of the energy. Zero for outputs of zero."""
+    operands = []
+    for matrix, own in ((inputs, left), (weight, right)):
+        rows = matrix[:: -(-matrix.shape[0] // ROWS)].float()
+        if own.scale is not None:
+            held = number_formats.cast(rows, own.scale, torch.float8_e4m3fn)
+        else:
+            held = number_formats.rounded(rows, own.form, own.role, own.largest)
+        operands.append((rows, held.values))
+    (exact_input, held_input), (exact_weight, held_weight) = operands
+    exact = (exact_input[:, None] * exact_weight).sum(2)  # 16 x 16: no matmul, which a proof would count
+    error = (held_input[:, None] * held_weight).sum(2) - exact
+    energy = torch.linalg.vector_norm(exact.double()).square()
+    noise = torch.linalg.vector_norm(error.double()).square() / energy.clamp(min=1e-300)
+    return torch.stack([noise, torch.full_like(noise, 10 ** (-default_bound(left.form) / 10))]).float()
 
 
 def sample(matrix: torch.Tensor, form: str, role: OperandRole, scale: torch.Tensor | None = None) -> Sample:

@@ -287,6 +287,9 @@ class Watch:
             for names, table in self._samples.take():
                 tensors.append(table)
                 keys.append(("fp8_shares", names))
+            if (noise := self._samples.take_noise()) is not None:
+                tensors.append(noise[1])
+                keys.append(("fp8_noise", noise[0]))
             if len(self._round.stepped) == 1:  # other optimizers of the step have their backward passes after it
                 self._samples.start(step + 1)
         if "transformer_engine" in sys.modules and len(self._round.stepped) == 1:

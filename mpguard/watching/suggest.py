@@ -150,13 +150,13 @@ def for_saturation(module: str, names: Collection[str]) -> str:
     )
 
 
-def for_fp8_underflow(layer: str, policy: Policy | None) -> str:
-    """Return what to do about a layer of which values become zero in FP8: a finer recipe, or none."""
+def for_fp8_noise(layer: str, policy: Policy | None) -> str:
+    """Return what to do about a layer whose output has too much noise in FP8."""
     finer = policy is not None and policy.fp8_recipe == "tensorwise" and policy.backend == "torchao"
     recipes = "rowwise, or none" if finer else "none"
     return (
-        f"a finer recipe for it, or none: mpguard_fp8_modules: [{{pattern: {layer}, recipe: {recipes}}}]; "
-        "`mpguard sensitivity` shows what each format keeps"
+        f"give it another recipe: mpguard_fp8_modules: [{{pattern: {layer}, recipe: {recipes}}}]; "
+        "`mpguard sensitivity` measures what each format keeps"
     )
 
 

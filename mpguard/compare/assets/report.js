@@ -5,6 +5,8 @@
   const NAMES = {
     loss: "Loss", difference: `Difference from ${data.baseline}${data.unit ? `, ${data.unit}` : ""}`,
     grad_norm: "Gradient norm (logarithmic)", loss_scale: "Loss scale (logarithmic)",
+    fp8_snr: "Output of the FP8 layer with most noise, dB", fp8_underflow: "Share of values that become zero in FP8, the tensor with most",
+    fp8_saturated: "Share of values that saturate in FP8, the tensor with most",
   };
   const LOGARITHMIC = new Set(["grad_norm", "loss_scale"]);
   const WIDEST = 1100, NARROWEST = 300, HEIGHT = 300, LEFT = 64, RIGHT = 14, TOP = 12, BOTTOM = 62;

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from mpguard.compare.model import LoggedEvent, RunLog
+from mpguard.compare.model import FP8_COLUMNS, LoggedEvent, RunLog
 from mpguard.core.errors import ConfigError, did_you_mean
 
 #: A log that goes back to an earlier step more often than this has several runs in it.
@@ -81,6 +81,7 @@ class ColumnStore:
             grad_norm=self._scaled(self._first(dict.fromkeys(_GRAD_NORM, 1.0))),
             loss_scale=self._scaled(self._first(dict.fromkeys(_LOSS_SCALE, 1.0))),
             ms=self._scaled(self._first(_MS)) or self._times(values),
+            fp8={name: self._scaled((f"fp8_{name}", 1.0)) for name in FP8_COLUMNS if f"fp8_{name}" in self.columns},
             memory=int(max(self._scaled(memory).values(), default=0)) or None,
             events=tuple(self.events),
             notes=tuple(notes),

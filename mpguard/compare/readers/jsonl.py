@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpguard.compare.model import LoggedEvent
+from mpguard.compare.model import FP8_COLUMNS, LoggedEvent
 from mpguard.compare.readers.columns import ColumnStore, number
 from mpguard.core.errors import ConfigError
 
@@ -27,6 +27,8 @@ def read(path: Path) -> tuple[ColumnStore, str]:
         if "event" in row:
             source = "watch"
             if row["event"] != "step":
+                if row["event"] == "fp8_statistics":
+                    _add_statistics(found, row)
                 found.events += [_event(row)] if row["event"] not in _NO_EVENTS else []
                 continue
         step = next((row[key] for key in _STEP_KEYS if isinstance(row.get(key), int)), None)
@@ -41,6 +43,14 @@ def read(path: Path) -> tuple[ColumnStore, str]:
     if ranks.left_out:
         found.notes.append(f"{ranks.left_out} lines of other ranks than {ranks.kept} are left out")
     return found, source
+
+
+def _add_statistics(found: ColumnStore, row: dict[str, Any]) -> None:
+    """Add what the watch has written of FP8 layers at a step."""
+    value, step = row.get("value"), row.get("step")
+    for name in FP8_COLUMNS if isinstance(value, dict) and isinstance(step, int) else ():
+        if (as_number := number(value.get(name))) is not None:
+            found.add(step, f"fp8_{name}", as_number)
 
 
 class _Ranks:
