@@ -510,6 +510,11 @@ class Policy:
 
         Raises `PolicyError` for one without FP8, and for a recipe that torchao does not have.
         """
+        if self.fp4 is not None:
+            raise PolicyError(
+                f"`{self.name}` trains in FP4, for which torchao has no layer that could be emulated; `mpguard "
+                "sensitivity` measures what it would cost each layer. Name a recipe with FP8, or leave out --emulate"
+            )
         if self.fp8 is None:
             raise PolicyError(f"`{self.name}` has no FP8 to emulate; name a recipe with FP8, or leave out --emulate")
         return self if self.fp8_emulate else self.replace(fp8_emulate=True, backend="torchao")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from sensitivity_lines import FORMATS, layer, layers
 
-from mpguard.numerics.proposal import Proposal, default_bound
+from mpguard.nn.format_names import default_bound
+from mpguard.numerics.proposal import Proposal
 from mpguard.numerics.report import gathered
 from mpguard.policy.fp8_modules import module_recipes
 from mpguard.policy.recipes import recipe

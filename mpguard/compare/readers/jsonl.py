@@ -48,7 +48,9 @@ def read(path: Path) -> tuple[ColumnStore, str]:
 def _add_statistics(found: ColumnStore, row: dict[str, Any]) -> None:
     """Add what the watch has written of FP8 layers at a step."""
     value, step = row.get("value"), row.get("step")
-    for name in FP8_COLUMNS if isinstance(value, dict) and isinstance(step, int) else ():
+    if not isinstance(value, dict) or not isinstance(step, int):
+        return
+    for name in FP8_COLUMNS:
         if (as_number := number(value.get(name))) is not None:
             found.add(step, f"fp8_{name}", as_number)
 
