@@ -12,7 +12,7 @@ from packaging.version import InvalidVersion, Version
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """oldest, newest: minor versions, such as `2.6`; a later patch release of the newest is inside."""
+    """oldest, newest: minor versions, such as `2.7`; a later patch release of the newest is inside."""
 
     oldest: str
     newest: str
@@ -34,7 +34,7 @@ class Window:
 
 #: By the name of the module. oldest: what the extras of pyproject.toml promise.
 TESTED = {
-    "torch": Window("2.6", "2.14"),
+    "torch": Window("2.7", "2.14"),
     "accelerate": Window("1.15", "1.15"),
     "deepspeed": Window("0.19", "0.19"),
     "transformers": Window("5.0", "5.24"),

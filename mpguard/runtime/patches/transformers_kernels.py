@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpguard.core.patches import patch
+from mpguard.core.tested import TESTED, Window
 from mpguard.nn.attention import find_no_packed_sequences, leave_to_eager_code, skip_causal_mask
 from mpguard.nn.grouped_mm import autocast_grouped_mm
 from mpguard.runtime.patches import checks
@@ -13,6 +14,7 @@ patch(
     reason="autocast does not cast its inputs: experts compute in the dtype of their master weights (S30)",
     lost="experts compute in the dtype of their master weights under autocast",
     check=checks.experts,
+    tested=Window("5.2", TESTED["transformers"].newest),  # before, experts call torch's operator themselves
     traced=True,
 )(autocast_grouped_mm)
 
