@@ -98,7 +98,7 @@ for x, t, text, hint, noise in loader:
         if not any(path.startswith("diffusers.") for path in paths) or model.call.starred or facts.is_inference(call):
             return None
         name = call.path.rsplit(".", 1)[-1]
-        under_autocast = any(region.kind != "no_grad" for region in facts.regions(call))
+        under_autocast = any(region.kind.endswith("autocast") for region in facts.regions(call))
         if model.call.argument(None, "torch_dtype", "dtype") is not None or under_autocast:
             return None
         changed = [each for method in ("to", "half", "bfloat16", "prepare") for each in facts.calls.get(method, ())]
