@@ -65,7 +65,8 @@ class MasterValues:
 
     found: what was witnessed, by the id of the optimizer. suspected: sampled weights that look rounded after a step,
     without a witness, by the id of the optimizer and the dtype. began_in: by the id of the optimizer, the 16-bit dtype
-    that had all values of its sampled weights before the step, or None.
+    that had all values of its sampled weights before the step, or None. put_in: the same if the script has changed them
+    since the last step, which had left others, without a witness.
     """
 
     def __init__(self, previous: MasterValues | None = None) -> None:
@@ -73,6 +74,7 @@ class MasterValues:
         self.found: dict[int, list[Witness]] = {}
         self.suspected: dict[int, Counter[str]] = {}
         self.began_in: dict[int, str | None] = {}
+        self.put_in: dict[int, str | None] = {}
         self._left: dict[tuple[int, str], torch.Tensor] = {}  # by the id of the parameter and the name of the state
         self._to_hooks: dict[tuple[int, str], torch.Tensor] = {}  # what the step leaves to the hooks after it
         self._start: dict[int, torch.Tensor] = {}  # weights before the step that runs
@@ -115,12 +117,17 @@ class MasterValues:
 
     def _begin_step(self, optimizer: Any) -> None:
         self.found[id(optimizer)] = []
+        self.put_in.pop(id(optimizer), None)
         values = dict(_values(optimizer))
         now = {key: sample(each) for key, each in values.items()}
         known = [key for key in now if key in self._left]
         if known and not samples.are_equal([self._left[key] for key in known], [now[key] for key in known]):
             for key in known:
                 self._compare(optimizer, key, values[key], self._left[key].cpu(), now[key].cpu())
+            weights = [key for key in known if key[1] == WEIGHT]
+            bits = rounding.bits_of([each[key][: samples.VALUES] for each in (self._left, now) for key in weights])
+            if not self.found[id(optimizer)] and _dtype_of_all(bits[: len(weights)]) is None:
+                self.put_in[id(optimizer)] = _dtype_of_all(bits[len(weights) :])
         for key in known:
             del self._left[key]
         self._start |= {key: each for (key, name), each in now.items() if name == WEIGHT}

@@ -109,6 +109,7 @@ def sixteen_bits(recorded: Gradients, inferred: Inferred, optimizer: Any) -> Ite
 def suspicions(values: MasterValues, optimizer: Any, steps: int) -> Iterator[Remark]:
     """Yield remarks about weights that look rounded, without a witness. steps: of the optimizer in this process."""
     yield from _rounded(values.suspected.get(id(optimizer), {}), type(optimizer).__name__)
+    yield from _put(values.put_in.get(id(optimizer)), type(optimizer).__name__)
     yield from resumed(values.began_in.get(id(optimizer)), optimizer, steps)
 
 
@@ -121,6 +122,18 @@ def _rounded(found: Mapping[str, int], optimizer: str) -> Iterator[Remark]:
             "them. By chance that is so about once in 2^24 steps. If the step rounds them, what the small dtype rounds "
             "away of each update is lost. It is not refused, because only the steps of torch's own optimizers, and of "
             "subclasses that call them, can be computed again and compared",
+            "refused",
+        )
+
+
+def _put(dtype: str | None, optimizer: str) -> Iterator[Remark]:
+    """Yield a remark if a script has given weights values of 16 bits, which are not those that a step has left."""
+    if dtype:
+        yield Remark(
+            "put",
+            f"between two steps the script has given all sampled FP32 weights of {optimizer} other values, which are "
+            f"values of {dtype} only: an average, or slow weights, that are kept in {dtype}? What the steps add below "
+            "its digits is lost. Keep that copy in FP32",
             "refused",
         )
 

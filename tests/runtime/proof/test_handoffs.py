@@ -178,6 +178,25 @@ def test_a_step_that_cannot_be_computed_again_is_a_suspicion() -> None:
     assert not values.found[id(optimizer)] and values.suspected[id(optimizer)] == {"bf16": 1}
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_an_average_that_is_put_in_the_place_of_the_weights(dtype: torch.dtype | None) -> None:
+    own = layers(60, 40)
+    optimizer, values = torch.optim.AdamW(own, lr=0.01), master_values.MasterValues()
+    mean = [each.detach().to(dtype or torch.float32) for each in own]
+    for _ in range(2):
+        for each in own:
+            each.grad = torch.randn_like(each)
+        values.begin_step(optimizer)
+        optimizer.step()
+        values.end_step(optimizer)
+        with torch.no_grad():
+            for average, each in zip(mean, own, strict=True):
+                each.copy_(average.lerp_(each.to(average.dtype), 0.3))
+    found = [str(each) for each in remarks.suspicions(values, optimizer, 2)]
+    assert not values.found[id(optimizer)]
+    assert ["values of bf16 only: an average" in each for each in found] == ([] if dtype is None else [True])
+
+
 def resumed_weights(rebuild: Any, *, load: bool = True) -> list[str]:
     """Return the remarks at the first step after a checkpoint. rebuild: what makes the weights from those before."""
     own = layers(60, 40)
