@@ -134,9 +134,8 @@ def failures(rows: Iterable[Row], plan: Plan, seen: Observed) -> list[Failure]:
     rows = list(rows)
     allowed = tuple(format_allowance(each.kind, each.value) for each in plan.allow)
     where = f" (in the step of {seen.optimizer}, which updates {seen.updates})" if seen.updates else ""
-    wrong = [
-        dataclasses.replace(row, found=row.found + where).failure() for row in rows if row.verdict is Verdict.WRONG
-    ]
+    wrong = [row.failure() for row in rows if row.verdict is Verdict.WRONG]
+    wrong = [dataclasses.replace(each, text=each.text + where) for each in wrong]
     wrong = [dataclasses.replace(each, allow=(*allowed, *each.allow)) if each.allow else each for each in wrong]
     if wrong or has_failed():
         return wrong

@@ -175,7 +175,7 @@ def test_what_is_wrong_comes_before_what_is_not_proven() -> None:
 def test_a_process_with_several_optimizers_names_the_one_that_is_wrong() -> None:
     updates = "`0.weight` [32 x 16] and 5 more of Sequential"
     found = message(computed=[Computed(True, "fp32", 900, "0")], updates=updates)
-    assert f"compute: fp32 (in the step of AdamW, which updates {updates}); asked: bf16" in found
+    assert f"compute: fp32; asked: bf16 (in the step of AdamW, which updates {updates})" in found
     assert "in the step of" not in message(computed=[Computed(True, "fp32", 900, "0")])
 
 
