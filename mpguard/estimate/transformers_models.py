@@ -54,7 +54,7 @@ def record_unknown(config: ModelConfig, batch: Batch, precision: TapeDtypes, com
 @lru_cache(maxsize=2)
 def _model(values: str, path: str) -> nn.Module:
     """Return the model of a config.json, in training mode, on the meta device."""
-    known = json.loads(values)
+    known = json.loads(values, object_hook=_number)
     kind = known["model_type"]
     if kind not in CONFIG_MAPPING:
         raise ConfigError(
@@ -74,6 +74,11 @@ def _model(values: str, path: str) -> nn.Module:
             f"{path}: transformers {transformers.__version__} does not build `{kind}` from it: {_short(error)}"
         ) from error
     return model.train()
+
+
+def _number(found: dict[str, Any]) -> Any:
+    """Return the float that transformers has written as `{"__float__": "Infinity"}`; other objects as they are."""
+    return float(found["__float__"]) if list(found) == ["__float__"] else found
 
 
 def _parts(config: Any) -> Iterator[Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
 
-from mpguard.core.console import columns, wrapped
+from mpguard.core.console import columns
 from mpguard.core.documentation import page_url
 from mpguard.core.errors import NotInForce, NotProven
 from mpguard.policy import hardware
@@ -35,7 +36,19 @@ def header(plan: Plan) -> str:
         parts.append(f"{' and '.join(what)} emulated: its numbers, not its speed")
     here = hardware.detect()
     parts.append(str(here) if here.gpu is not None else hardware.other_accelerator() or str(here))
-    return wrapped(" · ".join(parts), 2, columns(sys.stderr))
+    return _in_lines(parts, columns(sys.stderr))
+
+
+def _in_lines(parts: Sequence[str], width: int | None) -> str:
+    """Return the parts of the header in lines of at most `width` characters; all but the first are indented."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        longer = f"{lines[-1]} · {part}"
+        if width is None or len(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(f"  {part}")
+    return "\n".join(lines)
 
 
 def _reason(policy: Policy) -> str:

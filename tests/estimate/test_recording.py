@@ -92,6 +92,18 @@ def test_an_unknown_architecture_saves_what_autograd_saves(name: str, mode: str)
     assert kept(tape) == pytest.approx(real, rel=0.02)
 
 
+def test_infinity_is_read_as_transformers_writes_it() -> None:
+    values = {
+        "model_type": "falcon_h1", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+        "vocab_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4,
+        "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16, "pad_token_id": 0,
+        "time_step_limit": [0.0, {"__float__": "Infinity"}],
+    }  # fmt: skip
+    tape = record(ModelConfig(values, "config.json"), Batch(1, 16))
+    assert tape.ops and sum(each.count for each in tape.weights.values()) > 64 * 128
+
+
 def test_options_change_an_unknown_architecture_as_they_change_others() -> None:
     _, config = unknown("bloom")
     sizes = {}
