@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from mpguard.lint.facts.domain.casts import Casts
 from mpguard.lint.facts.domain.checkpoints import Checkpoints
 from mpguard.lint.facts.domain.master_weights import MasterWeights
 from mpguard.lint.facts.domain.optimizers import Optimizers
@@ -38,14 +39,15 @@ class Facts(DomainView):
         wrappers       objects wrapped by Accelerate, DeepSpeed or FSDP
         optimizers     the optimizers and Trainers, and what they train
         master_weights  FP32 master weights that may be kept
+        casts          what a cast changes: a model or a tensor, and whether it rounds
         training_use   the values and weights that are trained
         frozen_params  the models that are never trained
         checkpoints    the states that are saved and restored
         project        the configs, settings and other files of the linted tree
 
     These attributes, their methods, and the methods of this class are what rules use; a test holds it. The modules of
-    `mpguard.lint.facts` also use `source`, `index`, `values`, `graph`, `regions_index`, `imported_module` and
-    `parsed_bytes`, which may change at any time.
+    `mpguard.lint.facts` also use `source`, `index`, `values`, `classes`, `graph`, `regions_index`, `imported_module`
+    and `parsed_bytes`, which may change at any time.
 
     Raises `text.Unparsable` for a file that Python accepts and LibCST does not.
     """
@@ -58,6 +60,7 @@ class Facts(DomainView):
         """
         super().__init__(source, project, imported)
         self.wrappers = self.part(WrapperFacts)
+        self.casts = self.part(Casts)
         self.training_use = self.part(TrainingUse)
         self.optimizers = self.part(Optimizers)
         self.master_weights = self.part(MasterWeights)

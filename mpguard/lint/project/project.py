@@ -41,7 +41,132 @@ LARGEST_USER = 256 << 10
 MOST_NEARBY = 32
 
 
-class Project(ProjectApi):
+class _Questions:
+    """What a rule asks of the other files of the tree: each answer is searched for in their bytes, and recorded."""
+
+    def _ask(self, path: str, question: Question, name: str = "", otherwise: bool = False, whole: bool = False) -> bool:
+        """Answer a question about the project of a file; outside of a project, the answer is `otherwise`.
+
+        whole: a folder that the user has named is as good as a project.
+        """
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(file.parent)
+            known = tree.is_whole(top) if whole else tree.is_project(top)
+            return ask(top, file, question, name) if known else otherwise
+
+    def imported_elsewhere(self, path: str, name: str) -> bool:
+        """True if another file of the tree may import a name from a module; see `summaries.may_import`."""
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            return summaries.may_import(tree.top_of(file.parent), file, name)
+
+    def derived_elsewhere(self, path: str, name: str) -> bool:
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            return summaries.may_derive(tree.top_of(file.parent), file, name)
+
+    def method_used_elsewhere(self, path: str, name: str) -> bool:
+        return self._ask(path, uses.may_call, name, otherwise=True)
+
+    def subclassed_elsewhere(self, path: str, name: str) -> bool:
+        """True if a class of another file may derive from a class of a file; outside of a project, it may.
+
+        Unlike `derived_elsewhere`, this resolves imports.
+        """
+        return self._ask(path, uses.may_derive, name, otherwise=True, whole=True)
+
+    def attribute_set_elsewhere(self, path: str, name: str) -> bool:
+        return self._ask(path, uses.may_set, name, otherwise=True, whole=True)
+
+    def mentioned_beside(self, path: str, name: str, paths: Iterable[str]) -> bool:
+        folder = os.path.commonpath([Path(each).absolute().parent for each in (path, *paths)])
+        return self._ask(path, uses.may_mention, f"{name} {folder}", otherwise=True)
+
+    def keyword_given_elsewhere(self, path: str, name: str) -> bool:
+        return self._ask(path, uses.may_give, name, otherwise=True)
+
+    def is_replaced(self, path: str, name: str) -> bool:
+        return self._ask(path, uses.is_replaced, name)
+
+    def attribute_set_from_outside(self, path: str, name: str) -> bool:
+        return self._ask(path, uses.may_set_from_outside, name)
+
+    def scaler_updated_elsewhere(self, path: str) -> bool:
+        return self._ask(path, settings_read.may_update_scaler, otherwise=True, whole=True)
+
+    def compiled_elsewhere(self, path: str) -> bool:
+        return self._ask(path, settings_read.may_compile, otherwise=True, whole=True)
+
+    def looked_up(self, path: str) -> bool:
+        with tracked_fs.recording_for(path):
+            return ask(tree.top_of(Path(path).absolute().parent), "", uses.may_look_up)
+
+    def is_library(self, path: str) -> bool:
+        folder = Path(path).absolute().parent
+        with tracked_fs.recording_for(path):
+            if not tracked_fs.is_file(folder / "__init__.py"):
+                return False
+            top, package = tree.top_of(folder), folder
+            while package != top and tracked_fs.is_file(package.parent / "__init__.py"):
+                package = package.parent
+            return packages.is_installable(top) and (package == top or packages.builds_from(top, package.parent))
+
+    def is_all_code(self, path: str) -> bool:
+        return self._ask(path, uses.is_all_code)
+
+    def asks_for(self, path: str, word: str) -> bool:
+        return self._ask(path, settings_read.may_ask_for, word, otherwise=True)
+
+    def drops_option(self, path: str, name: str) -> bool:
+        return not self._ask(path, settings_read.may_read_option, name, otherwise=True)
+
+    def passes_option(self, path: str, name: str) -> bool:
+        with tracked_fs.recording_for(path):
+            return ask(tree.top_of(Path(path).absolute().parent), "", settings_read.passes_option, name)
+
+    def gives_option(self, path: str, name: str, value: str) -> bool:
+        return self._ask(path, settings_read.gives_option, f"{name} {value}")
+
+    def gives_unhandled(self, path: str, name: str, value: str) -> bool:
+        return self.gives_option(path, name, value) and not self._ask(path, settings_read.may_handle_value, value)
+
+    def unread_keys(self, path: str) -> list[tuple[str, str]]:
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.top_of(file.parent)
+            found = answered(top, file, settings_read.unread_keys) if tree.is_project(top) else None
+        pairs = [each.rpartition(":") for each in found] if isinstance(found, list) else []
+        return [(config, key) for config, _, key in pairs]
+
+    def is_copied_example(self, path: str) -> bool:
+        """True if a file is an example of another project, of which its own contains a copy, and does not run it."""
+        with tracked_fs.recording_for(path):
+            return copies.is_copied_example(Path(path).absolute())
+
+    def is_in_copy(self, path: str) -> bool:
+        """True if a file is in a copy of another package, with another kind of license, below the top of a project."""
+        file = Path(path).absolute()
+        with tracked_fs.recording_for(path):
+            top = tree.outermost(file.parent)
+            return tree.is_project(top) and copies.is_in_copy(file, top, by_terms=True)
+
+    def launches_with_deepspeed_only(self, path: str) -> bool:
+        return self._ask(path, settings_read.configs_choose_deepspeed)
+
+    def deepspeed_config_read(self, path: str) -> bool:
+        return self._ask(path, settings_read.may_read_deepspeed, otherwise=True)
+
+    def deepspeed_config_read_as_json(self, path: str) -> bool:
+        """True if something in the project may read a DeepSpeed config by a stricter reader than DeepSpeed's."""
+        return self._ask(path, settings_read.may_read_deepspeed_as_json, otherwise=True)
+
+    def reads_deepspeed_key(self, path: str, key: str) -> bool:
+        """True if code of the project of a DeepSpeed config reads a key of such configs itself."""
+        return self._ask(path, settings_read.may_read_deepspeed_key, key)
+
+
+class Project(_Questions, ProjectApi):
     """The surroundings of a file, for rules. There is one per process, for one file after another.
 
     `ProjectApi` documents the methods that facts and rules call.
@@ -302,28 +427,6 @@ class Project(ProjectApi):
             self._by_path[found.path] = found
         return found
 
-    def _ask(self, path: str, question: Question, name: str = "", otherwise: bool = False, whole: bool = False) -> bool:
-        """Answer a question about the project of a file; outside of a project, the answer is `otherwise`.
-
-        whole: a folder that the user has named is as good as a project.
-        """
-        file = Path(path).absolute()
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(file.parent)
-            known = tree.is_whole(top) if whole else tree.is_project(top)
-            return ask(top, file, question, name) if known else otherwise
-
-    def imported_elsewhere(self, path: str, name: str) -> bool:
-        """True if another file of the tree may import a name from a module; see `summaries.may_import`."""
-        file = Path(path).absolute()
-        with tracked_fs.recording_for(path):
-            return summaries.may_import(tree.top_of(file.parent), file, name)
-
-    def derived_elsewhere(self, path: str, name: str) -> bool:
-        file = Path(path).absolute()
-        with tracked_fs.recording_for(path):
-            return summaries.may_derive(tree.top_of(file.parent), file, name)
-
     def used_elsewhere(self, path: str, name: str = "") -> bool:
         """True if other code may use a top-level name of a module; without a name, the module itself.
 
@@ -353,105 +456,6 @@ class Project(ProjectApi):
         places = files if Path(path).is_absolute() else map(os.path.relpath, files)
         found = [facts for each in places if (facts := self._facts_at(each, path)) is not None]
         return found if len(found) == len(files) else None
-
-    def method_used_elsewhere(self, path: str, name: str) -> bool:
-        return self._ask(path, uses.may_call, name, otherwise=True)
-
-    def subclassed_elsewhere(self, path: str, name: str) -> bool:
-        """True if a class of another file may derive from a class of a file; outside of a project, it may.
-
-        Unlike `derived_elsewhere`, this resolves imports.
-        """
-        return self._ask(path, uses.may_derive, name, otherwise=True, whole=True)
-
-    def attribute_set_elsewhere(self, path: str, name: str) -> bool:
-        return self._ask(path, uses.may_set, name, otherwise=True, whole=True)
-
-    def mentioned_beside(self, path: str, name: str, paths: Iterable[str]) -> bool:
-        folder = os.path.commonpath([Path(each).absolute().parent for each in (path, *paths)])
-        return self._ask(path, uses.may_mention, f"{name} {folder}", otherwise=True)
-
-    def keyword_given_elsewhere(self, path: str, name: str) -> bool:
-        return self._ask(path, uses.may_give, name, otherwise=True)
-
-    def is_replaced(self, path: str, name: str) -> bool:
-        return self._ask(path, uses.is_replaced, name)
-
-    def attribute_set_from_outside(self, path: str, name: str) -> bool:
-        return self._ask(path, uses.may_set_from_outside, name)
-
-    def scaler_updated_elsewhere(self, path: str) -> bool:
-        return self._ask(path, settings_read.may_update_scaler, otherwise=True, whole=True)
-
-    def compiled_elsewhere(self, path: str) -> bool:
-        return self._ask(path, settings_read.may_compile, otherwise=True, whole=True)
-
-    def looked_up(self, path: str) -> bool:
-        with tracked_fs.recording_for(path):
-            return ask(tree.top_of(Path(path).absolute().parent), "", uses.may_look_up)
-
-    def is_library(self, path: str) -> bool:
-        folder = Path(path).absolute().parent
-        with tracked_fs.recording_for(path):
-            if not tracked_fs.is_file(folder / "__init__.py"):
-                return False
-            top, package = tree.top_of(folder), folder
-            while package != top and tracked_fs.is_file(package.parent / "__init__.py"):
-                package = package.parent
-            return packages.is_installable(top) and (package == top or packages.builds_from(top, package.parent))
-
-    def is_all_code(self, path: str) -> bool:
-        return self._ask(path, uses.is_all_code)
-
-    def asks_for(self, path: str, word: str) -> bool:
-        return self._ask(path, settings_read.may_ask_for, word, otherwise=True)
-
-    def drops_option(self, path: str, name: str) -> bool:
-        return not self._ask(path, settings_read.may_read_option, name, otherwise=True)
-
-    def passes_option(self, path: str, name: str) -> bool:
-        with tracked_fs.recording_for(path):
-            return ask(tree.top_of(Path(path).absolute().parent), "", settings_read.passes_option, name)
-
-    def gives_option(self, path: str, name: str, value: str) -> bool:
-        return self._ask(path, settings_read.gives_option, f"{name} {value}")
-
-    def gives_unhandled(self, path: str, name: str, value: str) -> bool:
-        return self.gives_option(path, name, value) and not self._ask(path, settings_read.may_handle_value, value)
-
-    def unread_keys(self, path: str) -> list[tuple[str, str]]:
-        file = Path(path).absolute()
-        with tracked_fs.recording_for(path):
-            top = tree.top_of(file.parent)
-            found = answered(top, file, settings_read.unread_keys) if tree.is_project(top) else None
-        pairs = [each.rpartition(":") for each in found] if isinstance(found, list) else []
-        return [(config, key) for config, _, key in pairs]
-
-    def is_copied_example(self, path: str) -> bool:
-        """True if a file is an example of another project, of which its own contains a copy, and does not run it."""
-        with tracked_fs.recording_for(path):
-            return copies.is_copied_example(Path(path).absolute())
-
-    def is_in_copy(self, path: str) -> bool:
-        """True if a file is in a copy of another package, with another kind of license, below the top of a project."""
-        file = Path(path).absolute()
-        with tracked_fs.recording_for(path):
-            top = tree.outermost(file.parent)
-            return tree.is_project(top) and copies.is_in_copy(file, top, by_terms=True)
-
-    def launches_with_deepspeed_only(self, path: str) -> bool:
-        return self._ask(path, settings_read.configs_choose_deepspeed)
-
-    def deepspeed_config_read(self, path: str) -> bool:
-        return self._ask(path, settings_read.may_read_deepspeed, otherwise=True)
-
-    def deepspeed_config_read_as_json(self, path: str) -> bool:
-        """True if something in the project may read a DeepSpeed config by a stricter reader than DeepSpeed's."""
-        return self._ask(path, settings_read.may_read_deepspeed_as_json, otherwise=True)
-
-    def reads_deepspeed_key(self, path: str, key: str) -> bool:
-        """True if code of the project of a DeepSpeed config reads a key of such configs itself."""
-        return self._ask(path, settings_read.may_read_deepspeed_key, key)
 
     def parser_of(self, path: str, size: int) -> Callable[[str], Tree]:
         """Return what parses the statements of a file, once for its own check and for those of files that use it."""

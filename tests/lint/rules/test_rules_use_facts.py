@@ -18,7 +18,7 @@ from mpguard.lint.project.api import ProjectApi
 FOLDER = Path(rules.__file__).parent
 FILES = sorted(path for path in FOLDER.rglob("*.py") if path.name != "__init__.py")
 #: What `Facts` has for the modules of `mpguard.lint.facts` only, as its docstring says.
-INTERNAL = {"source", "index", "values", "graph", "regions_index", "imported_module", "parsed_bytes"}
+INTERNAL = {"source", "index", "values", "classes", "graph", "regions_index", "imported_module", "parsed_bytes"}
 
 
 def _listed() -> set[str]:

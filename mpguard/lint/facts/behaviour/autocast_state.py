@@ -94,7 +94,7 @@ class AutocastStates:
                 guard = state.guard.joined(call.guard)
                 if guard.possible:
                     found.append(dataclasses.replace(state, guard=guard))
-        model = scope.owner is not None and self.facts.graph.class_kind(scope.owner) == "model"
+        model = scope.owner is not None and self.facts.classes.class_kind(scope.owner) == "model"
         hosts = self._hosts(scope) if model and not callers and depth else []
         for host in hosts:
             found += self._outer(host, depth - 1)

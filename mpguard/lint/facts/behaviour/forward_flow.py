@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _MAX_NODES = 400
 _MAX_DEPTH = 40
 _CASTS = frozenset({"float", "double", "to", "type", "type_as"})
+#: Statements and expressions that use a value, and give it to nothing else.
+_USES_UP = (cst.Expr, cst.If, cst.While, cst.Comparison, cst.Index, cst.Slice, cst.Assert)
 #: Methods and functions whose result has no gradient, or that only read the value.
 _ENDS_FLOW = frozenset({
     "item", "detach", "detach_", "numpy", "tolist", "size", "dim", "numel", "data_ptr", "element_size", "state_dict",
@@ -104,8 +106,8 @@ class Reach:
         return any(sink.kind == kind for sink in self.sinks)
 
 
-class ForwardFlow:
-    """One forward traversal; the result is in `reach`."""
+class _Walk:
+    """The state of one walk: what it has seen and reached, and where a value loses its dtype or leaves the code."""
 
     def __init__(
         self, facts: BehaviourView, guard: PathCondition, past_targets: bool = True, past_models: bool = True
@@ -121,25 +123,11 @@ class ForwardFlow:
         self.entries: dict[Scope, list[Call]] = {}
         self.results: dict[Scope, list[int | None]] = {}  # of functions that return the value, the element that it is
 
-    def start(self, node: cst.CSTNode, at: Record) -> Reach:
-        """Follow the value of an expression."""
-        self.follow(node, at)
-        return self.reach
-
     def sink(self, kind: str, call: Call) -> None:
         """Record a sink; a backward pass in a file that applies no gradients is recorded as `gradient`."""
         if self.facts.measures.only_probes_gradients or (kind == "backward" and not self.facts.has_step(call.scope)):
             kind = "gradient" if kind in _TRAIN_SINKS else kind
         self.reach.sinks.append(Sink(kind, call))
-
-    def follow(self, node: cst.CSTNode, at: Record, index: int | None = None) -> None:
-        """Follow the value of `node`, in the file of `at`, to the enclosing expressions and statements.
-
-        index: the value is this element of the tuple that the node returns.
-        """
-        self.home = self.home or at.scope
-        with self.in_file_of(at):
-            self._follow(node, at, index)
 
     @contextlib.contextmanager
     def in_file_of(self, place: Record | Scope) -> Iterator[None]:
@@ -150,6 +138,197 @@ class ForwardFlow:
         finally:
             self.facts = before
 
+    def cast_back(self, call: Call) -> bool:
+        """True if a kernel's result is cast immediately: `kernel(x.half()).float()`.
+
+        Also in the next statement: `out = kernel(q.half())`, `out.to(t)`. A kernel is a function of a library other
+        than torch, or an undefined one; not a model or a parameter.
+        """
+        atoms = [each.atom for each in self.facts.evaluate(call.func, call)]
+        library = bool(atoms) and all(
+            isinstance(atom, Ref)
+            and not atom.path.startswith("torch.")
+            and not api_names.CAPITAL.match(atom.path.rsplit(".", 1)[-1])
+            for atom in atoms
+        )
+        if not library and (
+            not call.path or self.facts.values.reaching(call.path.split(".", 1)[0], call.scope, call.order)
+        ):
+            return False
+        parents = self.facts.index.parents
+        above = parents.get(call.node)
+        if isinstance(above, cst.Attribute):
+            return above.attr.value in _CASTS
+        if not isinstance(above, cst.Assign) or not (key := dotted(above.targets[0].target)):
+            return False
+        uses = [u for u in call.scope.uses.get(key.split(".", 1)[0], ()) if u.order > call.order]
+        return any(use.path.startswith(key + ".") and use.path.rsplit(".", 1)[-1] in _CASTS for use in uses)
+
+    def ends(self, key: str, scope: Scope, order: int) -> int:
+        """Return the place where `model.float()` upcasts an object that was cast in place (`model.half()`)."""
+        if self.cast is None or (key, scope) != self.cast:
+            return 1 << 60
+        ups = (
+            use.order
+            for use in scope.uses.get(key.split(".", 1)[0], ())
+            if use.order > order and not (use.guard - self.guard) and self.upcasts(use, key)
+        )
+        return min(ups, default=1 << 60)
+
+    def upcasts(self, use: Use, key: str) -> bool:
+        """True if a use is `model.float()` or `model.to(torch.float32)`, in place or assigned to the same name."""
+        if use.path.rpartition(".")[0] != key or not (
+            use.path.endswith(".to") or use.path[len(key) + 1 :] in api_names.UPCASTS
+        ):
+            return False
+        parent = self.facts.index.parents.get(use.node)
+        call = self.facts.index.call_of.get(parent) if isinstance(parent, cst.Call) else None
+        if call is None or call.func is not use.node:
+            return False
+        if call.name == "to":
+            given = [call.keywords["dtype"]] if "dtype" in call.keywords else call.positional[:2]
+            dtypes = {dtype for each in given for _, dtype in self.facts.dtypes(each, call)} - {None}
+            if not dtypes or not dtypes <= {Dtype.FP32, Dtype.FP64}:
+                return False
+        above = self.facts.index.parents.get(call.node)
+        if isinstance(above, cst.Assign):
+            return any(dotted(each.target) == key for each in above.targets)
+        return isinstance(above, cst.Expr)
+
+    def rebound(self, key: str, scope: Scope, order: int, use: Record) -> bool:
+        """True if the name has been bound to another value before the use.
+
+        A loop under `no_grad` is taken to run: `for layer in frozen: x = layer(x)`.
+        """
+        return (
+            order >= 0
+            and use.scope is scope
+            and any(
+                binding.kind not in ("item", "augmented")
+                and not (binding.guard - use.guard)
+                and (set(binding.loops) <= set(use.loops) or self._in_no_grad(binding))
+                for binding in self.facts.flow.between(scope.bindings.get(key, ()), order, use.order)
+            )
+        )
+
+    def _in_no_grad(self, record: Record) -> bool:
+        """True if a record is in a `no_grad` region."""
+        return any(
+            region.kind == "no_grad" and not (region.guard - record.guard) for region in self.facts.regions(record)
+        )
+
+    def _is_target(self, call: Call, arg: cst.Arg) -> bool:
+        """True if an argument is the target of a loss: `criterion(output, y)`, `F.mse_loss(output, target=y)`."""
+        if not _LOSS.search(call.name) and "criterion" not in self.facts.kinds(call.func, call):
+            return False
+        given = (*call.positional[:1], *call.keywords.values())
+        if any(dotted(each).rsplit(".", 1)[-1] in self.facts.module_names for each in given):
+            return False
+        if arg.keyword is not None:
+            return _TARGETS.search(arg.keyword.value) is not None
+        return len(call.positional) > 1 and arg.value is call.positional[1]
+
+    def through_library(self, path: str, call: Call, arg: cst.Arg) -> bool:
+        """Handle a library function with the value as an argument. True if the flow continues with its result."""
+        last = path.rsplit(".", 1)[-1]
+        kind = api_names.kind_of(path)
+        if api_names.SAVES.search(last):
+            self.sink("saved", call)
+            return False
+        if last in _ENDS_FLOW or path.startswith(_READERS):
+            if last == "save":
+                self.sink("saved", call)
+            return False
+        if kind == "optimizer":
+            if self._may_step(call):
+                self.sink("optimizer", call)
+            return False
+        if kind == "trainer":
+            first = bool(call.positional) and arg.value is call.positional[0]  # a second model is the reference model
+            taken = first or (arg.keyword is not None and arg.keyword.value in ("model", "args"))
+            if taken and not self.facts.measures.only_evaluates(call):
+                self.sink("trainer", call)
+            return False
+        if kind == "engine":
+            self.sink("initialize", call)
+            return True
+        if last in api_names.PARALLEL:
+            if self._may_step(call):
+                self.sink("parallel", call)
+            return True
+        return not path.startswith("copy.deepcopy")
+
+    def _may_step(self, call: Call) -> bool:
+        """True if the file that creates an optimizer or wrapper trains, or one that calls it or takes it."""
+        if self.facts.any_training:
+            return True
+        bound = self.facts.bound_to(call)
+        key = bound.key if bound is not None else ""
+        for taker in call.scope.calls if key else ():
+            if key in map(dotted, (*taker.positional, *taker.keywords.values())):
+                functions = self.facts.functions(taker)
+                if any(self.facts.of(each.scope).any_training for each in functions):
+                    return True
+        users = {self.facts.of(each) for each in self.facts.programs_of(call.scope, lambda _: False)}
+        return any(each.any_training for each in users)
+
+    def _may_be_model(self, call: Call) -> bool:
+        """True if an unknown callee is a model by its name, by that of its method, or because a call creates it."""
+        last = call.path.rsplit(".", 1)[-1]
+        if _MODEL.search(last) or (call.receiver is not None and _COMPUTES.search(last)):
+            return True
+        bindings = self.facts.values.reaching(call.path, call.scope, call.order, call.guard)
+        makers = [dotted(each.value.func) for each in bindings if isinstance(each.value, cst.Call)]
+        return bool(bindings) and len(makers) == len(bindings) and not any(map(_MEASURES.search, (last, *makers)))
+
+    def into_model(self, call: Call, arg: cst.Arg) -> bool:
+        """Record a model that takes the value. True if the flow continues through it."""
+        self.reach.models.append(call)
+        if arg.keyword is not None:
+            self.reach.names.add(arg.keyword.value)
+        return self.past_models
+
+    def _is_followed(self, scope: Scope, call: Call) -> bool:
+        """True if a value that a function of the same file returns is followed to this call of it."""
+        return self.facts.of(scope) is self.facts and call in self.facts.callers(scope)
+
+    def _is_own_method(self, call: Call) -> bool:
+        """True if a model calls a method of its own: `self.encode(x)` in `forward` is no inference."""
+        owner = call.scope.owner
+        return dotted(call.receiver) == "self" and owner is not None and self.facts.class_kind(owner) == "model"
+
+    def _leaves_out(self, call: Call, scope: Scope) -> bool:
+        """True if the constants that a call passes contradict the condition under which the function makes the value.
+
+        With `load(path, base=None)` no function merges adapters under `if base is not None`.
+        """
+        if scope is not self.home:
+            return False
+        for param in scope.params:
+            if param.name in self.guard.flags() and len(scope.bindings.get(param.name, ())) == 1:
+                literal = constant(self.facts.values.given(call, scope, param.name))
+                if literal is not None and not self.guard.given(equality(param.name, literal[0])).possible:
+                    return True
+        return False
+
+
+class ForwardFlow(_Walk):
+    """One forward traversal; the result is in `reach`."""
+
+    def start(self, node: cst.CSTNode, at: Record) -> Reach:
+        """Follow the value of an expression."""
+        self.follow(node, at)
+        return self.reach
+
+    def follow(self, node: cst.CSTNode, at: Record, index: int | None = None) -> None:
+        """Follow the value of `node`, in the file of `at`, to the enclosing expressions and statements.
+
+        index: the value is this element of the tuple that the node returns.
+        """
+        self.home = self.home or at.scope
+        with self.in_file_of(at):
+            self._follow(node, at, index)
+
     def _follow(self, node: cst.CSTNode, at: Record, index: int | None) -> None:
         parents = self.facts.index.parents
         given = ""
@@ -158,20 +337,16 @@ class ForwardFlow:
             self.nodes_left -= 1
             parent, element = parents.get(node), index
             index = None
-            if parent is None or isinstance(
-                parent, (cst.Expr, cst.If, cst.While, cst.Comparison, cst.Index, cst.Slice, cst.Assert)
-            ):
+            if parent is None or isinstance(parent, _USES_UP):
                 return
             if isinstance(parent, cst.Attribute):
                 if parent.attr.value in _METADATA:
                     return
                 above = parents.get(parent)
-                if isinstance(above, cst.Call) and above.func is parent:
-                    if not self.method(parent.attr.value, above):
-                        return
-                    node = above
-                    continue
-                node = parent
+                called = above if isinstance(above, cst.Call) and above.func is parent else None
+                if called is not None and not self.method(parent.attr.value, called):
+                    return
+                node = called or parent
             elif isinstance(parent, cst.Call):  # the callee: model(x)
                 node = parent
             elif isinstance(parent, cst.Arg):
@@ -187,7 +362,7 @@ class ForwardFlow:
                 return
             elif isinstance(parent, cst.Element) and isinstance(above := parents[parent], cst.Tuple):
                 node, index = above, above.elements.index(parent)
-            elif isinstance(parent, (cst.AnnAssign, cst.AugAssign)):
+            elif isinstance(parent, (cst.AnnAssign, cst.AugAssign, cst.For)):
                 self.bind(parent.target, at)
                 return
             elif isinstance(parent, cst.NamedExpr):
@@ -195,9 +370,6 @@ class ForwardFlow:
                 node = parent
             elif isinstance(parent, (cst.Return, cst.Yield)):
                 self.returned(at.scope, element)
-                return
-            elif isinstance(parent, cst.For):
-                self.bind(parent.target, at)
                 return
             elif isinstance(parent, cst.CompFor):
                 if node is parent.iter:
@@ -235,32 +407,6 @@ class ForwardFlow:
             above = parents[parent]
             if isinstance(above, cst.Call) and dotted(above.func) == "map":
                 self.follow(above, at)
-
-    def cast_back(self, call: Call) -> bool:
-        """True if a kernel's result is cast immediately: `kernel(x.half()).float()`.
-
-        Also in the next statement: `out = kernel(q.half())`, `out.to(t)`. A kernel is a function of a library other
-        than torch, or an undefined one; not a model or a parameter.
-        """
-        atoms = [each.atom for each in self.facts.evaluate(call.func, call)]
-        library = bool(atoms) and all(
-            isinstance(atom, Ref)
-            and not atom.path.startswith("torch.")
-            and not api_names.CAPITAL.match(atom.path.rsplit(".", 1)[-1])
-            for atom in atoms
-        )
-        if not library and (
-            not call.path or self.facts.values.reaching(call.path.split(".", 1)[0], call.scope, call.order)
-        ):
-            return False
-        parents = self.facts.index.parents
-        above = parents.get(call.node)
-        if isinstance(above, cst.Attribute):
-            return above.attr.value in _CASTS
-        if not isinstance(above, cst.Assign) or not (key := dotted(above.targets[0].target)):
-            return False
-        uses = [u for u in call.scope.uses.get(key.split(".", 1)[0], ()) if u.order > call.order]
-        return any(use.path.startswith(key + ".") and use.path.rsplit(".", 1)[-1] in _CASTS for use in uses)
 
     def bind(self, target: cst.CSTNode, at: Record) -> None:
         """Follow the target of an assignment."""
@@ -320,59 +466,6 @@ class ForwardFlow:
                 if self._in_no_grad(use):
                     continue
                 self.used(use.path[len(key) + 1 :], use)
-
-    def ends(self, key: str, scope: Scope, order: int) -> int:
-        """Return the place where `model.float()` upcasts an object that was cast in place (`model.half()`)."""
-        if self.cast is None or (key, scope) != self.cast:
-            return 1 << 60
-        ups = (
-            use.order
-            for use in scope.uses.get(key.split(".", 1)[0], ())
-            if use.order > order and not (use.guard - self.guard) and self.upcasts(use, key)
-        )
-        return min(ups, default=1 << 60)
-
-    def upcasts(self, use: Use, key: str) -> bool:
-        """True if a use is `model.float()` or `model.to(torch.float32)`, in place or assigned to the same name."""
-        if use.path.rpartition(".")[0] != key or not (
-            use.path.endswith(".to") or use.path[len(key) + 1 :] in api_names.UPCASTS
-        ):
-            return False
-        parent = self.facts.index.parents.get(use.node)
-        call = self.facts.index.call_of.get(parent) if isinstance(parent, cst.Call) else None
-        if call is None or call.func is not use.node:
-            return False
-        if call.name == "to":
-            given = [call.keywords["dtype"]] if "dtype" in call.keywords else call.positional[:2]
-            dtypes = {dtype for each in given for _, dtype in self.facts.dtypes(each, call)} - {None}
-            if not dtypes or not dtypes <= {Dtype.FP32, Dtype.FP64}:
-                return False
-        above = self.facts.index.parents.get(call.node)
-        if isinstance(above, cst.Assign):
-            return any(dotted(each.target) == key for each in above.targets)
-        return isinstance(above, cst.Expr)
-
-    def rebound(self, key: str, scope: Scope, order: int, use: Record) -> bool:
-        """True if the name has been bound to another value before the use.
-
-        A loop under `no_grad` is taken to run: `for layer in frozen: x = layer(x)`.
-        """
-        return (
-            order >= 0
-            and use.scope is scope
-            and any(
-                binding.kind not in ("item", "augmented")
-                and not (binding.guard - use.guard)
-                and (set(binding.loops) <= set(use.loops) or self._in_no_grad(binding))
-                for binding in self.facts.flow.between(scope.bindings.get(key, ()), order, use.order)
-            )
-        )
-
-    def _in_no_grad(self, record: Record) -> bool:
-        """True if a record is in a `no_grad` region."""
-        return any(
-            region.kind == "no_grad" and not (region.guard - record.guard) for region in self.facts.regions(record)
-        )
 
     def used(self, rest: str, use: Record) -> None:
         """Follow one use; `rest` is the attribute path after the name."""
@@ -463,61 +556,6 @@ class ForwardFlow:
                 return False
         return carries or not known
 
-    def _is_target(self, call: Call, arg: cst.Arg) -> bool:
-        """True if an argument is the target of a loss: `criterion(output, y)`, `F.mse_loss(output, target=y)`."""
-        if not _LOSS.search(call.name) and "criterion" not in self.facts.kinds(call.func, call):
-            return False
-        given = (*call.positional[:1], *call.keywords.values())
-        if any(dotted(each).rsplit(".", 1)[-1] in self.facts.module_names for each in given):
-            return False
-        if arg.keyword is not None:
-            return _TARGETS.search(arg.keyword.value) is not None
-        return len(call.positional) > 1 and arg.value is call.positional[1]
-
-    def through_library(self, path: str, call: Call, arg: cst.Arg) -> bool:
-        """Handle a library function with the value as an argument. True if the flow continues with its result."""
-        last = path.rsplit(".", 1)[-1]
-        kind = api_names.kind_of(path)
-        if api_names.SAVES.search(last):
-            self.sink("saved", call)
-            return False
-        if last in _ENDS_FLOW or path.startswith(_READERS):
-            if last == "save":
-                self.sink("saved", call)
-            return False
-        if kind == "optimizer":
-            if self._may_step(call):
-                self.sink("optimizer", call)
-            return False
-        if kind == "trainer":
-            first = bool(call.positional) and arg.value is call.positional[0]  # a second model is the reference model
-            taken = first or (arg.keyword is not None and arg.keyword.value in ("model", "args"))
-            if taken and not self.facts.measures.only_evaluates(call):
-                self.sink("trainer", call)
-            return False
-        if kind == "engine":
-            self.sink("initialize", call)
-            return True
-        if last in api_names.PARALLEL:
-            if self._may_step(call):
-                self.sink("parallel", call)
-            return True
-        return not path.startswith("copy.deepcopy")
-
-    def _may_step(self, call: Call) -> bool:
-        """True if the file that creates an optimizer or wrapper trains, or one that calls it or takes it."""
-        if self.facts.any_training:
-            return True
-        bound = self.facts.bound_to(call)
-        key = bound.key if bound is not None else ""
-        for taker in call.scope.calls if key else ():
-            if key in map(dotted, (*taker.positional, *taker.keywords.values())):
-                functions = self.facts.functions(taker)
-                if any(self.facts.of(each.scope).any_training for each in functions):
-                    return True
-        users = {self.facts.of(each) for each in self.facts.programs_of(call.scope, lambda _: False)}
-        return any(each.any_training for each in users)
-
     def module(self, atom: object, call: Call, arg: cst.Arg) -> bool:
         """Handle a call of an object with the value as an argument. True if the flow continues with its result."""
         kind = getattr(atom, "kind", "")
@@ -534,26 +572,6 @@ class ForwardFlow:
         for function in functions:
             self.entered(function.scope, call, arg)
         return not functions or not all(self._is_followed(function.scope, call) for function in functions)
-
-    def _may_be_model(self, call: Call) -> bool:
-        """True if an unknown callee is a model by its name, by that of its method, or because a call creates it."""
-        last = call.path.rsplit(".", 1)[-1]
-        if _MODEL.search(last) or (call.receiver is not None and _COMPUTES.search(last)):
-            return True
-        bindings = self.facts.values.reaching(call.path, call.scope, call.order, call.guard)
-        makers = [dotted(each.value.func) for each in bindings if isinstance(each.value, cst.Call)]
-        return bool(bindings) and len(makers) == len(bindings) and not any(map(_MEASURES.search, (last, *makers)))
-
-    def into_model(self, call: Call, arg: cst.Arg) -> bool:
-        """Record a model that takes the value. True if the flow continues through it."""
-        self.reach.models.append(call)
-        if arg.keyword is not None:
-            self.reach.names.add(arg.keyword.value)
-        return self.past_models
-
-    def _is_followed(self, scope: Scope, call: Call) -> bool:
-        """True if a value that a function of the same file returns is followed to this call of it."""
-        return self.facts.of(scope) is self.facts and call in self.facts.callers(scope)
 
     def entered(self, scope: Scope, call: Call, arg: cst.Arg) -> bool:
         """Follow the value into the parameter of a function of the file, or of a module that may train.
@@ -588,11 +606,6 @@ class ForwardFlow:
                 self.follow(call.node, call, index)
         return True
 
-    def _is_own_method(self, call: Call) -> bool:
-        """True if a model calls a method of its own: `self.encode(x)` in `forward` is no inference."""
-        owner = call.scope.owner
-        return dotted(call.receiver) == "self" and owner is not None and self.facts.class_kind(owner) == "model"
-
     def returned(self, scope: Scope, index: int | None) -> None:
         """Follow the value to the callers of the function that returns it: those that it came from, if it did."""
         results = self.results.setdefault(scope, [])
@@ -610,20 +623,6 @@ class ForwardFlow:
         for call in tuple(callers):
             if not self._in_no_grad(call) and not self._leaves_out(call, scope):
                 self.follow(call.node, call, index)
-
-    def _leaves_out(self, call: Call, scope: Scope) -> bool:
-        """True if the constants that a call passes contradict the condition under which the function makes the value.
-
-        With `load(path, base=None)` no function merges adapters under `if base is not None`.
-        """
-        if scope is not self.home:
-            return False
-        for param in scope.params:
-            if param.name in self.guard.flags() and len(scope.bindings.get(param.name, ())) == 1:
-                literal = constant(self.facts.values.given(call, scope, param.name))
-                if literal is not None and not self.guard.given(equality(param.name, literal[0])).possible:
-                    return True
-        return False
 
 
 def _same_place(target: cst.CSTNode, value: cst.CSTNode, given: str) -> cst.CSTNode | None:

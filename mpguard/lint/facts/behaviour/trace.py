@@ -175,7 +175,7 @@ class Traces:
         classes = next((found for each, found in self._versions(call) if each.scope is helper.scope), [])
         if not classes or call.scope.owner is None:
             return Flag(f"call#{call.order}", number + 1)
-        name = f"class#{self.facts.graph.family(call.scope.owner)}"
+        name = f"class#{self.facts.classes.family(call.scope.owner)}"
         flags = tuple(Flag(name, each.qualname) for each in classes)
         return flags[0] if len(flags) == 1 else Any(flags)
 
@@ -296,7 +296,7 @@ class Traces:
         if not facts.graph.named(call.name):
             return ()
         if is_super(call.receiver) and call.scope.owner is not None:
-            inherited = facts.graph.method(call.scope.owner, call.name, above=True)
+            inherited = facts.classes.method(call.scope.owner, call.name, above=True)
             found = [inherited] if inherited is not None else []
         else:
             found = [function for function, _ in self._versions(call)] or facts.functions(call)
@@ -305,9 +305,9 @@ class Traces:
     def _versions(self, call: Call) -> list[tuple[Function, list[Scope]]]:
         """Return the methods that a call of `self.name()` may run where derived classes replace that of its class."""
         owner = call.scope.owner
-        if owner is None or call.path != f"self.{call.name}" or not self.facts.graph.derived(owner):
+        if owner is None or call.path != f"self.{call.name}" or not self.facts.classes.derived(owner):
             return []
-        return self.facts.graph.versions(owner, call.name)
+        return self.facts.classes.versions(owner, call.name)
 
     def _may_use_scaler(self, call: Call) -> bool:
         """True if a call outside the file may use a scaler: one that is an argument, or that its object holds.

@@ -17,6 +17,7 @@ from mpguard.lint.facts.behaviour.measures import Measures
 from mpguard.lint.facts.behaviour.regions import Region, Regions
 from mpguard.lint.facts.program import api_names, implied_versions
 from mpguard.lint.facts.program.callgraph import CallGraph
+from mpguard.lint.facts.program.classes import Classes
 from mpguard.lint.facts.program.evaluate import DEPTH, Values
 from mpguard.lint.facts.program.view import ProgramView
 from mpguard.lint.facts.syntax.constant_flags import SUPPORTS_BF16
@@ -57,12 +58,14 @@ class BehaviourView(ProgramView):
     """The behaviour of the code of one file."""
 
     values: Values
+    classes: Classes
     graph: CallGraph
     flow: DataFlow
 
     def __init__(self, source: Source, project: ProjectApi | None = None, imported: bool = False) -> None:
         super().__init__(source, project, imported)
         self.values = self.part(Values)
+        self.classes = self.part(Classes)
         self.graph = self.part(CallGraph)
         self.regions_index = self.part(Regions)
         self.frozen_params = self.part(FrozenModels)

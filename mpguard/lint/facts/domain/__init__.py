@@ -1,6 +1,7 @@
 """What training code does, in terms of mixed precision.
 
 training_use.py        the values and weights that are trained
+casts.py               what a cast changes: a model or a tensor, all of it or a part
 training.py            what is known of one of them
 optimizers.py          what trains: optimizers, the parameters that they take, Trainers
 wrapped_loads.py       models that are loaded into an attribute of a module

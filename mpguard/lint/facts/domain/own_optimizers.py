@@ -53,7 +53,7 @@ def _steps_scaler(cls: Scope, facts: DomainView) -> bool:
     """True if a method of a class, or of a base class in the project, steps through a scaler."""
     inside = set(cls.descendants())
     return any(event.scope in inside for event in facts.events("scaler_step")) or any(
-        isinstance(base, Class) and _steps_scaler(base.scope, facts.of(base.scope)) for base in facts.graph.bases(cls)
+        isinstance(base, Class) and _steps_scaler(base.scope, facts.of(base.scope)) for base in facts.classes.bases(cls)
     )
 
 
@@ -76,7 +76,7 @@ def _reads_no_gradients(atom: Atom, facts: DomainView) -> bool:
 def _is_without(cls: Scope, facts: DomainView) -> bool:
     """True if neither a class nor its base classes in the project read gradients, or step another optimizer."""
     facts.need_all()
-    bases = facts.graph.bases(cls)
+    bases = facts.classes.bases(cls)
     return (
         _GRADIENT.search(stripped(cls.chunk.text)) is None
         and not any(call.name == "step" for scope in cls.descendants() for call in scope.calls)

@@ -19,15 +19,16 @@ from mpguard.lint.facts.behaviour.events import Event, EventKind
 from mpguard.lint.facts.behaviour.events.event import creates_optimizer, is_optimizer
 from mpguard.lint.facts.behaviour.forward_flow import FRAMEWORK_STEPS, Reach, Sink
 from mpguard.lint.facts.domain import wrapped_loads
+from mpguard.lint.facts.domain.casts import Casts
 from mpguard.lint.facts.domain.master_weights import MasterWeights
-from mpguard.lint.facts.domain.optimizers import Optimizers, is_parts
+from mpguard.lint.facts.domain.optimizers import Optimizers
 from mpguard.lint.facts.domain.training import Training, Weights
-from mpguard.lint.facts.program import api_names, keywords, project_words
-from mpguard.lint.facts.program.dtypes import AnyDtype, PossibleDtypes, as_dtype
-from mpguard.lint.facts.program.lattice import Function, Object
+from mpguard.lint.facts.program import keywords, project_words
+from mpguard.lint.facts.program.dtypes import AnyDtype, as_dtype
+from mpguard.lint.facts.program.lattice import Object
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
-from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, negated
-from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition
+from mpguard.lint.facts.syntax.records import Call, Record, Scope
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
@@ -35,16 +36,9 @@ if TYPE_CHECKING:
 
 #: Events that may set the dtype of weights.
 _SETS_DTYPE: tuple[EventKind, ...] = ("cast", "construct", "load")
-#: The condition under which a loop casts what is not trained.
-_FROZEN = negated(Flag("requires_grad"))
 #: Arguments of a load that quantize: adapters are trained, the weights stay.
 _QUANTIZES = ("quantization_config", "load_in_8bit", "load_in_4bit")
-#: What gives the tensors of a checkpoint.
-_LOADS = frozenset({"state_dict", "load", "load_file", "safe_open"})
-#: Functions whose results are zeros and ones; names of losses and masks.
-_ZEROS_AND_ONES = frozenset({"one_hot", "eq", "ne", "gt", "lt", "ge", "le", "bool", "isnan", "isinf", "bernoulli"})
 _CRITERION = lazy_pattern(r"(?i)(?:^|[._])(?:loss|loss_?fn|loss_?func(?:tion)?|criterion)$")
-_MASK = lazy_pattern(r"(?i)mask")
 #: What a helper may return that gives the dtype of any name.
 _ANY_DTYPE = frozenset({Dtype.FP32, Dtype.BF16, Dtype.FP16})
 
@@ -65,25 +59,27 @@ class TrainingUse:
         if (
             not guards
             or cast.subject is None
-            or self.is_rounding_or_copy(cast, dtype)
+            or self.facts.part(Casts).is_rounding_or_copy(cast, dtype)
             or self.facts.is_inference(cast.call)
         ):
             return None
-        if self._is_exact(cast) or self._is_replaced_by_callers(cast, dtype):
+        if self.facts.part(Casts).is_exact(cast) or self.facts.part(Casts).is_replaced_by_callers(cast, dtype):
             return None
         if self.facts.frozen_params.is_frozen(cast.subject) or self.facts.frozen_params.is_frozen(cast.call.node):
             return None
         if self.facts.kinds(cast.subject, cast.call) & {"engine", "pipeline", "criterion"}:
             return None
-        if (_CRITERION.search(cast.key) and self.is_module(cast)) or self._is_quantized_next(cast):
+        if (_CRITERION.search(cast.key) and self.facts.part(Casts).is_module(cast)) or self.facts.part(
+            Casts
+        ).is_quantized_next(cast):
             return None
-        whole = self._cast_model(cast)
+        whole = self.facts.part(Casts).cast_model(cast)
         if whole is not None and (
             self.facts.frozen_params.is_frozen_name(whole[0]) or self.has_adapters(whole[0], cast.call)
         ):
             return None
         reach = self._reach(cast, guards[0], whole)
-        is_module = whole is not None or self.is_module(cast)
+        is_module = whole is not None or self.facts.part(Casts).is_module(cast)
         later = not is_module and self._is_frozen_later(cast, reach)
         training = self._training(reach, weights=is_module, frozen_later=later)
         if training is None and whole is not None and cast.key == "self":
@@ -99,36 +95,6 @@ class TrainingUse:
             else self.facts.part(Optimizers).is_untaken(cast.key, cast.call)
         )
         return None if untaken else training
-
-    def _is_replaced_by_callers(self, cast: Event, dtype: AnyDtype | str) -> bool:
-        """True if a dtype is only what a parameter falls back to (`if dtype is None`), and all calls pass another."""
-        scope, facts = cast.scope, self.facts
-        for given in (*cast.call.positional, *cast.call.keywords.values()):
-            name = dotted(given)
-            bindings = scope.bindings.get(name, [])
-            calls = facts.callers(scope) if [each.kind for each in bindings] == ["param", "assign"] else []
-            fallback = rf"\bif (?:not {name}|{name} is None)\s*:\s*{name}\s*="
-            if not calls or re.search(fallback, scope.chunk.text) is None:
-                continue
-            passed = [(facts.values.given(call, scope, name), call) for call in calls]
-            if all(
-                value is not None and _is_another(facts.of(call).dtypes(value, call), dtype) for value, call in passed
-            ):
-                return True
-        return False
-
-    def _is_quantized_next(self, cast: Event) -> bool:
-        """True if integers replace the weights after a cast: `net.half().quantize(4)`, `net = net.quantize(4)`."""
-        bound = self.facts.bound_to(cast.call)
-        return any(
-            call.scope is cast.scope
-            and not call.guard - cast.guard
-            and (
-                call.receiver is cast.call.node
-                or (bound is not None and call.order > bound.order and dotted(call.receiver) == bound.key)
-            )
-            for call in self.facts.calls.get("quantize", ())
-        )
 
     def _training(self, reach: Reach, weights: bool = False, frozen_later: bool = False) -> Training | None:
         """Return what trains with a value.
@@ -199,7 +165,7 @@ class TrainingUse:
             return self.facts.of(whole[1]).flow.forward_key(*whole, guard)
         if cast.call.is_statement and cast.key:
             return self.facts.flow.forward_key(cast.key, cast.call, guard)
-        past_targets = self.is_module(cast)  # the target of a loss has no gradient
+        past_targets = self.facts.part(Casts).is_module(cast)  # the target of a loss has no gradient
         bound = self.facts.bound_to(cast.call)
         outer = wrapped_loads.outer_module(cast, bound) if cast.kind == "construct" else None
         if outer is not None:
@@ -207,122 +173,6 @@ class TrainingUse:
         if bound is not None and bound.key == cast.key:
             return self.facts.flow.forward_key(bound.key, bound, guard, past_targets, past_models)
         return self.facts.flow.forward(cast.call.node, cast.call, guard, past_targets, past_models)
-
-    def _is_exact(self, cast: Event) -> bool:
-        """True if a cast rounds nothing: of a mask, or of other zeros and ones."""
-        if isinstance(cast.subject, (cst.Comparison, cst.BooleanOperation)):
-            return True
-        bound = self.facts.bindings(cast.key, cast.call) if cast.key and "." not in cast.key else []
-        if bound and all(each.kind == "assign" and isinstance(each.value, cst.Comparison) for each in bound):
-            return True
-        if isinstance(cast.subject, cst.Call):
-            return dotted(cast.subject.func).rsplit(".", 1)[-1] in _ZEROS_AND_ONES
-        return bool(_MASK.search(cast.key.rsplit(".", 1)[-1])) and not self.is_module(cast)
-
-    def _cast_model(self, cast: Event) -> tuple[str, Record] | None:
-        """Return the name and record of the model whose parts are cast.
-
-        They are cast in a loop over them, or by the function that `apply` takes.
-        """
-        parents = self.facts.index.parents
-        above = parents.get(cast.call.node)
-        if isinstance(above, cst.Lambda):
-            arg = parents.get(above)
-            call = self.facts.index.call_of.get(parents[arg]) if isinstance(arg, cst.Arg) else None
-            return self._applied(call) if call is not None and call.name == "apply" else None
-        if cast.call.is_statement and isinstance(cast.subject, cst.Subscript) and (key := dotted(cast.subject.value)):
-            return key, cast.call  # model[0].half()
-        if cast.call.is_statement and cast.key == "self":
-            return self._instance(cast.scope)
-        part = cast.key.removesuffix(".data")
-        changed = cast.call.is_statement or (
-            isinstance(above, cst.Assign) and any(dotted(target.target) == f"{part}.data" for target in above.targets)
-        )
-        if not changed or not part or "." in part or _FROZEN in cast.call.guard:
-            return None
-        if any(map(project_words.PARTLY_FROZEN.search, cast.call.guard.flags())):
-            return None
-        for binding in self.facts.values.reaching(part, cast.scope, cast.order):
-            if binding.kind == "for":
-                return self._looped(binding)
-            if binding.kind == "param":
-                return self._applied_function(binding.scope)
-        return None
-
-    def _instance(self, scope: Scope) -> tuple[str, Record] | None:
-        """Return the name of an object whose class casts itself in `__init__`, and where it is created."""
-        owner = scope.owner
-        if scope.name != "__init__" or owner is None or self.facts.class_kind(owner) != "model":
-            return None
-        for facts in (self.facts, *(self.facts.users(owner.name) or ())):
-            for call in facts.calls.get(owner.name, ()):
-                bound = facts.bound_to(call)
-                if bound is not None and (call.receiver is None or facts is not self.facts):
-                    return bound.key, bound
-        return None
-
-    def _looped(self, binding: Binding) -> tuple[str, Record] | None:
-        over = binding.value
-        if isinstance(over, (cst.Tuple, cst.List)):  # for each in (encoder, decoder)
-            keys = [dotted(element.value) for element in over.elements]
-            named = (key for key in keys if key and not self.facts.frozen_params.is_frozen_name(key))
-            key = next(named, "")
-            return (key, binding) if key else None
-        if isinstance(over, cst.Call) and isinstance(over.func, cst.Attribute) and is_parts(over.func.attr.value):
-            over = over.func.value
-        elif isinstance(over, cst.Attribute):  # model.layers
-            over = over.value
-        key = dotted(over)
-        return (key, binding) if key and key != "self" else None
-
-    def _applied(self, call: Call) -> tuple[str, Record] | None:
-        key = dotted(call.receiver)
-        return (key, call) if key and key != "self" else None
-
-    def _applied_function(self, scope: Scope) -> tuple[str, Record] | None:
-        """Return the model that a function of the file is applied to, if there is one."""
-        for call in self.facts.calls.get("apply", ()):
-            given = self.facts.evaluate(call.argument(0, "fn"), call)
-            if any(isinstance(each.atom, Function) and each.atom.scope is scope for each in given):
-                return self._applied(call)
-        return None
-
-    def is_rounding_or_copy(self, cast: Event, dtype: AnyDtype | str) -> bool:
-        """True if the cast only rounds (`.half().float()`), or makes a copy for a checkpoint."""
-        parents = self.facts.index.parents
-        above = parents.get(cast.call.node)
-        if isinstance(above, cst.Attribute) and above.attr.value in api_names.UPCASTS:
-            return True
-        if isinstance(above, cst.Attribute) and above.attr.value == "to":
-            outer = self.facts.index.call_of.get(parents[above])
-            if outer is not None and any(e.call is outer and not e.may_be(dtype) for e in self.facts.events("cast")):
-                return True
-        if isinstance(cast.subject, cst.Call) and dotted(cast.subject.func).endswith("deepcopy"):
-            return True
-        return cast.subject is not None and not self.is_module(cast) and self._from_checkpoint(cast.subject, cast.call)
-
-    def _from_checkpoint(self, node: cst.CSTNode, at: Record, depth: int = 6) -> bool:
-        """True if a value is a checkpoint or a part of one: `state["weight"]`, `v` in `for k, v in state.items()`."""
-        parts: list[tuple[cst.BaseExpression | None, Record]]
-        if isinstance(node, cst.Call):
-            call = self.facts.index.call_of.get(node)
-            if call is None or (call.name in _LOADS and "model" not in self.facts.kinds(node, call)):
-                return call is not None
-            returns = [each for function in self.facts.functions(call) for each in function.scope.returns]
-            parts = [(each.value, each) for each in returns] or [(call.receiver, at)]
-        elif isinstance(node, cst.Subscript):
-            parts = [(node.value, at)]
-        elif api_names.CHECKPOINTS.search(dotted(node)):
-            return True
-        else:
-            bindings = self.facts.values.reaching(dotted(node), at.scope, at.order, at.guard)
-            parts = [(each.value, each) for each in bindings if each.kind != "param"]
-            if not parts and isinstance(node, cst.Attribute):  # v.data
-                parts = [(node.value, at)]
-        return depth > 0 and any(
-            part is not None and self.facts.of(record) is self.facts and self._from_checkpoint(part, record, depth - 1)
-            for part, record in parts
-        )
 
     def _by_engine(self, sink: Sink) -> bool:
         """True if an engine of DeepSpeed or the like runs the backward pass: its parameters may be FP16."""
@@ -353,13 +203,17 @@ class TrainingUse:
             events = (event for kind in _SETS_DTYPE for event in self.facts.events(kind))
             for event in events:
                 guards = event.may_be(dtype)
-                if not guards or not self.is_module(event) or self.has_adapters(event.key, event.call):
+                if (
+                    not guards
+                    or not self.facts.part(Casts).is_module(event)
+                    or self.has_adapters(event.key, event.call)
+                ):
                     continue
                 if {each for _, each in event.dtypes} >= _ANY_DTYPE and not any(map(follows_policy, guards)):
                     continue  # a helper that returns the dtype of a name, which is not known
                 loaded = event.kind == "load"
                 training = self._loaded(event, dtype, guards[0]) if loaded else self.cast(event, dtype)
-                if training is not None and not self._cast_back(event):
+                if training is not None and not self.facts.part(Casts).is_cast_back(event):
                     self._weights[dtype].append(Weights(event, dtype, guards[0], training))
         return self._weights[dtype]
 
@@ -373,10 +227,16 @@ class TrainingUse:
             of_library = any(path.startswith("transformers.") for _, path in self.facts.paths(event.call))
             if event.dtypes or event.call.starred or not of_library or event.call.name != "from_pretrained":
                 continue
-            if event.call.argument(None, "dtype", "torch_dtype") is not None or not self.is_module(event):
+            if event.call.argument(None, "dtype", "torch_dtype") is not None or not self.facts.part(Casts).is_module(
+                event
+            ):
                 continue
             training = self._loaded(event, Dtype.BF16, ALWAYS)
-            if training is not None and not self.has_adapters(event.key, event.call) and not self._cast_back(event):
+            if (
+                training is not None
+                and not self.has_adapters(event.key, event.call)
+                and not self.facts.part(Casts).is_cast_back(event)
+            ):
                 found.append(Weights(event, Dtype.BF16, ALWAYS, training))
         return found
 
@@ -396,40 +256,6 @@ class TrainingUse:
                     return True
         return False
 
-    def _cast_back(self, event: Event) -> bool:
-        """True if the trained parameters are cast back to FP32, after the cast of the model, in the same function.
-
-        By a loop (`for p in net.parameters(): p.data = p.data.float()`), or by `cast_training_params` of diffusers.
-        """
-        bound = self.facts.bound_to(event.call)
-        whole = self._cast_model(event) if event.kind == "cast" else None
-        model = bound.key if bound is not None else whole[0] if whole is not None else event.key
-        casts = (call for call in event.scope.calls if call.name == "cast_training_params" and call.order > event.order)
-        if any(model in _parts(call.argument(0, "model")) for call in casts):
-            return True
-        return any(
-            each.order > event.order
-            and key.endswith(".data")
-            and isinstance(each.value, cst.Call)
-            and self._is_upcast(each.value, key.removesuffix(".data"))
-            and PathCondition(each.guard - event.guard).flags() <= {"requires_grad"}
-            and any(
-                loop.kind == "for" and (looped := self._looped(loop)) is not None and looped[0] == model
-                for loop in self.facts.values.reaching(key.removesuffix(".data"), each.scope, each.order)
-            )
-            for key, bindings in event.scope.bindings.items()
-            for each in bindings
-        )
-
-    def _is_upcast(self, node: cst.Call, name: str) -> bool:
-        """True for `p.float()`, `p.data.to(torch.float32)` and the like."""
-        owner, _, method = dotted(node.func).rpartition(".")
-        call = self.facts.index.call_of.get(node)
-        if owner not in (name, f"{name}.data") or call is None:
-            return False
-        dtypes = self.facts.dtypes(call.argument(0, "dtype"), call) if method == "to" else ()
-        return method in api_names.UPCASTS or any(dtype is Dtype.FP32 for _, dtype in dtypes)
-
     def _loaded(self, load: Event, dtype: AnyDtype, guard: PathCondition) -> Training | None:
         call = load.call
         if project_words.ADAPTER_LOADERS.search(call.path):
@@ -440,7 +266,7 @@ class TrainingUse:
             return None
         if (
             (call.starred and not self._adds_nothing_else(call))
-            or self.is_rounding_or_copy(load, dtype)
+            or self.facts.part(Casts).is_rounding_or_copy(load, dtype)
             or self.facts.is_inference(call)
             or self.facts.frozen_params.is_frozen(call.node)
         ):
@@ -464,41 +290,6 @@ class TrainingUse:
         ways = keywords.passed(call, self.facts)
         return ways is not None and all(way.keys().isdisjoint(_QUANTIZES) for way in ways)
 
-    def is_module(self, event: Event) -> bool:
-        """True if the object that is cast or loaded is a model: by its origin, or by how it is used."""
-        if event.kind == "load":
-            return "weightless" not in self.facts.kinds(event.call.node, event.call)
-        kinds = self.facts.kinds(event.subject, event.call)
-        if (
-            event.kind == "construct"
-            or kinds & {"model", "parameters"}
-            or event.call.is_statement
-            or self._cast_model(event) is not None
-        ):
-            return True
-        if "tensor" in kinds:
-            return False
-        bound = self.facts.bound_to(event.call)
-        keys = {event.key, bound.key if bound is not None else ""} - {""}
-        if bound is not None and self._is_called(bound):
-            return True
-        return bool({key.rsplit(".", 1)[-1] for key in keys} & self.facts.module_names)
-
-    def bound_name(self, cast: Event) -> str:
-        """Return the last name of what a cast changes in place, or of what its result is bound to; empty without."""
-        bound = self.facts.bound_to(cast.call)
-        return (bound.key if bound is not None else cast.key if cast.call.is_statement else "").rsplit(".", 1)[-1]
-
-    def _is_called(self, bound: Binding) -> bool:
-        """True if what is bound to a name is called as a function."""
-        return any(
-            use.path == bound.key
-            and isinstance(above := self.facts.parent(use.node), cst.Call)
-            and above.func is use.node
-            and bound in self.facts.bindings(bound.key, use, use.guard)
-            for use in bound.scope.uses.get(bound.key.split(".", 1)[0], ())
-        )
-
     def has_adapters(self, key: str, at: Record) -> bool:
         """True if an object of this (last) name gets adapters in code connected with a record.
 
@@ -520,14 +311,3 @@ class TrainingUse:
         return any(
             at.scope in self.facts.reachable(place) or place in self.facts.reachable(at.scope) for place in places
         )
-
-
-def _parts(node: cst.CSTNode | None) -> set[str]:
-    """Return the names in `net` or `[net, head]`."""
-    parts = [each.value for each in node.elements] if isinstance(node, (cst.List, cst.Tuple)) else [node]
-    return {dotted(each) for each in parts} - {""}
-
-
-def _is_another(dtypes: PossibleDtypes, dtype: AnyDtype | str) -> bool:
-    """True if all alternatives of a dtype are known, and none is the given one."""
-    return bool(dtypes) and all(isinstance(each, Dtype) and each is not dtype for _, each in dtypes)

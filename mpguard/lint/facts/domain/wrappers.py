@@ -106,7 +106,7 @@ class WrapperFacts:
         key = call.path
         if key.startswith("self."):
             owner = call.scope.owner
-            return owner is not None and key[5:].split(".", 1)[0] in self.facts.graph.attributes(owner)
+            return owner is not None and key[5:].split(".", 1)[0] in self.facts.classes.attributes(owner)
         bindings = self.facts.values.reaching(key.split(".", 1)[0], call.scope, call.order, call.guard)
         return any(binding.kind in ("assign", "element", "param", "with") for binding in bindings)
 

@@ -5,7 +5,8 @@ lattice.py           the abstract values, and alternatives under path conditions
 evaluate.py          the evaluation of names, attributes and expressions
 call_results.py      the results of calls
 reaching.py          the bindings that may have set a name
-callgraph.py         classes and their base classes, callers, callees, conditions that all callers share
+classes.py           classes: their attributes, methods, bases and derived classes
+callgraph.py         callers, callees, conditions that all callers share
 all_calls.py         all calls of a function in its project
 option_values.py     the values and defaults of options and fields
 keywords.py          the keyword arguments of a call, with those of its `**mapping`

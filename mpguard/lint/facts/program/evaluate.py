@@ -79,22 +79,18 @@ _COMPARES: dict[type[cst.BaseCompOp], Callable[[object, object], bool]] = {
 }  # fmt: skip
 
 
-class Values:
-    """Evaluates the expressions of one file.
-
-    Results are cached unless they are incomplete because of the calling context.
-    """
+class _Attributes:
+    """The state of an evaluation, what is known without one, and the attributes of values."""
 
     def __init__(self, facts: ProgramView) -> None:
         self.facts = facts
         self._known: dict[cst.CSTNode, Alternatives] = {}
         self._search = _Search()
-        self._results = CallResults(facts, self)
         self.reaching = ReachingDefinitions(facts).at
         self._attributes_at = -1
         self._attributes_set: dict[str, list[Binding]] = {}
 
-    def share_search(self, other: Values) -> None:
+    def share_search(self, other: _Attributes) -> None:
         """Share the state of an evaluation in another module, so that cycles through both modules are detected."""
         self._search = other._search
 
@@ -105,6 +101,147 @@ class Values:
     def known(self, node: cst.CSTNode | None) -> Alternatives | None:
         """Return the alternatives of an expression that was evaluated before, or None."""
         return self._known.get(node) if node is not None else None
+
+    def _must_stop(self, what: object) -> bool:
+        """True if evaluation must stop: `what` is already being evaluated, or a limit is reached."""
+        search = self._search
+        if not search.active:
+            search.steps = 0
+            search.partial = {}
+        elif what in search.active:
+            search.cuts.add(what)
+            return True
+        elif len(search.active) > DEPTH or search.steps > _MAX_STEPS:
+            search.cuts.add(_LIMIT_REACHED)
+            return True
+        return False
+
+    @staticmethod
+    def _finish(search: _Search, what: object) -> None:
+        """End the evaluation of `what`: results that were incomplete because of it are complete for its caller.
+
+        search: the one in which it began. An import that is read meanwhile may have shared another with this file.
+        """
+        del search.active[what]
+        search.cuts.discard(what)
+
+    def _of_derived(self, name: str, scope: Scope, found: Alternatives) -> Alternatives:
+        """Return the alternatives of a class attribute, with those that derived classes give it."""
+        if scope.owner is None:
+            return found
+        others, is_used = self.facts.classes.overriding(scope.owner, name)
+        values = (each for cls, binding in others for each in self._at(cls.scope).bound(binding))
+        return (*(found if is_used or not others else ()), *values)
+
+    def _executed(self, binding: Binding) -> Alternatives:
+        """Return what a config of the project may set a setting of a script to, which runs one with `exec`."""
+        literal = constant(binding.value) if binding.kind == "assign" else None
+        runs = [call for call in self.facts.calls.get("exec", ()) if call.scope is binding.scope]
+        if literal is None or not any(call.path == "exec" and call.order > binding.order for call in runs):
+            return ()
+        given = self.facts.project.executed_settings(self.facts.path, frozenset(binding.scope.bindings))
+        values = dict.fromkeys(given.get(binding.key, ()))
+        return tuple(Alternative(ALWAYS, Constant(value)) for value in values if value != literal[0])
+
+    def _module(self, module: str) -> Alternatives:
+        other = self.facts.imported(module)
+        return (Alternative(ALWAYS, Module(other) if other is not None else Ref(module)),)
+
+    def given(self, call: Call, scope: Scope, name: str) -> cst.BaseExpression | None:
+        """Return the argument that a call passes for a parameter, or its default; None if it is not visible."""
+        if name in call.keywords:
+            return call.keywords[name]
+        params = [p for p in scope.params if p.kind == "plain"]
+        if scope.is_bound:
+            params = params[1:]
+        place = next((i for i, p in enumerate(params) if p.name == name), None)
+        if place is not None and place < len(call.positional):
+            return call.positional[place]
+        if call.starred:
+            return item_given(call, name, self.facts.of(call))
+        param: Param | None = next((p for p in scope.params if p.name == name), None)
+        return param.default if param is not None else None
+
+    def _instance(self, scope: Scope) -> Alternative:
+        return Alternative(ALWAYS, Object(self.facts.class_kind(scope), None, scope.name, scope, self.facts))
+
+    def attribute(self, owners: Alternatives, name: str) -> Alternatives:
+        """Return the alternatives of an attribute of an object."""
+        found: list[Alternative] = []
+        for alternative in owners:
+            for each in self._attribute_of(alternative.atom, name):
+                guard = alternative.guard.joined(each.guard)
+                if guard.possible:
+                    found.append(Alternative(guard, each.atom))
+        return tuple(found) or NOTHING_KNOWN
+
+    def _attribute_of(self, atom: Atom, name: str) -> Alternatives:
+        if isinstance(atom, Ref):
+            return (Alternative(ALWAYS, ref(f"{atom.path}.{name}")),)
+        if isinstance(atom, Constant) and isinstance(atom.value, str) and name == "type":
+            return (Alternative(ALWAYS, Constant(atom.value.split(":", 1)[0])),)  # the type of a `torch.device`
+        if isinstance(atom, Module):
+            atom.facts.need(name)
+            module = atom.facts.module
+            if name in module.bindings:
+                return self._at(module).lookup(name, module, 1 << 60)
+            return NOTHING_KNOWN
+        if isinstance(atom, (Class, Object)):
+            scope = atom.scope if isinstance(atom, Class) else atom.cls
+            if scope is not None and atom.facts is not None:
+                classes, values = self.facts.of(scope).classes, self._at(scope)
+                bindings = classes.attributes(scope).get(name)
+                given = self._field(atom, name) if isinstance(atom, Object) else None
+                if given is not None:
+                    return given
+                if bindings:
+                    found = tuple(each for binding in bindings for each in values.bound(binding))
+                    return values.set_from_outside(name, found)
+                inherited = classes.inherited(scope, name)
+                if inherited is not None:
+                    return (Alternative(ALWAYS, inherited),)
+            if isinstance(atom, Object):
+                return (Alternative(ALWAYS, Method(atom, name)),)
+            if name in api_names.LOADERS:
+                kind = self.facts.class_kind(atom.scope)
+                return (Alternative(ALWAYS, Method(Object(kind, None, atom.scope.name, atom.scope, atom.facts), name)),)
+        return NOTHING_KNOWN
+
+    def _field(self, atom: Object, name: str) -> Alternatives | None:
+        """Return what an object got for a field when it was created; None if it has the field's default.
+
+        That is an object of a dataclass, or of another class that takes its fields as arguments.
+        """
+        call, cls = atom.call, atom.cls
+        if call is None or cls is None or not call.node.args or cls.method("__init__") is not None:
+            return None
+        if name not in cls.bindings:
+            return None
+        values = self._at(call)
+        if name in call.keywords:
+            return values.evaluate(call.keywords[name], call.scope, call.order)
+        if not cls.decorators:
+            return None
+        by_place = dict(zip(_fields(cls), call.positional, strict=False))
+        if name in by_place:
+            return values.evaluate(by_place[name], call.scope, call.order)
+        if not call.starred:
+            return None
+        mappings = [arg.value for arg in call.node.args if arg.star == "**"]
+        if len(mappings) != 1:
+            return NOTHING_KNOWN
+        return values.item(mappings[0], cst.SimpleString(repr(name)), call.scope, call.order) or None
+
+
+class Values(_Attributes):
+    """Evaluates the expressions of one file.
+
+    Results are cached unless they are incomplete because of the calling context.
+    """
+
+    def __init__(self, facts: ProgramView) -> None:
+        super().__init__(facts)
+        self._results = CallResults(facts, self)
 
     def evaluate(self, node: cst.CSTNode | None, scope: Scope, order: int = 1 << 60) -> Alternatives:
         """Return the alternatives of an expression at a place (`order`)."""
@@ -143,29 +280,6 @@ class Values:
         search.cuts = outside
         return found
 
-    def _must_stop(self, what: object) -> bool:
-        """True if evaluation must stop: `what` is already being evaluated, or a limit is reached."""
-        search = self._search
-        if not search.active:
-            search.steps = 0
-            search.partial = {}
-        elif what in search.active:
-            search.cuts.add(what)
-            return True
-        elif len(search.active) > DEPTH or search.steps > _MAX_STEPS:
-            search.cuts.add(_LIMIT_REACHED)
-            return True
-        return False
-
-    @staticmethod
-    def _finish(search: _Search, what: object) -> None:
-        """End the evaluation of `what`: results that were incomplete because of it are complete for its caller.
-
-        search: the one in which it began. An import that is read meanwhile may have shared another with this file.
-        """
-        del search.active[what]
-        search.cuts.discard(what)
-
     def _evaluate(self, node: cst.CSTNode, scope: Scope, order: int) -> Alternatives:
         literal = constant(node)
         if literal is not None:
@@ -200,7 +314,7 @@ class Values:
             parts = tuple(functools.partial(self.evaluate, element.value, scope, order) for element in node.elements)
             return (Alternative(ALWAYS, TupleValue(parts)),)
         if type(node) is cst.Lambda:
-            return self._anonymous(node, scope, order)
+            return _anonymous(self, node, scope, order)
         if type(node) is cst.Await:
             return self.evaluate(node.expression, scope, order)
         if type(node) is cst.NamedExpr:
@@ -208,17 +322,8 @@ class Values:
         if type(node) is cst.Subscript and len(node.slice) == 1 and type(node.slice[0].slice) is cst.Index:
             return self.item(node.value, node.slice[0].slice.value, scope, order) or NOTHING_KNOWN
         if type(node) is cst.Dict and len(node.elements) <= _MAX_ALTERNATIVES:
-            return self._table(node, scope, order)
+            return _table(self, node, scope, order)
         return NOTHING_KNOWN
-
-    def _table(self, node: cst.Dict, scope: Scope, order: int) -> Alternatives:
-        parts = []
-        for element in node.elements:
-            key = constant(element.key) if isinstance(element, cst.DictElement) else None
-            if key is None:
-                return NOTHING_KNOWN
-            parts.append((key[0], functools.partial(self.evaluate, element.value, scope, order)))
-        return (Alternative(ALWAYS, DictValue(tuple(parts))),)
 
     def item(self, owner: cst.CSTNode, key: cst.BaseExpression, scope: Scope, order: int) -> Alternatives:
         """Return the alternatives of `owner[key]`: of a dict, each value under the condition that the key is its own.
@@ -245,54 +350,16 @@ class Values:
                         found += restrict(part(), each.guard.joined(chosen))
         return tuple(found)
 
-    def _anonymous(self, node: cst.Lambda, scope: Scope, order: int) -> Alternatives:
-        """Return what a `lambda` without parameters gives that only creates an autocast; other ones are unknown."""
-        params = node.params
-        if (
-            params.params
-            or params.kwonly_params
-            or params.star_kwarg
-            or not isinstance(params.star_arg, cst.MaybeSentinel)
-        ):
-            return NOTHING_KNOWN
-        made = self.evaluate(node.body, scope, order)
-        if not all(isinstance(each.atom, Object) and each.atom.kind == "autocast" for each in made):
-            return NOTHING_KNOWN
-        return tuple(
-            Alternative(each.guard, dataclasses.replace(each.atom, kind="partial"))
-            for each in made
-            if isinstance(each.atom, Object)
-        )
-
     def truth(self, test: cst.CSTNode, scope: Scope, order: int) -> bool | None:
         """Return the truth of a tested name, or of a comparison with constants, if all values agree, else None."""
         if self.facts.always_supports_bf16() and _asks_for_bf16(test):
             return True
         if isinstance(test, cst.Comparison):
-            truths = self._compared(test, scope, order)
+            truths = _compared(self, test, scope, order)
         else:
             values = constants_of(self.evaluate(test, scope, order)) if dotted(test) else []
             truths = {bool(value) for value in values}
         return truths.pop() if len(truths) == 1 else None
-
-    def _compared(self, test: cst.Comparison, scope: Scope, order: int) -> set[bool]:
-        """Return the truth values of a comparison of a name with constants; nothing if a value is unknown."""
-        if len(test.comparisons) != 1 or not dotted(test.left):
-            return set()
-        if "exec" in self.facts.calls:  # a config, or the command line, may set the name
-            return set()
-        how, other = test.comparisons[0].operator, test.comparisons[0].comparator
-        compare = _COMPARES.get(type(how))
-        values = constants_of(self.evaluate(test.left, scope, order))
-        if compare is not None:
-            others = constants_of(self.evaluate(other, scope, order))
-            return {compare(value, each) for each in others for value in values}
-        if isinstance(how, (cst.In, cst.NotIn)) and isinstance(other, (cst.Tuple, cst.List, cst.Set)):
-            wanted = [constants_of(self.evaluate(each.value, scope, order)) for each in other.elements]
-            if all(len(each) == 1 for each in wanted):
-                listed = [each[0] for each in wanted]
-                return {(value in listed) is isinstance(how, cst.In) for value in values}
-        return set()
 
     # -- names --------------------------------------------------------------------------------------
 
@@ -362,24 +429,6 @@ class Values:
             return (*values, *NOTHING_KNOWN)
         is_kept = all(binding.guard - binding.scope.guard for binding in own)
         return (*(found if is_kept else ()), *values)
-
-    def _of_derived(self, name: str, scope: Scope, found: Alternatives) -> Alternatives:
-        """Return the alternatives of a class attribute, with those that derived classes give it."""
-        if scope.owner is None:
-            return found
-        others, is_used = self.facts.graph.overriding(scope.owner, name)
-        values = (each for cls, binding in others for each in self._at(cls.scope).bound(binding))
-        return (*(found if is_used or not others else ()), *values)
-
-    def _executed(self, binding: Binding) -> Alternatives:
-        """Return what a config of the project may set a setting of a script to, which runs one with `exec`."""
-        literal = constant(binding.value) if binding.kind == "assign" else None
-        runs = [call for call in self.facts.calls.get("exec", ()) if call.scope is binding.scope]
-        if literal is None or not any(call.path == "exec" and call.order > binding.order for call in runs):
-            return ()
-        given = self.facts.project.executed_settings(self.facts.path, frozenset(binding.scope.bindings))
-        values = dict.fromkeys(given.get(binding.key, ()))
-        return tuple(Alternative(ALWAYS, Constant(value)) for value in values if value != literal[0])
 
     def _set_elsewhere(self, path: str) -> Alternatives:
         """Return the scaler or autocast that other functions of the file set an attribute of a parameter to.
@@ -469,28 +518,7 @@ class Values:
                 for element in binding.value.elements
                 for alternative in self.evaluate(element.value, binding.scope, binding.order)
             )
-        return self._layers(binding) if kind == "for" else NOTHING_KNOWN
-
-    def _layers(self, binding: Binding) -> Alternatives:
-        """Return the layers over which a loop runs: those of a `ModuleList` that one expression creates."""
-        value = binding.value
-        call = self.facts.index.call_of.get(value) if isinstance(value, cst.Call) else None
-        if call is not None and call.path == "enumerate" and binding.index == (1,) and call.positional:
-            value = call.positional[0]
-        elif binding.index or call is not None:
-            return NOTHING_KNOWN
-        made = [each.atom for each in self.evaluate(value, binding.scope, binding.order)]
-        atom = made[0] if len(made) == 1 else None
-        if not isinstance(atom, Object) or atom.call is None or atom.path != "torch.nn.ModuleList":
-            return NOTHING_KNOWN
-        given = atom.call.argument(0, "modules")
-        if not isinstance(given, (cst.ListComp, cst.GeneratorExp)):
-            return NOTHING_KNOWN
-        return self._at(atom.call).evaluate(given.elt, atom.call.scope, atom.call.order)
-
-    def _module(self, module: str) -> Alternatives:
-        other = self.facts.imported(module)
-        return (Alternative(ALWAYS, Module(other) if other is not None else Ref(module)),)
+        return _layers(self, binding) if kind == "for" else NOTHING_KNOWN
 
     def _from(self, module: str, name: str) -> Alternatives:
         other = self.facts.imported(module)
@@ -524,92 +552,7 @@ class Values:
             return (*found, *NOTHING_KNOWN)
         return tuple(found)
 
-    def given(self, call: Call, scope: Scope, name: str) -> cst.BaseExpression | None:
-        """Return the argument that a call passes for a parameter, or its default; None if it is not visible."""
-        if name in call.keywords:
-            return call.keywords[name]
-        params = [p for p in scope.params if p.kind == "plain"]
-        if scope.is_bound:
-            params = params[1:]
-        place = next((i for i, p in enumerate(params) if p.name == name), None)
-        if place is not None and place < len(call.positional):
-            return call.positional[place]
-        if call.starred:
-            return item_given(call, name, self.facts.of(call))
-        param: Param | None = next((p for p in scope.params if p.name == name), None)
-        return param.default if param is not None else None
-
-    def _instance(self, scope: Scope) -> Alternative:
-        return Alternative(ALWAYS, Object(self.facts.class_kind(scope), None, scope.name, scope, self.facts))
-
     # -- attributes and calls -------------------------------------------------------------------------
-
-    def attribute(self, owners: Alternatives, name: str) -> Alternatives:
-        """Return the alternatives of an attribute of an object."""
-        found: list[Alternative] = []
-        for alternative in owners:
-            for each in self._attribute_of(alternative.atom, name):
-                guard = alternative.guard.joined(each.guard)
-                if guard.possible:
-                    found.append(Alternative(guard, each.atom))
-        return tuple(found) or NOTHING_KNOWN
-
-    def _attribute_of(self, atom: Atom, name: str) -> Alternatives:
-        if isinstance(atom, Ref):
-            return (Alternative(ALWAYS, ref(f"{atom.path}.{name}")),)
-        if isinstance(atom, Constant) and isinstance(atom.value, str) and name == "type":
-            return (Alternative(ALWAYS, Constant(atom.value.split(":", 1)[0])),)  # the type of a `torch.device`
-        if isinstance(atom, Module):
-            atom.facts.need(name)
-            module = atom.facts.module
-            if name in module.bindings:
-                return self._at(module).lookup(name, module, 1 << 60)
-            return NOTHING_KNOWN
-        if isinstance(atom, (Class, Object)):
-            scope = atom.scope if isinstance(atom, Class) else atom.cls
-            if scope is not None and atom.facts is not None:
-                graph, values = self.facts.of(scope).graph, self._at(scope)
-                bindings = graph.attributes(scope).get(name)
-                given = self._field(atom, name) if isinstance(atom, Object) else None
-                if given is not None:
-                    return given
-                if bindings:
-                    found = tuple(each for binding in bindings for each in values.bound(binding))
-                    return values.set_from_outside(name, found)
-                inherited = graph.inherited(scope, name)
-                if inherited is not None:
-                    return (Alternative(ALWAYS, inherited),)
-            if isinstance(atom, Object):
-                return (Alternative(ALWAYS, Method(atom, name)),)
-            if name in api_names.LOADERS:
-                kind = self.facts.class_kind(atom.scope)
-                return (Alternative(ALWAYS, Method(Object(kind, None, atom.scope.name, atom.scope, atom.facts), name)),)
-        return NOTHING_KNOWN
-
-    def _field(self, atom: Object, name: str) -> Alternatives | None:
-        """Return what an object got for a field when it was created; None if it has the field's default.
-
-        That is an object of a dataclass, or of another class that takes its fields as arguments.
-        """
-        call, cls = atom.call, atom.cls
-        if call is None or cls is None or not call.node.args or cls.method("__init__") is not None:
-            return None
-        if name not in cls.bindings:
-            return None
-        values = self._at(call)
-        if name in call.keywords:
-            return values.evaluate(call.keywords[name], call.scope, call.order)
-        if not cls.decorators:
-            return None
-        by_place = dict(zip(_fields(cls), call.positional, strict=False))
-        if name in by_place:
-            return values.evaluate(by_place[name], call.scope, call.order)
-        if not call.starred:
-            return None
-        mappings = [arg.value for arg in call.node.args if arg.star == "**"]
-        if len(mappings) != 1:
-            return NOTHING_KNOWN
-        return values.item(mappings[0], cst.SimpleString(repr(name)), call.scope, call.order) or None
 
     def result(self, call: Call) -> Alternatives:
         """Return the alternatives of a call's result."""
@@ -662,3 +605,66 @@ def _fields(cls: Scope) -> list[str]:
     body = cls.node.body.body if isinstance(cls.node, cst.ClassDef) else ()
     lines = [part for line in body if isinstance(line, cst.SimpleStatementLine) for part in line.body]
     return [dotted(part.target) for part in lines if isinstance(part, cst.AnnAssign)]
+
+
+def _table(values: Values, node: cst.Dict, scope: Scope, order: int) -> Alternatives:
+    parts = []
+    for element in node.elements:
+        key = constant(element.key) if isinstance(element, cst.DictElement) else None
+        if key is None:
+            return NOTHING_KNOWN
+        parts.append((key[0], functools.partial(values.evaluate, element.value, scope, order)))
+    return (Alternative(ALWAYS, DictValue(tuple(parts))),)
+
+
+def _anonymous(values: Values, node: cst.Lambda, scope: Scope, order: int) -> Alternatives:
+    """Return what a `lambda` without parameters gives that only creates an autocast; other ones are unknown."""
+    params = node.params
+    if params.params or params.kwonly_params or params.star_kwarg or not isinstance(params.star_arg, cst.MaybeSentinel):
+        return NOTHING_KNOWN
+    made = values.evaluate(node.body, scope, order)
+    if not all(isinstance(each.atom, Object) and each.atom.kind == "autocast" for each in made):
+        return NOTHING_KNOWN
+    return tuple(
+        Alternative(each.guard, dataclasses.replace(each.atom, kind="partial"))
+        for each in made
+        if isinstance(each.atom, Object)
+    )
+
+
+def _compared(values: Values, test: cst.Comparison, scope: Scope, order: int) -> set[bool]:
+    """Return the truth values of a comparison of a name with constants; nothing if a value is unknown."""
+    if len(test.comparisons) != 1 or not dotted(test.left):
+        return set()
+    if "exec" in values.facts.calls:  # a config, or the command line, may set the name
+        return set()
+    how, other = test.comparisons[0].operator, test.comparisons[0].comparator
+    compare = _COMPARES.get(type(how))
+    own = constants_of(values.evaluate(test.left, scope, order))
+    if compare is not None:
+        others = constants_of(values.evaluate(other, scope, order))
+        return {compare(value, each) for each in others for value in own}
+    if isinstance(how, (cst.In, cst.NotIn)) and isinstance(other, (cst.Tuple, cst.List, cst.Set)):
+        wanted = [constants_of(values.evaluate(each.value, scope, order)) for each in other.elements]
+        if all(len(each) == 1 for each in wanted):
+            listed = [each[0] for each in wanted]
+            return {(value in listed) is isinstance(how, cst.In) for value in own}
+    return set()
+
+
+def _layers(values: Values, binding: Binding) -> Alternatives:
+    """Return the layers over which a loop runs: those of a `ModuleList` that one expression creates."""
+    value = binding.value
+    call = values.facts.index.call_of.get(value) if isinstance(value, cst.Call) else None
+    if call is not None and call.path == "enumerate" and binding.index == (1,) and call.positional:
+        value = call.positional[0]
+    elif binding.index or call is not None:
+        return NOTHING_KNOWN
+    made = [each.atom for each in values.evaluate(value, binding.scope, binding.order)]
+    atom = made[0] if len(made) == 1 else None
+    if not isinstance(atom, Object) or atom.call is None or atom.path != "torch.nn.ModuleList":
+        return NOTHING_KNOWN
+    given = atom.call.argument(0, "modules")
+    if not isinstance(given, (cst.ListComp, cst.GeneratorExp)):
+        return NOTHING_KNOWN
+    return values._at(atom.call).evaluate(given.elt, atom.call.scope, atom.call.order)

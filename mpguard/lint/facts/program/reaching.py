@@ -32,7 +32,7 @@ class ReachingDefinitions:
             if dominating and scope.name != "__init__":
                 return _reaching_definitions(local, order, guard, most)
             owner = scope.owner
-            return self.facts.graph.attributes(owner).get(key[5:], []) if owner is not None else []
+            return self.facts.classes.attributes(owner).get(key[5:], []) if owner is not None else []
         root = key.partition(".")[0]
         for place in scope.chain():
             if place.kind == "module":

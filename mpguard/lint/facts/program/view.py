@@ -46,17 +46,22 @@ class Evaluation(Protocol):
     def given(self, call: Call, scope: Scope, name: str) -> cst.BaseExpression | None: ...
 
 
-class Calls(Protocol):
-    """The call graph of a file, as the program layer uses it: `callgraph.CallGraph`."""
+class ClassFacts(Protocol):
+    """The classes of a file, as the program layer uses them: `classes.Classes`."""
 
     def attributes(self, cls: Scope) -> dict[str, list[Binding]]: ...
     def bases(self, cls: Scope) -> list[Class | str]: ...
-    def calls_of(self, scope: Scope) -> list[Call]: ...
     def ancestry(self, cls: Scope) -> Iterator[str]: ...
     def inherited(self, cls: Scope, name: str) -> Function | None: ...
     def overriding(self, cls: Scope, name: str) -> tuple[list[tuple[Class, Binding]], bool]: ...
     def class_kind(self, cls: Scope) -> str: ...
     def base_unknown(self, cls: Scope | None) -> bool: ...
+
+
+class Calls(Protocol):
+    """The call graph of a file, as the program layer uses it: `callgraph.CallGraph`."""
+
+    def calls_of(self, scope: Scope) -> list[Call]: ...
     def callers(self, scope: Scope) -> list[Call]: ...
     def all_calls(self, scope: Scope) -> list[Call] | None: ...
     def functions(self, call: Call) -> list[Function]: ...
@@ -70,6 +75,7 @@ class ProgramView(SyntaxView, ABC):
     """The values and calls of one file."""
 
     values: Evaluation
+    classes: ClassFacts
     graph: Calls
 
     def __init__(self, source: Source, project: ProjectApi | None = None, imported: bool = False) -> None:
@@ -263,22 +269,22 @@ class ProgramView(SyntaxView, ABC):
 
     def attributes(self, cls: Scope) -> dict[str, list[Binding]]:
         """Return the attributes that a class and its base classes in the file set, each with its bindings."""
-        return self.of(cls).graph.attributes(cls)
+        return self.of(cls).classes.attributes(cls)
 
     def ancestry(self, cls: Scope) -> Iterator[str]:
         """Yield the full names of the library classes that a class derives from; "" for an unknown one."""
-        return self.of(cls).graph.ancestry(cls)
+        return self.of(cls).classes.ancestry(cls)
 
     def class_kind(self, cls: Scope) -> str:
         """Return the kind of a class's instances: `model`, `own_optimizer`, `trainer` ...
 
         It is `own` for a plain user class, and "" if unknown.
         """
-        return self.of(cls).graph.class_kind(cls)
+        return self.of(cls).classes.class_kind(cls)
 
     def base_unknown(self, cls: Scope | None) -> bool:
         """True if a class has base classes outside the analysed files, which may add attributes and behaviour."""
-        return cls is not None and self.of(cls).graph.base_unknown(cls)
+        return cls is not None and self.of(cls).classes.base_unknown(cls)
 
     def callers(self, scope: Scope) -> list[Call]:
         """Return the calls of a function in the linted tree, those of its own file first."""

@@ -20,8 +20,8 @@ _Place = tuple[Any, Scope, int, PathCondition, tuple[With, ...], tuple[cst.CSTNo
 _Saved = tuple[Scope, tuple[With, ...], tuple[cst.CSTNode, ...], cst.CSTNode, cst.CSTNode]
 
 
-class Indexer:
-    """Indexes the chunks of one file into one module scope."""
+class _ExpressionIndexer:
+    """The names and expressions of one file: bindings, uses, calls, and the conditions inside of an expression."""
 
     def __init__(self, module: Scope) -> None:
         self.module = module
@@ -36,28 +36,6 @@ class Indexer:
         self.line: cst.CSTNode = module.node
         self.conditions = Conditions()
         self._saved: tuple[_Saved, ...] = ()
-
-    def chunk(self, chunk: Chunk) -> None:
-        """Index one top-level statement (or the whole file) as the next of the module."""
-        self.module.chunk = self.current = chunk
-        tree = chunk.module
-        for statement in tree.body:
-            self._statement(statement)
-
-    def stub(self, chunk: Chunk) -> None:
-        """Bind the name of a definition that is not parsed, and record the bases of a class."""
-        header = _HEADER.search(chunk.text)
-        if header is None:
-            return
-        kind, name, bases = header.groups()
-        scope = Scope("class" if kind == "class" else "function", name, cst.Pass(), self.module, chunk)
-        scope.parsed = False
-        scope.base_names = [base.strip() for base in (bases or "").split(",") if "=" not in base and base.strip()]
-        self.module.children.append(scope)
-        place = self._place(scope.node)
-        self.module.bindings.setdefault(name, []).append(Binding(*place, key=name, kind="stub", defines=scope))
-
-    # -- records ----------------------------------------------------------------------------------
 
     def _place(self, node: cst.CSTNode) -> _Place:
         self.order += 1
@@ -82,6 +60,165 @@ class Indexer:
 
     def _condition(self, node: cst.CSTNode) -> Condition:
         return self.conditions.of(node, self.scope)
+
+    def _target(
+        self, target: cst.CSTNode, value: cst.BaseExpression | None, node: cst.CSTNode, index: tuple[int, ...] = ()
+    ) -> None:
+        if type(target) is cst.Tuple or type(target) is cst.List:
+            for place, element in enumerate(target.elements):
+                self._target(element.value, value, node, (*index, place))
+            return
+        key = dotted(target)
+        if key:
+            self._bind(key, "element" if index else "assign", target, value=value, index=index)
+        elif isinstance(target, cst.Subscript):
+            self._read(target)
+            inner: cst.BaseExpression = target
+            while isinstance(inner, cst.Subscript):
+                inner = inner.value
+            base = dotted(inner)
+            if base:
+                self._bind(base, "item", target, value=value, index=index)
+        elif isinstance(target, cst.Attribute):
+            self._read(target)
+
+    def _read(self, node: cst.CSTNode) -> None:
+        self._expr(node, self.statement)
+
+    def _loop_target(self, target: cst.CSTNode, value: cst.BaseExpression, index: tuple[int, ...] = ()) -> None:
+        if type(target) is cst.Tuple or type(target) is cst.List:
+            for place, element in enumerate(target.elements):
+                self._loop_target(element.value, value, (*index, place))
+        elif key := dotted(target):
+            self._bind(key, "for", target, value=value, index=index)
+
+    def _expr(self, node: cst.CSTNode, parent: cst.CSTNode) -> None:
+        self.parents[node] = parent
+        kind = type(node)
+        if kind is cst.Name:
+            self._use(node, node.value)  # type: ignore[attr-defined]
+        elif kind is cst.Attribute:
+            path = dotted(node)
+            if path:
+                self._use(node, path)
+            else:
+                self._expr(node.value, node)  # type: ignore[attr-defined]
+        elif kind is cst.Call:
+            self._call(node)  # type: ignore[arg-type]
+        elif kind is cst.IfExp:
+            self._conditional(node)  # type: ignore[arg-type]
+        elif kind is cst.BooleanOperation:
+            self._boolean_operation(node)  # type: ignore[arg-type]
+        elif kind in _COMPREHENSIONS:
+            self._comprehension(node)
+        elif kind is cst.Lambda:
+            for param in _params(node.params):  # type: ignore[attr-defined]
+                self._bind(param.name, "for", node)
+            self._expr(node.body, node)  # type: ignore[attr-defined]
+        elif kind is cst.NamedExpr:
+            self._expr(node.value, node)  # type: ignore[attr-defined]
+            self._target(node.target, node.value, node)  # type: ignore[attr-defined]
+        elif kind in _LEAVES:
+            pass
+        else:
+            for child in children(node):
+                self._expr(child, node)
+            if kind is cst.BinaryOperation and isinstance(node.operator, cst.MatrixMultiply):  # type: ignore[attr-defined]
+                self.scope.products.append(Record(*self._place(node)))
+            if kind is cst.Yield:
+                value = node.value  # type: ignore[attr-defined]
+                self.scope.returns.append(
+                    Return(
+                        *self._place(node), value=value if isinstance(value, cst.BaseExpression) else None, yields=True
+                    )
+                )
+
+    def _use(self, node: cst.CSTNode, path: str) -> None:
+        use = Use(*self._place(node), path=path)
+        self.scope.uses.setdefault(path.split(".", 1)[0], []).append(use)
+
+    def _call(self, node: cst.Call) -> None:
+        func = node.func
+        self._expr(func, node)
+        for arg in node.args:
+            self.parents[arg] = node
+            self._expr(arg.value, arg)
+        if type(func) is cst.Attribute:
+            name, receiver = func.attr.value, func.value
+        else:
+            name, receiver = func.value if type(func) is cst.Name else "", None
+        call = Call(
+            *self._place(node),
+            name=name,
+            path=dotted(func),
+            receiver=receiver,
+            statement=self.statement,
+            line=self.line,
+        )
+        self.scope.calls.append(call)
+        self.call_of[node] = call
+        if name == "enter_context" and call.positional:
+            entered = With(*self._place(node), expr=call.positional[0])
+            self.scope.withs.append(entered)
+            self.withs = (*self.withs, entered)
+
+    def _conditional(self, node: cst.IfExp) -> None:
+        self._expr(node.test, node)
+        before, condition = self.guard, self._condition(node.test)
+        self.guard = before.given(condition)
+        self._expr(node.body, node)
+        self.guard = before.given(negated(condition))
+        self._expr(node.orelse, node)
+        self.guard = before
+
+    def _boolean_operation(self, node: cst.BooleanOperation) -> None:
+        self._expr(node.left, node)
+        before, condition = self.guard, self._condition(node.left)
+        self.guard = before.given(condition if isinstance(node.operator, cst.And) else negated(condition))
+        self._expr(node.right, node)
+        self.guard = before
+
+    def _comprehension(self, node: Any) -> None:
+        before, self.loops = self.loops, (*self.loops, node)
+        part: cst.CompFor | None = node.for_in
+        while part is not None:
+            self._expr(part.iter, node)
+            self._loop_target(part.target, part.iter)
+            for condition in part.ifs:
+                self._expr(condition.test, node)
+            part = part.inner_for_in
+        if isinstance(node, cst.DictComp):
+            self._expr(node.key, node)
+            self._expr(node.value, node)
+        else:
+            self._expr(node.elt, node)
+        self.loops = before
+
+
+class Indexer(_ExpressionIndexer):
+    """Indexes the chunks of one file into one module scope."""
+
+    def chunk(self, chunk: Chunk) -> None:
+        """Index one top-level statement (or the whole file) as the next of the module."""
+        self.module.chunk = self.current = chunk
+        tree = chunk.module
+        for statement in tree.body:
+            self._statement(statement)
+
+    def stub(self, chunk: Chunk) -> None:
+        """Bind the name of a definition that is not parsed, and record the bases of a class."""
+        header = _HEADER.search(chunk.text)
+        if header is None:
+            return
+        kind, name, bases = header.groups()
+        scope = Scope("class" if kind == "class" else "function", name, cst.Pass(), self.module, chunk)
+        scope.parsed = False
+        scope.base_names = [base.strip() for base in (bases or "").split(",") if "=" not in base and base.strip()]
+        self.module.children.append(scope)
+        place = self._place(scope.node)
+        self.module.bindings.setdefault(name, []).append(Binding(*place, key=name, kind="stub", defines=scope))
+
+    # -- records ----------------------------------------------------------------------------------
 
     # -- statements -------------------------------------------------------------------------------
 
@@ -177,30 +314,6 @@ class Indexer:
             if holder is not None:
                 self.conditions.name(key, node.value, holder, self.scope)
 
-    def _target(
-        self, target: cst.CSTNode, value: cst.BaseExpression | None, node: cst.CSTNode, index: tuple[int, ...] = ()
-    ) -> None:
-        if type(target) is cst.Tuple or type(target) is cst.List:
-            for place, element in enumerate(target.elements):
-                self._target(element.value, value, node, (*index, place))
-            return
-        key = dotted(target)
-        if key:
-            self._bind(key, "element" if index else "assign", target, value=value, index=index)
-        elif isinstance(target, cst.Subscript):
-            self._read(target)
-            inner: cst.BaseExpression = target
-            while isinstance(inner, cst.Subscript):
-                inner = inner.value
-            base = dotted(inner)
-            if base:
-                self._bind(base, "item", target, value=value, index=index)
-        elif isinstance(target, cst.Attribute):
-            self._read(target)
-
-    def _read(self, node: cst.CSTNode) -> None:
-        self._expr(node, self.statement)
-
     def _import(self, node: cst.Import) -> None:
         for alias in node.names:
             module = dotted(alias.name)
@@ -251,13 +364,6 @@ class Indexer:
         if node.orelse is not None:
             self._suite(node.orelse.body)
         return False
-
-    def _loop_target(self, target: cst.CSTNode, value: cst.BaseExpression, index: tuple[int, ...] = ()) -> None:
-        if type(target) is cst.Tuple or type(target) is cst.List:
-            for place, element in enumerate(target.elements):
-                self._loop_target(element.value, value, (*index, place))
-        elif key := dotted(target):
-            self._bind(key, "for", target, value=value, index=index)
 
     def _while(self, node: cst.While) -> bool:
         before, self.loops = self.loops, (*self.loops, node)
@@ -371,108 +477,6 @@ class Indexer:
         self._saved = tuple(rest)
 
     # -- expressions ------------------------------------------------------------------------------
-
-    def _expr(self, node: cst.CSTNode, parent: cst.CSTNode) -> None:
-        self.parents[node] = parent
-        kind = type(node)
-        if kind is cst.Name:
-            self._use(node, node.value)  # type: ignore[attr-defined]
-        elif kind is cst.Attribute:
-            path = dotted(node)
-            if path:
-                self._use(node, path)
-            else:
-                self._expr(node.value, node)  # type: ignore[attr-defined]
-        elif kind is cst.Call:
-            self._call(node)  # type: ignore[arg-type]
-        elif kind is cst.IfExp:
-            self._conditional(node)  # type: ignore[arg-type]
-        elif kind is cst.BooleanOperation:
-            self._boolean_operation(node)  # type: ignore[arg-type]
-        elif kind in _COMPREHENSIONS:
-            self._comprehension(node)
-        elif kind is cst.Lambda:
-            for param in _params(node.params):  # type: ignore[attr-defined]
-                self._bind(param.name, "for", node)
-            self._expr(node.body, node)  # type: ignore[attr-defined]
-        elif kind is cst.NamedExpr:
-            self._expr(node.value, node)  # type: ignore[attr-defined]
-            self._target(node.target, node.value, node)  # type: ignore[attr-defined]
-        elif kind in _LEAVES:
-            pass
-        else:
-            for child in children(node):
-                self._expr(child, node)
-            if kind is cst.BinaryOperation and isinstance(node.operator, cst.MatrixMultiply):  # type: ignore[attr-defined]
-                self.scope.products.append(Record(*self._place(node)))
-            if kind is cst.Yield:
-                value = node.value  # type: ignore[attr-defined]
-                self.scope.returns.append(
-                    Return(
-                        *self._place(node), value=value if isinstance(value, cst.BaseExpression) else None, yields=True
-                    )
-                )
-
-    def _use(self, node: cst.CSTNode, path: str) -> None:
-        use = Use(*self._place(node), path=path)
-        self.scope.uses.setdefault(path.split(".", 1)[0], []).append(use)
-
-    def _call(self, node: cst.Call) -> None:
-        func = node.func
-        self._expr(func, node)
-        for arg in node.args:
-            self.parents[arg] = node
-            self._expr(arg.value, arg)
-        if type(func) is cst.Attribute:
-            name, receiver = func.attr.value, func.value
-        else:
-            name, receiver = func.value if type(func) is cst.Name else "", None
-        call = Call(
-            *self._place(node),
-            name=name,
-            path=dotted(func),
-            receiver=receiver,
-            statement=self.statement,
-            line=self.line,
-        )
-        self.scope.calls.append(call)
-        self.call_of[node] = call
-        if name == "enter_context" and call.positional:
-            entered = With(*self._place(node), expr=call.positional[0])
-            self.scope.withs.append(entered)
-            self.withs = (*self.withs, entered)
-
-    def _conditional(self, node: cst.IfExp) -> None:
-        self._expr(node.test, node)
-        before, condition = self.guard, self._condition(node.test)
-        self.guard = before.given(condition)
-        self._expr(node.body, node)
-        self.guard = before.given(negated(condition))
-        self._expr(node.orelse, node)
-        self.guard = before
-
-    def _boolean_operation(self, node: cst.BooleanOperation) -> None:
-        self._expr(node.left, node)
-        before, condition = self.guard, self._condition(node.left)
-        self.guard = before.given(condition if isinstance(node.operator, cst.And) else negated(condition))
-        self._expr(node.right, node)
-        self.guard = before
-
-    def _comprehension(self, node: Any) -> None:
-        before, self.loops = self.loops, (*self.loops, node)
-        part: cst.CompFor | None = node.for_in
-        while part is not None:
-            self._expr(part.iter, node)
-            self._loop_target(part.target, part.iter)
-            for condition in part.ifs:
-                self._expr(condition.test, node)
-            part = part.inner_for_in
-        if isinstance(node, cst.DictComp):
-            self._expr(node.key, node)
-            self._expr(node.value, node)
-        else:
-            self._expr(node.elt, node)
-        self.loops = before
 
 
 _HEADER = lazy_pattern(r"^(async[ \t]+def|def|class)[ \t]+(\w+)[ \t]*(?:\(([^()]*)\))?", re.MULTILINE)

@@ -147,7 +147,7 @@ def right(args, model, x):
         owner = call.scope.owner
         near = [call.scope, *(owner.descendants() if owner is not None else ())]
         casts = [cast for cast in facts.events("cast") if cast.scope in near and any(map(cast.may_be, dtypes))]
-        weights = {facts.training_use.bound_name(cast) for cast in casts if facts.training_use.is_module(cast)} - {""}
+        weights = {facts.casts.bound_name(cast) for cast in casts if facts.casts.is_module(cast)} - {""}
         paths = [
             each.path.split(".") for each in call.scope.calls if any(entered.expr is dropped for entered in each.withs)
         ]

@@ -122,7 +122,7 @@ def sharded(loader, model):
             return
         casts = [cast for cast in facts.events("cast") if cast.may_be(Dtype.BF16)]
         loads = (load for load in facts.events("load") if load.may_be(Dtype.BF16))
-        if not casts or any(facts.training_use.is_module(event) for event in (*casts, *loads)):
+        if not casts or any(facts.casts.is_module(event) for event in (*casts, *loads)):
             return
         for cast in casts:
             policy = self._policy(cast, facts)

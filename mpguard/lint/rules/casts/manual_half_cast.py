@@ -193,7 +193,7 @@ def quick(loader):
                 cast.scope in call.scope.within() and compatible(facts.guard_of(call), cast.guard) for call in norms
             ):
                 continue
-            if not facts.training_use.is_module(cast) and _is_started_with_half_weights(cast, facts):
+            if not facts.casts.is_module(cast) and _is_started_with_half_weights(cast, facts):
                 continue
             training = facts.training_use.cast(cast, Dtype.FP16, guards)
             if (
@@ -206,7 +206,7 @@ def quick(loader):
                 found.append((cast, training, fix))
                 if input_casts.is_chosen_input(cast, guards):
                     chosen.add(cast)
-        modules = [cast for cast, _, _ in found if facts.training_use.is_module(cast)]
+        modules = [cast for cast, _, _ in found if facts.casts.is_module(cast)]
         follow = chosen | {cast for cast, _, _ in found if _follows(cast, modules, facts)}
         # A model and its inputs change together.
         all_fixable = not follow and all(fix is not None for _, _, fix in found)

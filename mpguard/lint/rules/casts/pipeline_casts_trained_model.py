@@ -83,7 +83,7 @@ def main(args, unet, optimizer, loader):
         }
         for cast in facts.events("cast") if made else ():
             if cast.may_be(Dtype.FP16) and cast.subject is not None and "." not in cast.key.removeprefix("self."):
-                records = facts.flow.backward(cast.subject, cast.call) if facts.training_use.is_module(cast) else ()
+                records = facts.flow.backward(cast.subject, cast.call) if facts.casts.is_module(cast) else ()
                 for call in (each for each in records if isinstance(each, Call) and each in made):
                     notes = (Note("the pipeline has the trained model from here", call.span),)
                     yield self.at(cast, cast=facts.short(cast.call.node), model=made[call], notes=notes)
@@ -92,7 +92,7 @@ def main(args, unet, optimizer, loader):
     def _trained(self, pipeline: Call, facts: Facts) -> str:
         """Return the name of a prepared model that a pipeline contains, if its loop goes on training; "" without."""
         casts = facts.events("cast")
-        back = (each.call for each in casts if each.may_be(Dtype.FP32) and facts.training_use.is_module(each))
+        back = (each.call for each in casts if each.may_be(Dtype.FP32) and facts.casts.is_module(each))
         if any(_in_loop(pipeline, call) for call in (*facts.calls.get("cast_training_params", ()), *back)):
             return ""  # the trained parameters are cast back
         if not any(_in_loop(pipeline, event.call) for event in facts.events("framework")):

@@ -63,7 +63,7 @@ class PolicyRepeatsWeightDtype(Rule, form_of="MPG107"):
 
     def _upcasts(self, facts: Facts) -> bool:
         casts = (event for event in facts.events("cast") if event.may_be(Dtype.FP32))
-        return bool(facts.calls.get("float")) or any(facts.training_use.is_module(event) for event in casts)
+        return bool(facts.calls.get("float")) or any(facts.casts.is_module(event) for event in casts)
 
     def _adapts(self, model: cst.BaseExpression, load: Event, facts: Facts) -> bool:
         return facts.training_use.has_adapters(dotted(model), load.call)

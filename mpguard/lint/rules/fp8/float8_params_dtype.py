@@ -53,7 +53,7 @@ class Float8ParamsDtype(Rule, form_of="MPG415"):
                 yield self.at(facts.span(given, load.call), dtype=dtype)
         for cast in facts.events("cast"):
             held = fp8_facts.only_float8(cast.dtypes)
-            if held is not None and not self._stores_float8(facts) and facts.training_use.is_module(cast):
+            if held is not None and not self._stores_float8(facts) and facts.casts.is_module(cast):
                 training = facts.training_use.cast(cast, held)
                 steps = training.of("optimizer") if training is not None else []
                 if steps:

@@ -40,5 +40,5 @@ def test_a_module_whose_name_gets_an_object_of_the_class_that_derives_from_it() 
     """The base of `Loop` is looked up in the object, whose class is `Loop`."""
     facts = facts_of("import loop\nclass Loop(loop.Base):\n    steps = 1\nloop = Loop()\nloop.run()\n")
     (cls,) = (scope for scope in facts.index.scopes if scope.name == "Loop")
-    assert not any(isinstance(base, Class) for base in facts.graph.bases(cls))
-    assert facts.graph.inherited(cls, "run") is None
+    assert not any(isinstance(base, Class) for base in facts.classes.bases(cls))
+    assert facts.classes.inherited(cls, "run") is None
