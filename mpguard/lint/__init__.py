@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.file import Facts as Facts
     from mpguard.lint.facts.program import api_names
     from mpguard.lint.facts.program import keywords as keywords
+    from mpguard.lint.facts.program import roles as roles
     from mpguard.lint.facts.program.dtypes import OtherDtype as OtherDtype
     from mpguard.lint.facts.program.dtypes import PossibleDtypes as PossibleDtypes
     from mpguard.lint.facts.program.lattice import Constant as Constant
@@ -237,6 +238,7 @@ _MODULES = {
     "own_optimizers": "mpguard.lint.facts.domain.own_optimizers",
     "python_edits": "mpguard.lint.model.python_edits",
     "recipes": "mpguard.policy.recipes",
+    "roles": "mpguard.lint.facts.program.roles",
     "settings": "mpguard.core.settings",
     "siblings": "mpguard.lint.project.siblings",
     "targets": "mpguard.targets",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from mpguard.lint.facts.domain.casts import Casts
+from mpguard.lint.facts.domain.casts import CastFacts
 from mpguard.lint.facts.domain.checkpoints import Checkpoints
 from mpguard.lint.facts.domain.master_weights import MasterWeights
 from mpguard.lint.facts.domain.optimizers import Optimizers
@@ -60,7 +60,7 @@ class Facts(DomainView):
         """
         super().__init__(source, project, imported)
         self.wrappers = self.part(WrapperFacts)
-        self.casts = self.part(Casts)
+        self.casts = self.part(CastFacts)
         self.training_use = self.part(TrainingUse)
         self.optimizers = self.part(Optimizers)
         self.master_weights = self.part(MasterWeights)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint.facts.program import api_names, project_words
+from mpguard.lint.facts.program import api_names, project_words, roles
 from mpguard.lint.facts.program.lattice import Ref
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible, equality
@@ -56,8 +56,8 @@ FRAMEWORK_STEPS = frozenset({"training_step", "compute_loss"})
 _READERS = ("numpy.", "logging.", "os.", "json.", *project_words.LOGGERS)
 #: Names of losses that take an output and a target; not of methods that compute the output themselves.
 _LOSS = lazy_pattern(
-    r"(?i)^(?!(?:compute|get|calc|calculate|training|forward|model)_)\w*(?:loss|loss_?fn|loss_?func(?:tion)?"
-    r"|criterion|cross_entropy|cross_entropy_with_logits|kl_div)$"
+    r"(?i)^(?!(?:compute|get|calc|calculate|training|forward|model)_)"
+    rf"\w*(?:{roles.LOSSES}|cross_entropy|cross_entropy_with_logits|kl_div)$"
 )
 #: Names of models, where nothing else shows that an object is one.
 _MODEL = lazy_pattern(r"(?i)(?:^|_)(?:model|net|network)$")

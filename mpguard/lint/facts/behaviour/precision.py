@@ -185,7 +185,7 @@ class TensorDtypes:
                 if name in ("shape", "ndim") or limits:
                     return (TensorDtype(ALWAYS, NUMBER),)
                 if path.startswith("self.") and path.count(".") == 1:
-                    return self._buffer(name, at)
+                    return _buffer(self, name, at)
                 if name == "logits":
                     return self._logits(node.value, at)
             paths = {each.atom.path for each in self.facts.evaluate(node, at) if isinstance(each.atom, Ref)}
@@ -231,20 +231,6 @@ class TensorDtypes:
                 for state in self._by_autocast((), call):
                     of_weights = [TensorDtype(guard.joined(state.guard), dtype, model.call) for guard, dtype in stored]
                     found += [state] if state.dtype is not None or not of_weights else of_weights
-        return tuple(found) or _UNKNOWN
-
-    def _buffer(self, name: str, at: Record) -> tuple[TensorDtype, ...]:
-        """Return the dtypes of an attribute set by `register_buffer("name", tensor)`.
-
-        An FP32 one may be cast with the module, so only low precision is known.
-        """
-        found: list[TensorDtype] = []
-        for call in self.facts.calls.get("register_buffer", ()):
-            given = call.argument(1, "tensor")
-            if constant(call.argument(0, "name")) == (name,) and call.scope.owner is at.scope.owner:
-                found += [
-                    each if each.dtype in LOW else TensorDtype(each.guard, None) for each in self._of(given, call)
-                ]
         return tuple(found) or _UNKNOWN
 
     def _bound(self, binding: Binding) -> tuple[TensorDtype, ...]:
@@ -316,9 +302,9 @@ class TensorDtypes:
             known = len(paths) == 1 and all(isinstance(atom, Ref) for atom in atoms)
             return self._function(paths.pop(), call) if known else _UNKNOWN
         if len(atoms) == 1 and isinstance(atoms[0], Object):
-            return self._module(atoms[0], call)
+            return _module(self, atoms[0], call)
         if call.receiver is not None and not any(isinstance(atom, (Function, Object, Class)) for atom in atoms):
-            return self._of_method(call)
+            return _of_method(self, call)
         found: list[TensorDtype] = []
         for function in facts.functions(call):
             if function.facts is not facts or function.scope.name == "__init__" or not function.scope.returns:
@@ -354,37 +340,6 @@ class TensorDtypes:
             return self._by_autocast(tuple(call.positional[1:]), call)
         return self._operation(last, first, tuple(call.positional[1:]), call)
 
-    def _of_method(self, call: Call) -> tuple[TensorDtype, ...]:
-        name, receiver = call.name, call.receiver
-        if name in _CASTS and not call.node.args:
-            return (TensorDtype(ALWAYS, _CASTS[name], call),)
-        if name == "type_as":
-            return self._of(call.argument(0, "other"), call)
-        if name in ("to", "type"):
-            return self._to(call)
-        if name in ops.NUMBERS:
-            return (TensorDtype(ALWAYS, NUMBER),)
-        given = call.argument(None, "dtype")
-        if given is not None and constant(given) != (None,):
-            return self._argument_dtypes(given, call)
-        return self._operation(name, receiver, tuple(call.positional), call)
-
-    def _to(self, call: Call) -> tuple[TensorDtype, ...]:
-        given = call.keywords.get("dtype")
-        for argument in [given] if given is not None else call.positional[:2]:
-            found = self._argument_dtypes(argument, call)
-            if any(each.dtype is not None for each in found):
-                return found
-            literal = constant(argument)
-            known = literal is not None or _DEVICE.search(self.facts.short(argument))
-            if not known or (
-                call.name == "type" and literal not in (("torch.HalfTensor",), ("torch.cuda.HalfTensor",))
-            ):
-                return _UNKNOWN
-            if call.name == "type":
-                return (TensorDtype(ALWAYS, Dtype.FP16, call),)
-        return self._of(call.receiver, call) if not call.starred else _UNKNOWN
-
     def _argument_dtypes(self, node: cst.BaseExpression, call: Call) -> tuple[TensorDtype, ...]:
         """Return the dtypes that an argument stands for: a dtype, or that of another tensor (`x.dtype`)."""
         if isinstance(node, cst.Attribute) and node.attr.value == "dtype":
@@ -406,24 +361,6 @@ class TensorDtypes:
         if name in ops.PROMOTES:
             return self._promoted((*((first,) if first is not None else ()), *others[:1]), call)
         return self._of(first, call) if name in ops.KEEPS else _UNKNOWN
-
-    def _module(self, atom: Object, call: Call) -> tuple[TensorDtype, ...]:
-        """Return the dtypes of a layer's output."""
-        last = atom.path.rsplit(".", 1)[-1]
-        first = call.argument(0, "input")
-        if atom.cls is None and atom.path.startswith("torch.nn."):
-            if last in ops.LOWERED_LAYERS:
-                return self._by_autocast((first,) if first is not None else (), call)
-            if last in ops.FLOAT32_LAYERS:
-                return self._float32_under_autocast(first, call)
-            return self._of(first, call) if last in ops.KEEPING_LAYERS else _UNKNOWN
-        if atom.cls is None or atom.prepared or atom.facts is not self.facts:
-            return _UNKNOWN
-        forward = atom.cls.method("forward")
-        found: list[TensorDtype] = []
-        for each in forward.returns if forward is not None else ():
-            found += self._under(self._of(each.value, each), each.guard)
-        return tuple(found) or _UNKNOWN
 
     def _promoted(self, parts: tuple[cst.BaseExpression, ...], at: Record) -> tuple[TensorDtype, ...]:
         found: tuple[TensorDtype, ...] = (TensorDtype(ALWAYS, NUMBER),)
@@ -501,3 +438,66 @@ def _join(one: TensorDtype, other: TensorDtype) -> TensorDtype:
         wider = max(floats, key=lambda each: _FLOATS.index(each.dtype))
         return dataclasses.replace(wider, guard=guard)
     return TensorDtype(guard, None)
+
+
+def _buffer(tensors: TensorDtypes, name: str, at: Record) -> tuple[TensorDtype, ...]:
+    """Return the dtypes of an attribute set by `register_buffer("name", tensor)`.
+
+    An FP32 one may be cast with the module, so only low precision is known.
+    """
+    found: list[TensorDtype] = []
+    for call in tensors.facts.calls.get("register_buffer", ()):
+        given = call.argument(1, "tensor")
+        if constant(call.argument(0, "name")) == (name,) and call.scope.owner is at.scope.owner:
+            found += [each if each.dtype in LOW else TensorDtype(each.guard, None) for each in tensors._of(given, call)]
+    return tuple(found) or _UNKNOWN
+
+
+def _to(tensors: TensorDtypes, call: Call) -> tuple[TensorDtype, ...]:
+    given = call.keywords.get("dtype")
+    for argument in [given] if given is not None else call.positional[:2]:
+        found = tensors._argument_dtypes(argument, call)
+        if any(each.dtype is not None for each in found):
+            return found
+        literal = constant(argument)
+        known = literal is not None or _DEVICE.search(tensors.facts.short(argument))
+        if not known or (call.name == "type" and literal not in (("torch.HalfTensor",), ("torch.cuda.HalfTensor",))):
+            return _UNKNOWN
+        if call.name == "type":
+            return (TensorDtype(ALWAYS, Dtype.FP16, call),)
+    return tensors._of(call.receiver, call) if not call.starred else _UNKNOWN
+
+
+def _module(tensors: TensorDtypes, atom: Object, call: Call) -> tuple[TensorDtype, ...]:
+    """Return the dtypes of a layer's output."""
+    last = atom.path.rsplit(".", 1)[-1]
+    first = call.argument(0, "input")
+    if atom.cls is None and atom.path.startswith("torch.nn."):
+        if last in ops.LOWERED_LAYERS:
+            return tensors._by_autocast((first,) if first is not None else (), call)
+        if last in ops.FLOAT32_LAYERS:
+            return tensors._float32_under_autocast(first, call)
+        return tensors._of(first, call) if last in ops.KEEPING_LAYERS else _UNKNOWN
+    if atom.cls is None or atom.prepared or atom.facts is not tensors.facts:
+        return _UNKNOWN
+    forward = atom.cls.method("forward")
+    found: list[TensorDtype] = []
+    for each in forward.returns if forward is not None else ():
+        found += tensors._under(tensors._of(each.value, each), each.guard)
+    return tuple(found) or _UNKNOWN
+
+
+def _of_method(tensors: TensorDtypes, call: Call) -> tuple[TensorDtype, ...]:
+    name, receiver = call.name, call.receiver
+    if name in _CASTS and not call.node.args:
+        return (TensorDtype(ALWAYS, _CASTS[name], call),)
+    if name == "type_as":
+        return tensors._of(call.argument(0, "other"), call)
+    if name in ("to", "type"):
+        return _to(tensors, call)
+    if name in ops.NUMBERS:
+        return (TensorDtype(ALWAYS, NUMBER),)
+    given = call.argument(None, "dtype")
+    if given is not None and constant(given) != (None,):
+        return tensors._argument_dtypes(given, call)
+    return tensors._operation(name, receiver, tuple(call.positional), call)

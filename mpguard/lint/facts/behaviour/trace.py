@@ -19,6 +19,7 @@ from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour.events.event import Event, is_scaler, last_name
 from mpguard.lint.facts.behaviour.scalers import Scalers
 from mpguard.lint.facts.behaviour.trace_steps import Trace, TraceStep, before, chosen
+from mpguard.lint.facts.program import roles
 from mpguard.lint.facts.program.api_names import CLIPS
 from mpguard.lint.facts.program.lattice import Function
 from mpguard.lint.facts.syntax.nodes import dotted, is_super
@@ -41,9 +42,7 @@ _Operation = Literal[
 #: The events that are steps of a trace.
 _OPERATIONS: tuple[_Operation, ...] = get_args(_Operation)
 #: Functions that take a scaler without stepping with it: `save_checkpoint(model, scaler)`.
-_DOES_NOT_STEP = lazy_pattern(
-    r"(?i)save|load|checkpoint|ckpt|restore|resume|print|log|info|state|isinstance|hasattr|getattr|bool|^len$"
-)
+_DOES_NOT_STEP = lazy_pattern(f"(?i){roles.HANDLES_STATE}|state|getattr|^len$")
 #: Functions of other modules that may measure gradients: `grad_norm`, `log_gradients`; none that clips in place.
 _READS_GRADIENTS = lazy_pattern(r"(?i)^(?!.*(?:clip|zero)).*grad.*[a-z]$")
 #: Methods that may use the scaler of their object; one that only sets the learning rate, as `update_lr`, does not.

@@ -10,6 +10,7 @@ import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour.events.event import Event
+from mpguard.lint.facts.program import roles
 from mpguard.lint.facts.syntax.path_condition import (
     ALWAYS,
     MOST_CONDITIONS,
@@ -36,7 +37,7 @@ _PRECISION = lazy_pattern(
 #: A name, or a dotted one, in the text of a flag.
 _NAME = lazy_pattern(r"(?<![\w.])[A-Za-z_][\w.]*")
 #: Flags for an overflow or an invalid batch: the branch is exceptional.
-CHECKS = lazy_pattern(r"(?i)finite|inf(?![a-z])|nan(?![a-z])|overflow|invalid")
+CHECKS = lazy_pattern(f"(?i){roles.OVERFLOWS}|invalid")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

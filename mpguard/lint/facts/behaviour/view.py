@@ -15,7 +15,7 @@ from mpguard.lint.facts.behaviour.events.event import Event, EventKind
 from mpguard.lint.facts.behaviour.frozen_params import FrozenModels
 from mpguard.lint.facts.behaviour.measures import Measures
 from mpguard.lint.facts.behaviour.regions import Region, Regions
-from mpguard.lint.facts.program import api_names, implied_versions
+from mpguard.lint.facts.program import api_names, implied_versions, roles
 from mpguard.lint.facts.program.callgraph import CallGraph
 from mpguard.lint.facts.program.classes import Classes
 from mpguard.lint.facts.program.evaluate import DEPTH, Values
@@ -40,7 +40,6 @@ _OF_MODULES = frozenset({
 _NO_OPTIMIZER = lazy_pattern(r"sched|profil|\bprof\b|\benv|warmup|timer|\bp?bar\b|\bema\b")
 #: Methods of optimizers of a project: `optimizer.step_and_update_lr(scaler)`.
 _STEPS = lazy_pattern(r"(?:^|_)step(?:_|$)")
-_OPTIMIZER = lazy_pattern(r"(?i)optim")
 
 
 class DataFlow(Protocol):
@@ -210,7 +209,10 @@ class BehaviourView(ProgramView):
         """
         if scope not in self._steps:
             self._steps[scope] = any(
-                (call.name == "step" or (_STEPS.search(call.name) and _OPTIMIZER.search(self.short(call.receiver))))
+                (
+                    call.name == "step"
+                    or (_STEPS.search(call.name) and roles.OPTIMIZER.search(self.short(call.receiver)))
+                )
                 and call.receiver is not None
                 and not _NO_OPTIMIZER.search(self.short(call.receiver).lower())
                 and "scheduler" not in self.kinds(call.receiver, call)

@@ -30,7 +30,7 @@ _ZEROS_AND_ONES = frozenset({"one_hot", "eq", "ne", "gt", "lt", "ge", "le", "boo
 _MASK = lazy_pattern(r"(?i)mask")
 
 
-class Casts:
+class CastFacts:
     """The casts in one file, and other events that set a dtype."""
 
     def __init__(self, facts: DomainView) -> None:

@@ -9,7 +9,7 @@ import libcst as cst
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour import accelerate_precision
 from mpguard.lint.facts.behaviour.events import Event, EventKind
-from mpguard.lint.facts.domain.casts import Casts
+from mpguard.lint.facts.domain.casts import CastFacts
 from mpguard.lint.facts.domain.optimizers import Optimizers
 from mpguard.lint.facts.domain.training import Training
 from mpguard.lint.facts.domain.training_use import TrainingUse
@@ -54,7 +54,7 @@ def loses_nothing(cast: Event, dtype: Dtype, guards: list[PathCondition], traini
     """
     facts = cast.facts
     assert isinstance(facts, DomainView)
-    if cast.kind != "cast" or facts.part(Casts).is_module(cast):
+    if cast.kind != "cast" or facts.part(CastFacts).is_module(cast):
         return False
     if FREQUENCIES.search(cast.key) or _is_wave(facts, cast.subject, cast.call):
         return True
@@ -68,7 +68,7 @@ def is_chosen_input(cast: Event, guards: list[PathCondition]) -> bool:
     """
     facts = cast.facts
     assert isinstance(facts, DomainView)
-    if cast.kind != "cast" or facts.part(Casts).is_module(cast) or not guards:
+    if cast.kind != "cast" or facts.part(CastFacts).is_module(cast) or not guards:
         return False
     return all(
         _names_precision(guard) and not facts.part(TrainingUse).inputs(cast, guard).training_sinks for guard in guards

@@ -11,7 +11,7 @@ import libcst as cst
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour.events import Event, EventKind, is_optimizer
 from mpguard.lint.facts.domain.training import Weights
-from mpguard.lint.facts.program import api_names, project_words
+from mpguard.lint.facts.program import api_names, project_words, roles
 from mpguard.lint.facts.program.lattice import Object
 from mpguard.lint.facts.program.mentions import mentions
 from mpguard.lint.facts.syntax.nodes import dotted
@@ -27,7 +27,6 @@ _STEPS: tuple[EventKind, ...] = ("step", "scaler_step")
 _KEEPS_MASTERS = lazy_pattern(r"(?i)master|(?<!data)_fp32\b|\bfp32_|clone\(\)\.float\(|\.float\(\)\.clone")
 #: Names of arguments that may switch masters off.
 _CHOOSES = lazy_pattern(r"(?i)fp32|float32|master|precision|dtype")
-_OPTIM = lazy_pattern("(?i)optim").search
 _GRAD = lazy_pattern(r"\.grad\b")
 
 
@@ -119,7 +118,10 @@ def _may_keep_masters(facts: DomainView) -> bool:
     if any(_has_masters(facts, each) for kind in _STEPS for each in facts.events(kind)):
         return True
     return any(
-        _is_wrapped_with_masters(facts, call) for name in facts.calls for call in facts.calls[name] if _OPTIM(name)
+        _is_wrapped_with_masters(facts, call)
+        for name in facts.calls
+        for call in facts.calls[name]
+        if roles.OPTIMIZER.search(name)
     )
 
 

@@ -19,11 +19,11 @@ from mpguard.lint.facts.behaviour.events import Event, EventKind
 from mpguard.lint.facts.behaviour.events.event import creates_optimizer, is_optimizer
 from mpguard.lint.facts.behaviour.forward_flow import FRAMEWORK_STEPS, Reach, Sink
 from mpguard.lint.facts.domain import wrapped_loads
-from mpguard.lint.facts.domain.casts import Casts
+from mpguard.lint.facts.domain.casts import CastFacts
 from mpguard.lint.facts.domain.master_weights import MasterWeights
 from mpguard.lint.facts.domain.optimizers import Optimizers
 from mpguard.lint.facts.domain.training import Training, Weights
-from mpguard.lint.facts.program import keywords, project_words
+from mpguard.lint.facts.program import keywords, project_words, roles
 from mpguard.lint.facts.program.dtypes import AnyDtype, as_dtype
 from mpguard.lint.facts.program.lattice import Object
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _SETS_DTYPE: tuple[EventKind, ...] = ("cast", "construct", "load")
 #: Arguments of a load that quantize: adapters are trained, the weights stay.
 _QUANTIZES = ("quantization_config", "load_in_8bit", "load_in_4bit")
-_CRITERION = lazy_pattern(r"(?i)(?:^|[._])(?:loss|loss_?fn|loss_?func(?:tion)?|criterion)$")
+_CRITERION = lazy_pattern(rf"(?i)(?:^|[._])(?:{roles.LOSSES})$")
 #: What a helper may return that gives the dtype of any name.
 _ANY_DTYPE = frozenset({Dtype.FP32, Dtype.BF16, Dtype.FP16})
 
@@ -48,6 +48,7 @@ class TrainingUse:
 
     def __init__(self, facts: DomainView) -> None:
         self.facts = facts
+        self._casts = facts.part(CastFacts)
         self._weights: dict[AnyDtype, list[Weights]] = {}
         self._adapted: dict[str, set[Scope]] | None = None
 
@@ -59,27 +60,25 @@ class TrainingUse:
         if (
             not guards
             or cast.subject is None
-            or self.facts.part(Casts).is_rounding_or_copy(cast, dtype)
+            or self._casts.is_rounding_or_copy(cast, dtype)
             or self.facts.is_inference(cast.call)
         ):
             return None
-        if self.facts.part(Casts).is_exact(cast) or self.facts.part(Casts).is_replaced_by_callers(cast, dtype):
+        if self._casts.is_exact(cast) or self._casts.is_replaced_by_callers(cast, dtype):
             return None
         if self.facts.frozen_params.is_frozen(cast.subject) or self.facts.frozen_params.is_frozen(cast.call.node):
             return None
         if self.facts.kinds(cast.subject, cast.call) & {"engine", "pipeline", "criterion"}:
             return None
-        if (_CRITERION.search(cast.key) and self.facts.part(Casts).is_module(cast)) or self.facts.part(
-            Casts
-        ).is_quantized_next(cast):
+        if (_CRITERION.search(cast.key) and self._casts.is_module(cast)) or self._casts.is_quantized_next(cast):
             return None
-        whole = self.facts.part(Casts).cast_model(cast)
+        whole = self._casts.cast_model(cast)
         if whole is not None and (
             self.facts.frozen_params.is_frozen_name(whole[0]) or self.has_adapters(whole[0], cast.call)
         ):
             return None
         reach = self._reach(cast, guards[0], whole)
-        is_module = whole is not None or self.facts.part(Casts).is_module(cast)
+        is_module = whole is not None or self._casts.is_module(cast)
         later = not is_module and self._is_frozen_later(cast, reach)
         training = self._training(reach, weights=is_module, frozen_later=later)
         if training is None and whole is not None and cast.key == "self":
@@ -165,7 +164,7 @@ class TrainingUse:
             return self.facts.of(whole[1]).flow.forward_key(*whole, guard)
         if cast.call.is_statement and cast.key:
             return self.facts.flow.forward_key(cast.key, cast.call, guard)
-        past_targets = self.facts.part(Casts).is_module(cast)  # the target of a loss has no gradient
+        past_targets = self._casts.is_module(cast)  # the target of a loss has no gradient
         bound = self.facts.bound_to(cast.call)
         outer = wrapped_loads.outer_module(cast, bound) if cast.kind == "construct" else None
         if outer is not None:
@@ -203,17 +202,13 @@ class TrainingUse:
             events = (event for kind in _SETS_DTYPE for event in self.facts.events(kind))
             for event in events:
                 guards = event.may_be(dtype)
-                if (
-                    not guards
-                    or not self.facts.part(Casts).is_module(event)
-                    or self.has_adapters(event.key, event.call)
-                ):
+                if not guards or not self._casts.is_module(event) or self.has_adapters(event.key, event.call):
                     continue
                 if {each for _, each in event.dtypes} >= _ANY_DTYPE and not any(map(follows_policy, guards)):
                     continue  # a helper that returns the dtype of a name, which is not known
                 loaded = event.kind == "load"
                 training = self._loaded(event, dtype, guards[0]) if loaded else self.cast(event, dtype)
-                if training is not None and not self.facts.part(Casts).is_cast_back(event):
+                if training is not None and not self._casts.is_cast_back(event):
                     self._weights[dtype].append(Weights(event, dtype, guards[0], training))
         return self._weights[dtype]
 
@@ -227,15 +222,13 @@ class TrainingUse:
             of_library = any(path.startswith("transformers.") for _, path in self.facts.paths(event.call))
             if event.dtypes or event.call.starred or not of_library or event.call.name != "from_pretrained":
                 continue
-            if event.call.argument(None, "dtype", "torch_dtype") is not None or not self.facts.part(Casts).is_module(
-                event
-            ):
+            if event.call.argument(None, "dtype", "torch_dtype") is not None or not self._casts.is_module(event):
                 continue
             training = self._loaded(event, Dtype.BF16, ALWAYS)
             if (
                 training is not None
                 and not self.has_adapters(event.key, event.call)
-                and not self.facts.part(Casts).is_cast_back(event)
+                and not self._casts.is_cast_back(event)
             ):
                 found.append(Weights(event, Dtype.BF16, ALWAYS, training))
         return found
@@ -266,7 +259,7 @@ class TrainingUse:
             return None
         if (
             (call.starred and not self._adds_nothing_else(call))
-            or self.facts.part(Casts).is_rounding_or_copy(load, dtype)
+            or self._casts.is_rounding_or_copy(load, dtype)
             or self.facts.is_inference(call)
             or self.facts.frozen_params.is_frozen(call.node)
         ):

@@ -9,7 +9,7 @@ import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour.events import Event
-from mpguard.lint.facts.program import api_names
+from mpguard.lint.facts.program import api_names, roles
 from mpguard.lint.facts.program.lattice import Class, Constant, Object, Ref
 from mpguard.lint.facts.syntax.nodes import constant, dotted, is_super, text_of
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible
@@ -58,9 +58,7 @@ _TESTS = (
 #: What gives a scaler back to the caller, whose own uses count.
 _RETURNS = (cst.Return, cst.Element)
 #: Functions that a scaler is passed to and that do not train.
-_READS_SCALER = lazy_pattern(
-    r"(?i)save|load|checkpoint|ckpt|restore|resume|print|log|info|raise|warn|scalar|isinstance|hasattr|bool"
-)
+_READS_SCALER = lazy_pattern(f"(?i){roles.HANDLES_STATE}|raise|warn|scalar")
 
 
 def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts: DomainView) -> Event | None:

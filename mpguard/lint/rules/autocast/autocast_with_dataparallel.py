@@ -108,21 +108,6 @@ def main(loader, args, net):
             half.module(x)
         with torch.autocast("cuda", dtype=args.dtype):
             half(x)
-
-def warm_up(net):
-    net = nn.DataParallel(net)
-    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
-        net(torch.randn(8, 8))
-
-def arms(loader, args, net):
-    if args.parallel:
-        net = nn.DataParallel(net)
-    for x in loader:
-        if args.parallel:
-            net(x)
-        else:
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                net(x)
 """
         ),
     )

@@ -101,13 +101,6 @@ def train(args, x, y, device):
         else:
             loss += bce(x, y)
     return helper(x, y)
-
-def seldom(x, y, enable_autocast=False):
-    with autocast(enabled=enable_autocast):
-        return bce(x, y)
-
-def helper(x, y):
-    return F.binary_cross_entropy(x, y)
 """
         ),
     )

@@ -139,31 +139,6 @@ def frozen(model, head, loader, tower):
         shapes = list(map(lambda b: b.half().shape, batch))
         (model(batch).sum() + head(tower(batch)).sum()).backward()
         step(head, shapes)
-
-def step(head, shapes):
-    optimizer = torch.optim.SGD(head.parameters(), 0.1)
-    optimizer.step()
-
-def lora(model, loader, adapters):
-    model = get_peft_model(model, adapters)
-    for p in model.parameters():
-        p.data = p.data.half()
-    for x in loader:
-        model(x).sum().backward()
-        step(model, x)
-
-def own_lora(model, loader):
-    for name, p in model.named_parameters():
-        if "lora" not in name:
-            p.data = p.data.half()
-    for x in loader:
-        model(x).sum().backward()
-        step(model, x)
-
-def quick(loader):
-    net = torch.nn.Linear(8, 8, dtype=torch.float16)
-    net.requires_grad_(False)
-    return [net(x) for x in loader]
 """
         ),
     )

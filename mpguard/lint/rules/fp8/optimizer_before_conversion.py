@@ -89,28 +89,6 @@ def again(model):
     convert_model(model)
     optimizer = torch.optim.AdamW(model.parameters())
     return optimizer
-
-def other(model, teacher):
-    optimizer = torch.optim.AdamW(model.parameters())
-    convert_model(teacher)
-    return optimizer
-
-def arms(model, late):
-    if late:
-        optimizer = torch.optim.AdamW(model.parameters())
-    else:
-        convert_model(model)
-        optimizer = torch.optim.AdamW(model.parameters())
-    return optimizer
-
-def rebound(model):
-    optimizer = torch.optim.AdamW(model.parameters())
-    convert_model(model)
-    optimizer.param_groups[0]["params"] = list(model.parameters())
-
-def back(model):
-    optimizer = torch.optim.AdamW(model.parameters())
-    convert_model(model, to_transformer_engine=False)
 """
         ),
     )

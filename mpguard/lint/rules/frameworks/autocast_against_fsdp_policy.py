@@ -87,24 +87,6 @@ class Engine:
             with torch.autocast("cuda", dtype=self.dtype):
                 loss = self.net(x).sum()
             loss.backward()
-
-class Tested(Engine):
-    def train(self, loader):
-        for x in loader:
-            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.config.get("param_dtype", "bf16") == "bf16"):
-                loss = self.net(x).sum()
-            loss.backward()
-
-class Full:
-    def __init__(self, net, full):
-        dtype = torch.float32 if full else torch.bfloat16
-        self.net = FSDP(net, mixed_precision=MixedPrecision(param_dtype=dtype))
-
-    def train(self, loader):
-        for x in loader:
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                loss = self.net(x).sum()
-            loss.backward()
 """
         ),
     )

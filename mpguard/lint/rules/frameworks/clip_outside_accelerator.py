@@ -127,16 +127,6 @@ def again(make, loader):
         model(x).sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-
-def two_ways(args, model, loader, accelerator=None):
-    if accelerator is not None:
-        model = accelerator.prepare(model)
-    if accelerator is None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    if args.use_accelerate:
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    else:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 """
         ),
     )

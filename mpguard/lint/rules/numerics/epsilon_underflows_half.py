@@ -95,25 +95,6 @@ def upcast(q, k):
     with torch.autocast("cuda", dtype=torch.bfloat16):
         eight = (q @ k) + 1e-8
     return one, two, three, four, five, six, seven, eight, q + 1e-8, k.half() * 1e-8
-
-def by_engine(args, loader):
-    model = torch.nn.Linear(8, 8).half()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    config = {"train_batch_size": 8, "fp16": {"enabled": True}}
-    engine, optimizer, _, _ = deepspeed.initialize(args=args, model=model, optimizer=optimizer, config=config)
-    for x in loader:
-        engine.backward(engine(x).sum())
-        engine.step()
-
-def main(loader, eps):
-    model = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.Adam(model.parameters(), eps=1e-8)
-    half = torch.nn.Linear(8, 8).half()
-    careful = torch.optim.Adam(half.parameters(), eps=1e-4)
-    for x in loader:
-        (model(x) + half(x.half()).float()).sum().backward()
-        optimizer.step()
-        careful.step()
 """
         ),
     )

@@ -96,27 +96,6 @@ class Layer(nn.Module):
 
     def forward(self, x):
         return self.mixing(self.dense(x))
-
-class Net(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(dim) for _ in range(12))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-def train(loader):
-    model = Net(768).cuda()
-    optimizer = torch.optim.AdamW(model.parameters())
-    scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = model(x).mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
 """
         ),
     )

@@ -102,15 +102,6 @@ class Before(Autocast):
         t = torch.arange(x.shape[1], device=x.device).float()
         freqs = torch.outer(t, self.inv_freq.float())
         return freqs.float().cos()
-
-class Plain(torch.nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.inv_freq = 1.0 / 10000 ** (torch.arange(0, dim, 2).float() / dim)
-
-    def forward(self, x):
-        t = torch.arange(x.shape[1], device=x.device).type_as(self.inv_freq)
-        return torch.outer(t, self.inv_freq).float().cos()
 """
         ),
     )

@@ -142,51 +142,6 @@ def brain(net, loader):
     for x in loader:
         net(x).sum().backward()
         optimizer.step()
-
-def two(net, loader):
-    fully_shard(net)
-    optimizer = torch.optim.AdamW(net.parameters())
-    scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = net(x).sum()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-def whole(net, loader):
-    net = FSDP(net, sharding_strategy=ShardingStrategy.NO_SHARD)
-    optimizer = torch.optim.AdamW(net.parameters())
-    scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = net(x).sum()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-def two_ways(args, net, loader):
-    optimizer = torch.optim.AdamW(net.parameters())
-    if args.fsdp:
-        net = FSDP(net)
-        scaler = ShardedGradScaler()
-    else:
-        scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = net(x).sum()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-def outside(net, loader, scaler):
-    net = FSDP(net)
-    optimizer = torch.optim.AdamW(net.parameters())
-    for x in loader:
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = net(x).sum()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
 """
         ),
     )

@@ -85,28 +85,6 @@ def weighted(model, loader, optimizer):
         for p in model.parameters():
             p.grad /= 8
         optimizer.step()
-
-def averaged(model, loader, optimizer):
-    world_size = dist.get_world_size()
-    for x in loader:
-        (model(x) * world_size).backward()
-        for p in model.parameters():
-            p.grad /= world_size
-        optimizer.step()
-
-def with_a_check(model, loader, optimizer, loss_scaler):
-    for x in loader:
-        (model(x) * loss_scaler.loss_scale).backward()
-        if not loss_scaler.has_overflow(model.parameters()):
-            for p in model.parameters():
-                p.grad.mul_(1.0 / loss_scaler.loss_scale)
-            optimizer.step()
-
-def scaler(model, loader, optimizer, scaler):
-    for x in loader:
-        scaler.scale(model(x)).backward()
-        scaler.step(optimizer)
-        scaler.update()
 """
         ),
     )

@@ -102,22 +102,6 @@ class AWP:
             norm2 = torch.norm(param.data.detach())
             if norm1 != 0 and not torch.isnan(norm1):
                 param.data.add_(self.adv_lr * param.grad / (norm1 + 1e-6) * (norm2 + 1e-6))
-
-
-def train(model, optimizer, loader):
-    scaler = torch.amp.GradScaler("cuda")
-    awp = AWP(model, optimizer, scaler, 1.0)
-    for x in loader:
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = model(x).sum()
-        scaler.scale(loss).backward()
-        awp.attack()
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = model(x).sum()
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
 """,
         ),
         Bad(

@@ -18,12 +18,10 @@ from mpguard.lint import (
     compatible,
     computes_without_float16,
     dotted,
-    lazy_pattern,
+    roles,
     scales_without_need,
 )
 
-#: In the name of a parameter that is an optimizer.
-_OPTIMIZER = lazy_pattern("(?i)optim")
 #: The message about a call of a function of another module.
 _ELSEWHERE = "`{expr}` saves the optimizer's state, but not the GradScaler's"
 
@@ -231,7 +229,7 @@ def main(model, loader, optimizer, path):
             return False
         calls = list(facts.callers(event.scope))
         stepped = [step.subject for step in facts.events("scaler_step") if step.scope is event.scope]
-        gets_optimizer = any(_OPTIMIZER.search(param.name) for param in event.scope.params) or any(
+        gets_optimizer = any(roles.OPTIMIZER.search(param.name) for param in event.scope.params) or any(
             dotted(each).startswith("self.") for each in stepped
         )
         return bool(calls) and gets_optimizer and all(call.loops for call in calls)

@@ -28,11 +28,12 @@ from mpguard.lint import (
     negated,
     own_optimizers,
     python_edits,
+    roles,
     trace_facts,
 )
 
 #: Conditions on overflow: the code does by hand what the scaler would do.
-_CHECKS = lazy_pattern(r"(?i)finite|inf(?![a-z])|nan(?![a-z])|overflow")
+_CHECKS = lazy_pattern(f"(?i){roles.OVERFLOWS}")
 
 
 _NO_BACKWARD = frozenset({"step", "scale", "zero_grad", "update"})
