@@ -37,6 +37,7 @@ class CachedWeightMixin(nn.Module):
     fp8_meta: dict[str, Any]
     quantizers: dict[str, Any]
     weight: torch.Tensor
+    _get_weight_and_bias_tensors: Any
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self._mpguard_fp8.policy.fp8_weight_cache:
@@ -76,7 +77,8 @@ class CachedWeightMixin(nn.Module):
         quantizer.set_usage(rowwise=True, columnwise=False)
         if isinstance(quantizer, Float8Quantizer):
             quantizer.scale, quantizer.amax = copy._scale_inv.reciprocal(), torch.zeros_like(quantizer.amax)
-        different = (quantizer(self.weight.detach()).dequantize() != copy.dequantize()).float().mean()
+        rounded = quantizer(self._get_weight_and_bias_tensors()[0].detach())
+        different = (rounded.dequantize() != copy.dequantize()).float().mean()
         state.stale = different if state.stale is None else torch.maximum(state.stale, different)
 
 
@@ -94,7 +96,9 @@ class TransformerEngineFloat8Linear(
     """
 
     _mpguard_recipe: Any
+    fp8: bool
     fp8_meta: dict[str, Any]
+    activation_dtype: torch.dtype
     init_fp8_meta_tensors: Any
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
@@ -122,6 +126,20 @@ class TransformerEngineFloat8Linear(
             )
         with te.autocast(recipe=recipe):
             return self._calibrated(input)
+
+    def _get_weight_and_bias_tensors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the tensors of the matmul: with a backward pass in high precision, the weight in the compute dtype.
+
+        Transformer Engine 2.20 multiplies the gradient, in the compute dtype, by the weight as it is. For an FP32
+        weight under autocast cuBLAS has no such matmul: "Unable to find suitable cuBLAS GEMM algorithm".
+        """
+        weight, bias = super()._get_weight_and_bias_tensors()
+        return (weight.to(self.activation_dtype) if self._has_high_precision_backward else weight), bias
+
+    @property
+    def _has_high_precision_backward(self) -> bool:
+        """True if the pass that is prepared, or was the last one, has a recipe with `backward_override`."""
+        return self.fp8 and getattr(self.fp8_meta["recipe"], "backward_override", None) is not None
 
     @property
     def _has_own_recipe(self) -> bool:
