@@ -217,6 +217,7 @@ class Guard(FirstProof):
         progress.skipped_in_a_row = 0
         if progress.skipped:
             self._follow_schedule(optimizer, progress, skipped=False)
+        self._compare_regions(progress, checked=not progress.proven or progress in self._looking)
         if not progress.proven:
             self._prove_first(optimizer, progress, model)
         elif progress in self._looking:

@@ -1,7 +1,8 @@
 """`LaterChecks`: which later steps of an optimizer are checked, and what happens at one.
 
 A check is observed, compared and agreed on as the first proof is. Which step is next, all ranks decide together, see
-`progress`; after a switch to evaluation each rank checks a step for itself.
+`progress`. Each rank checks a step for itself after a switch to evaluation, and after a step in other autocast regions
+than those of the checked ones: a warm-up in FP32, or each tenth step in FP16.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 #: Steps of the other optimizers for which the step of an optimizer is waited for that was created, or stepped, late.
 NEWCOMER_STEPS = 64
 
+#: Steps that are checked, at most, until there is one with the autocast regions of a step that was not checked.
+AWAITED_STEPS = 16
+
+#: Seconds that checks may take in every run while there are such steps.
+AWAITED_SECONDS = 2.0
+
 #: Steps without gradients in a row, at checks, before it is reported and the next ones are not recorded.
 EMPTY_STEPS = 8
 
@@ -33,6 +40,8 @@ class LaterChecks(StepCounter):
         self.switches = 0
         #: Steps of other optimizers for which the first step of one is still waited for.
         self._newcomer_steps = 0
+        #: The autocast regions since the last step.
+        self.regions: set[tuple[str, str, bool]] = set()
 
     def _await(self, progress: Progress, *, in_step: bool = False) -> None:
         """Record the next step of an optimizer that has not been proven: for some steps of the others, not for ever."""
@@ -44,12 +53,29 @@ class LaterChecks(StepCounter):
         """Record the next step if it is to be checked."""
         due = progress.applied + 1 == progress.next_look
         if not due and progress.switches != self.switches:
-            due = self.budget.allows(progress.cost)
+            due = self.budget.allows(progress.cost, free=AWAITED_SECONDS if progress.awaited_steps else None)
         if due:
             progress.switches = self.switches
             self._looking.add(progress)
             self.record(whole=False, in_step=in_step, again=True)
             self.recorder.begin_gap(optimizer, updated_by(optimizer))
+
+    def _compare_regions(self, progress: Progress, *, checked: bool) -> None:
+        """Have the following steps checked after one in autocast regions that no checked step had.
+
+        checked: True if the step that was applied was checked.
+        """
+        regions = frozenset(self.regions)
+        self.regions.clear()
+        if checked:
+            progress.checked_regions.add(regions)
+            progress.awaited_steps *= progress.awaited_regions != regions
+        elif regions not in progress.checked_regions and not progress.awaited_steps:
+            progress.awaited_regions, progress.awaited_steps = regions, AWAITED_STEPS
+            progress.checked_regions.add(regions)  # waited for once
+        if progress.awaited_steps:
+            progress.awaited_steps -= 1
+            progress.switches = -1  # the next step is checked, if the budget allows it
 
     def _close_round(self) -> None:
         """Stop to record, unless a step is checked, or the first step of a new optimizer is still expected."""

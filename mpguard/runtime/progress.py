@@ -1,7 +1,8 @@
 """`Progress`: the steps of an optimizer over the whole run, and when the next one is checked.
 
-After its first proof an optimizer is checked again at its applied steps 2, 4, 8, ..., the same on all ranks, and
-after a model was switched to evaluation, which each rank decides for itself. `Budget` limits what the checks cost.
+After its first proof an optimizer is checked again at its applied steps 2, 4, 8, ..., the same on all ranks. After a
+model was switched to evaluation, and after a step with other autocast regions than those that were checked, each rank
+decides for itself. `Budget` limits what the checks cost.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 
 #: Checks may take this share of the run's time, after `FREE_SECONDS` that they may take in every run.
 SHARE, FREE_SECONDS = 0.01, 0.5
+
+#: The autocast regions of a step: device, dtype, and whether autocast is on.
+Regions = frozenset[tuple[str, str, bool]]
 
 #: For tests and benchmarks: each step is checked, whatever that costs.
 EVERY_STEP = False
@@ -28,10 +32,13 @@ class Budget:
         self.began = time.monotonic()
         self.spent = 0.0
 
-    def allows(self, cost: float, later: float = 0.0) -> bool:
-        """Return True if a check that takes `cost` seconds may start in `later` seconds."""
+    def allows(self, cost: float, later: float = 0.0, *, free: float | None = None) -> bool:
+        """Return True if a check that takes `cost` seconds may start in `later` seconds.
+
+        free: seconds that checks may take in every run; `FREE_SECONDS` by default.
+        """
         elapsed = time.monotonic() - self.began + later
-        return self.spent + cost <= FREE_SECONDS + SHARE * elapsed
+        return self.spent + cost <= (FREE_SECONDS if free is None else free) + SHARE * elapsed
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,6 +79,11 @@ class Progress:
     put_off: int = 0
     #: The number of switches to evaluation before the last inspection.
     switches: int = 0
+    #: The autocast regions of each kind of step that was checked, see `LaterChecks`.
+    checked_regions: set[Regions] = dataclasses.field(default_factory=set)
+    #: Those of a step that was not checked, and for how many further steps one like it is waited for.
+    awaited_regions: Regions | None = None
+    awaited_steps: int = 0
     #: Where weights were cast; None if they were not.
     cast: str | None = None
     #: Flags of a fused optimizer that are still on its device, see `StepCounter`.

@@ -51,6 +51,59 @@ for p in m.parameters(): torch.utils.swap_tensors(p, nn.Parameter(p.detach().clo
 train(m, o)
 """
 
+#: The similarities of a contrastive loss, in FP32 after the autocast region: both factors are results of the model.
+CONTRASTIVE = """
+m = net(); o = adam(m)
+for _ in range(3):
+    with amp(): z = m(x)
+    z = F.normalize(z.float(), dim=-1); sim = z @ z.t()
+    F.cross_entropy(sim / .2, torch.arange(16)).backward(); o.step(); o.zero_grad()
+"""
+
+#: The same in a module of its own, which has no weights.
+CONTRASTIVE_MODULE = """
+class Loss(nn.Module):
+    def forward(s, z): z = F.normalize(z.float(), dim=-1); return F.cross_entropy(z @ z.t(), torch.arange(16))
+m = net(); o = adam(m); loss = Loss()
+for _ in range(3):
+    with amp(): z = m(x)
+    loss(z).backward(); o.step(); o.zero_grad()
+"""
+
+#: Operators that have no 16 bits: an FFT and complex weights, a matrix exponential, distances.
+SPECTRAL = """
+class Spectral(nn.Module):
+    def __init__(s):
+        super().__init__(); s.a, s.b = nn.Linear(32, 32), nn.Linear(32, 32)
+        s.w = nn.Parameter(torch.randn(17, 17, dtype=torch.cfloat) / 5)
+    def forward(s, x): return s.b(torch.fft.irfft(torch.fft.rfft(s.a(x).float()) @ s.w, n=32))
+m = Spectral(); train(m, adam(m))
+"""
+
+ORTHOGONAL = """
+from torch.nn.utils.parametrizations import orthogonal
+m = nn.Sequential(nn.Linear(32, 32), orthogonal(nn.Linear(32, 32))); train(m, adam(m))
+"""
+
+DISTANCES = "m = net(); train(lambda x: torch.cdist(m(x).float(), m(x).float()), adam(m))"
+
+#: K-FAC: statistics of the gradients, in a hook of the backward pass.
+STATISTICS_IN_HOOKS = """
+m = net(); o = adam(m); kept = {}
+for each in m[::2]: each.register_full_backward_hook(lambda s, _, g: kept.update({s: g[0].float().t() @ g[0].float()}))
+x = x.requires_grad_(); train(m, o)
+"""
+
+#: In FP32 because the script says so: the head, nearly all of a small model with a large vocabulary.
+LARGE_HEAD = """
+class LM(nn.Module):
+    def __init__(s): super().__init__(); s.e, s.a, s.h = nn.Embedding(4096, 32), nn.Linear(32, 32), nn.Linear(32, 4096)
+    def forward(s, x):
+        h = s.a(s.e(x.argmax(-1)))
+        with amp(enabled=False): return s.h(h.float())
+m = LM(); train(m, adam(m))
+"""
+
 GAN = """
 g, d = net(), net(); og, od = adam(g), adam(d)
 for _ in range(3):
@@ -237,6 +290,17 @@ RIGHT: dict[str, tuple[str, str]] = {
     ),
     "a_function_of_activations_with_a_weights_shape": ("bf16_mixed", GATE),
     "a_head_in_fp32_after_autocast": ("bf16_mixed", HEAD_AFTER),
+    "a_large_head_in_fp32_by_the_script": ("bf16_mixed", LARGE_HEAD),
+    "a_contrastive_loss_in_fp32_by_the_script": ("bf16_mixed", CONTRASTIVE),
+    "a_contrastive_loss_in_fp32_by_the_script_in_a_module": ("bf16_mixed", CONTRASTIVE_MODULE),
+    "an_fft_and_complex_weights": ("bf16_mixed", SPECTRAL),
+    "an_fft_that_is_40_percent": (
+        "bf16_mixed",
+        island("nn.Linear(8, 8)", "torch.fft.ifft2(torch.fft.fft2(h.view(16, 64, 64))).abs()", size=4096),
+    ),
+    "orthogonal_weights": ("bf16_mixed", ORTHOGONAL),
+    "distances": ("bf16_mixed", DISTANCES),
+    "statistics_in_hooks": ("bf16_mixed", STATISTICS_IN_HOOKS),
     "lbfgs_with_a_closure": ("bf16_mixed", CLOSURE),
     "training_in_a_thread": ("bf16_mixed", THREAD),
     "loader_with_workers": ("bf16_mixed", WORKERS),

@@ -271,7 +271,29 @@ n = N(); m = n.m; train(n, adam(n))
 
 EXPERTS = "nn.ParameterList([torch.randn(4, 32, 32) / 6])"
 
+#: Outside of modules and of autocast: attention, whose result a weight multiplies; a head, in parts of its weight.
+ATTENTION_AFTER = """
+a, b = nn.Linear(32, 96), nn.Linear(32, 32); p = [*a.parameters(), *b.parameters()]; o = torch.optim.AdamW(p)
+x = torch.randn(64, 32)
+for _ in range(3):
+    with amp(): q, k, v = a(x).chunk(3, -1)
+    h = (q.float() @ k.float().t()).softmax(-1) @ v.float()
+    with amp(): y = b(h)
+    y.float().pow(2).mean().backward(); o.step(); o.zero_grad()
+"""
+
+HEAD_IN_PARTS = """
+m = net(); w = nn.Parameter(torch.randn(256, 32) / 6); o = torch.optim.AdamW([*m.parameters(), w])
+for _ in range(3):
+    with amp(): h = m(x)
+    h = F.pad(h, (0, 24)) if h.shape[-1] < 32 else h
+    y = torch.cat([h.float() @ w[i : i + 64].t() for i in range(0, 256, 64)], -1)
+    y.pow(2).mean().backward(); o.step(); o.zero_grad()
+"""
+
 WRONG: dict[str, tuple[str, str, str]] = {
+    "attention_after_autocast": ("bf16_mixed", "compute", ATTENTION_AFTER),
+    "a_head_in_parts_after_autocast": ("bf16_mixed", "compute", HEAD_IN_PARTS),
     "fp16_inside_a_function": ("bf16_mixed", "compute", function("(x.half() @ w.half().t()).bfloat16()", IN_FP16)),
     "fp32_inside_a_function": ("bf16_mixed", "compute", function("(x.float() @ w.float().t()).bfloat16()", IN_FP32)),
     "a_backward_in_fp32": ("bf16_mixed", "compute", function("x @ w.bfloat16().t()", IN_FP32)),
@@ -301,10 +323,6 @@ WRONG: dict[str, tuple[str, str, str]] = {
         island("nn.Linear(32, 32, dtype=torch.complex64)", "s.island(h.to(torch.complex64)).abs()"),
     ),
     "a_bilinear_layer_in_fp32": ("bf16_mixed", "compute", island("nn.Bilinear(32, 32, 8)", "s.island(h, h)")),
-    "fft_instead_of_products": (
-        "bf16_mixed", "compute",
-        island("nn.Linear(8, 8)", "torch.fft.ifft2(torch.fft.fft2(h.view(16, 64, 64))).abs()", size=4096),
-    ),
     "a_linear_layer_in_fp32_is_40_percent": ("bf16_mixed", "compute", island("nn.Linear(32, 22)")),
     "a_convolution_in_fp32": (
         "bf16_mixed", "compute", island("nn.Conv1d(4, 4, 3, padding=1)", "s.island(h.view(16, 4, 8))"),

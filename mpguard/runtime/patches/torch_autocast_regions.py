@@ -1,4 +1,4 @@
-"""Record where the script switches `torch.autocast` off around a part: the proof names it."""
+"""Record the regions of `torch.autocast`, and where the script switches it off around a part: the proof names it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,14 @@ def _enter(original: AnyFunction) -> AnyFunction:
     def __enter__(self: Any) -> Any:
         entered = original(self)
         guard = guards.current()
-        if guard is not None and guard.recorder.account.running and not _is_of_custom_fwd():
-            guard.recorder.account.enter_autocast(self, inside=bool(getattr(self, "prev", False)))
+        if guard is None:
+            return entered
+        region = str(self.device), str(self.fast_dtype), bool(self._enabled)
+        recorded = guard.recorder.account.running
+        if (recorded or region not in guard.regions) and not _is_of_custom_fwd():
+            guard.regions.add(region)
+            if recorded:
+                guard.recorder.account.enter_autocast(self, inside=bool(getattr(self, "prev", False)))
         return entered
 
     return __enter__

@@ -80,6 +80,12 @@ class _Pass:
     frozen: Counter[Work] = dataclasses.field(default_factory=Counter)
     converted: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
 
+    def marked(self, work: Work, nodes: Iterable[GraphNode]) -> Work:
+        """Return work, marked if its nodes are those of a matmul in the loss."""
+        if all(number not in self.inferred.in_the_loss for _, number in nodes):
+            return work
+        return dataclasses.replace(work, in_the_loss=True)
+
 
 class _Forward:
     """What the forward passes have multiplied, until a backward pass reaches it or the step ends."""
@@ -112,7 +118,11 @@ class _Forward:
         """
         self._resolve(ended, found.evaluated)
         for work, node, flops in found.backward:
-            ended.trained[_placed(work, self._origin(node))] += flops
+            if node is None:  # a hook has multiplied, not a function of autograd: no gradient passes through it
+                ended.frozen[work] += flops
+                continue
+            placed = _placed(work, self._origin(node))
+            ended.trained[ended.marked(placed, {node})] += flops
         matrices = ended.inferred.matrix_functions
         for node in found.evaluated & self._likely.keys():
             work, flops = self._likely.pop(node)
@@ -144,7 +154,7 @@ class _Forward:
         rest = []
         for work, nodes, flops in self._pending:
             if nodes & evaluated:
-                ended.trained[work] += flops
+                ended.trained[ended.marked(work, nodes)] += flops
             else:
                 rest.append((work, nodes, flops))
         self._pending = rest
@@ -494,6 +504,7 @@ def _placed(work: Work, origin: Work | None) -> Work:
         attention=work.attention or origin.attention,
         compiled=work.compiled or origin.compiled,
         by_script=work.by_script or origin.by_script,
+        wide_only=work.wide_only or origin.wide_only,
     )
 
 

@@ -46,7 +46,9 @@ class Inferred:
     leaves: ids of the tensors that get gradients. weights: ids of leaves that operators of torch multiplied by
     something else; not inside of a `torch.autograd.Function`, as FP8 layers do. in_fp8_layers: ids of leaves that
     functions of the FP8 libraries took. in_functions: those that other functions took. matrix_functions: sequence
-    numbers of the nodes of these that took a matrix. log_probabilities: the dtypes of those behind the loss.
+    numbers of the nodes of these that took a matrix. in_the_loss: those of matmuls in FP32 whose factors are results of
+    the model, and whose result no weight multiplies: similarities. log_probabilities: the dtypes of those behind the
+    loss.
     compiled: True if a compiled region is part of it, whose matmuls are in dynamo's graph.
     """
 
@@ -56,6 +58,7 @@ class Inferred:
     in_fp8_layers: set[int] = dataclasses.field(default_factory=set)
     in_functions: set[int] = dataclasses.field(default_factory=set)
     matrix_functions: set[int] = dataclasses.field(default_factory=set)
+    in_the_loss: set[int] = dataclasses.field(default_factory=set)
     log_probabilities: set[str] = dataclasses.field(default_factory=set)
     compiled: bool = False
 
@@ -66,13 +69,18 @@ class Inferred:
         self.in_fp8_layers |= other.in_fp8_layers
         self.in_functions |= other.in_functions
         self.matrix_functions |= other.matrix_functions
+        self.in_the_loss |= other.in_the_loss
         self.log_probabilities |= other.log_probabilities
         self.compiled |= other.compiled
 
 
 def nodes_behind(outputs: Iterable[Any]) -> Iterator[Any]:
     """Yield each node once of the autograd graph of tensors, or of gradient edges."""
-    todo = [output.node if hasattr(output, "node") else output.grad_fn for output in outputs]
+    return _nodes_from([output.node if hasattr(output, "node") else output.grad_fn for output in outputs])
+
+
+def _nodes_from(todo: list[Any]) -> Iterator[Any]:
+    """Yield each node once of the autograd graph of nodes."""
     seen = set()
     while todo:
         node = todo.pop()
@@ -92,12 +100,15 @@ def products_behind(outputs: Iterable[Any]) -> Inferred:
     from torch.autograd.function import BackwardCFunction
 
     products = Inferred()
+    of_results: list[Any] = []
+    others: list[Any] = []  # all other nodes that may multiply
     for node in nodes_behind(outputs):
         if is_leaf(node):
             products.leaves.add(id(node.variable))
             continue
         if type(node).__name__.startswith("CompiledFunction"):
             products.compiled = True
+            others.append(node)
             continue
         output = _metadata(node, 0)
         if output is None or not output.dtype.is_floating_point:
@@ -113,8 +124,17 @@ def products_behind(outputs: Iterable[Any]) -> Inferred:
         weight, work = _work(node, tuple(output.shape), function)
         if work:
             products.work[short(output.dtype), weight] += work
-            factors = set() if function else {_leaf(operand) for operand in _factors(node)}
+            operands = [] if function else _factors(node)
+            factors = {_leaf(operand) for operand in operands}
             products.weights |= factors - {0} if len(factors) > 1 else set()  # W times W is no use of a layer
+            if factors == {0} and output.dtype.itemsize == 4 and all(source is not None for source, _ in operands):
+                of_results.append(node)
+                continue
+        if work or function:
+            others.append(node)
+    if of_results:
+        behind = set(_nodes_from([source for node in others for source, _ in node.next_functions]))
+        products.in_the_loss = {node._sequence_nr() for node in of_results if node not in behind}
     return products
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.nn import compile as compilation
 from mpguard.nn import cuda_graphs
-from mpguard.nn.fp8.filters import pattern_around, plain_name
+from mpguard.nn.fp8.filters import heads, pattern_around, plain_name
 from mpguard.policy.policy import Policy
 from mpguard.runtime import casts
 from mpguard.runtime.containment import contained, report_own_failure
@@ -55,7 +55,8 @@ class Computed:
     None if it is not known. place: the same for messages, with classes. attention: True for attention. inside: True if
     the module is a part of a trained model, and has no trained parameter of its own: without gradients, such a module
     feeds trained ones, while the others are evaluated. by_script: True where the script has switched autocast off
-    around a part of the forward pass. evaluated: True in calls of a trained model without gradients.
+    around a part of the forward pass, or multiplies results of the model outside of it, as a loss does. evaluated: True
+    in calls of a trained model without gradients. wide_only: True in operators that have no 16 bits, such as an FFT.
     """
 
     trained: bool
@@ -67,6 +68,7 @@ class Computed:
     inside: bool = False
     by_script: bool = False
     evaluated: bool = False
+    wide_only: bool = False
 
 
 @dataclasses.dataclass
@@ -105,6 +107,8 @@ class Observed:
     buffers: dict[str, int] = dataclasses.field(default_factory=dict)
     #: The matrix multiplications of the step.
     computed: list[Computed] = dataclasses.field(default_factory=list)
+    #: The output heads of the model, if the script computes something in FP32.
+    output_heads: list[str] = dataclasses.field(default_factory=list)
     #: Backward passes of the step.
     passes: int = 0
     #: Backward passes in which the matrix multiplications were observed.
@@ -223,7 +227,7 @@ class Observed:
         compute: dict[str, int] = {}
         modules: dict[str, list[str]] = {}
         for each in self.computed:
-            if each.trained and not each.attention and each.dtype:
+            if each.trained and not each.attention and not each.wide_only and each.dtype:
                 compute[each.dtype] = compute.get(each.dtype, 0) + each.flops
                 modules.setdefault(each.dtype, []).append(each.module or each.place)
         return {**facts, "compute": compute, "computed_in": modules}
@@ -398,12 +402,18 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
                 name, place = places.get(module) or (None, _unnamed(work, module, products.called or {}))
                 inside = name is not None and module not in trainable
                 dtype = "fp8" if ran.compiled and module in emulated else work.dtype  # emulated experts: BF16
-                found = Computed(trained, dtype, 0, name, work.name or place, work.attention, inside, work.by_script)
-                found = dataclasses.replace(found, evaluated=work.evaluated and not trained)
+                by_script = work.by_script or (work.in_the_loss and name is None)
+                found = Computed(
+                    trained, dtype, 0, name, work.name or place, work.attention, inside, by_script,
+                    evaluated=work.evaluated and not trained, wide_only=work.wide_only,
+                )  # fmt: skip
                 scripted = _scripted(work, module, part, recorder)
                 whole[dataclasses.replace(found, by_script=True)] += scripted
                 whole[found] += part - scripted
         seen.computed += [dataclasses.replace(found, flops=flops) for found, flops in whole.most_common() if flops]
+    if any(each.by_script for each in seen.computed):
+        named = [[(plain_name(name), module) for name, module in root.named_modules()] for root in roots]
+        seen.output_heads = [places[key][0] or "" for each in named for key in heads(each)]
 
 
 def _attention_in_parts(ran: Work, recorder: Recorder) -> Work:

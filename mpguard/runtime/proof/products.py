@@ -33,7 +33,8 @@ class Work:
 
     module: the number of the module in which they ran; None if unknown. name: of the kernel whose dtype is not known.
     by_script: True in a region in which the script has switched autocast off. evaluated: True in a call of a trained
-    model without gradients.
+    model without gradients. wide_only: True in an operator that has no 16 bits, see `is_wide_only`. in_the_loss:
+    True for a matmul of results of the model whose result no weight multiplies.
     """
 
     dtype: str | None
@@ -43,6 +44,8 @@ class Work:
     name: str = ""
     by_script: bool = False
     evaluated: bool = False
+    wide_only: bool = False
+    in_the_loss: bool = False
 
 
 def _matrix(left: int, right: int) -> Operator:
@@ -159,6 +162,10 @@ OPERATORS: dict[str, Operator] = {
 #: Attention of other packages (flash_attn, xformers): custom operators with queries, keys and values.
 OTHER_ATTENTION = re.compile(r"^(?!aten::)\w*(flash|attn|attention|fmha)\w*::\w+", re.IGNORECASE)
 
+#: Operators that torch computes in FP32 or wider where autocast is on: Fourier transforms, distances, matrix functions
+#: and decompositions. What they multiply inside is theirs. Autocast casts the operands of the others to 16 bits.
+WIDE_ONLY = re.compile(r"^aten::(_?fft_|stft|istft|_?cdist|matrix_exp|linalg_(?!multi_dot|vecdot))")
+
 #: Matmul kernels that Inductor generates, by their names: the operands are the first tensors.
 TEMPLATE = re.compile(r"^triton_tem_.*?(mm|convolution|attention)")
 
@@ -181,6 +188,11 @@ def operator(name: str) -> Operator | None:
         backward = "backward" in name or "bwd" in name
         return _attention(1, times=2.5) if backward else _attention(0)
     return None
+
+
+def is_wide_only(name: str) -> bool:
+    """True for an operator whose matmuls no autocast computes in 16 bits."""
+    return WIDE_ONLY.match(name) is not None
 
 
 def work_of(known: Operator, shapes: Shapes) -> int:

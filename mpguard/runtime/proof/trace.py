@@ -144,6 +144,7 @@ class _Kind:
     kernel: bool
     graph: bool
     fact: bool
+    wide_only: bool
 
 
 @functools.lru_cache(maxsize=8192)
@@ -162,6 +163,7 @@ def _kind_of(name: str) -> _Kind:
         kernel=not name.startswith(NO_KERNELS),
         graph=name.startswith(GRAPH_CALL),
         fact=name in (FROM_CACHE, SPARSE, COPY, WHERE),
+        wide_only=products.is_wide_only(name),
     )
 
 
@@ -170,6 +172,7 @@ class _Place:
 
     __slots__ = (
         "attention", "backward", "by_script", "call", "compiled", "evaluated", "fp8", "ignored", "inside", "module",
+        "wide_only",
     )  # fmt: skip
 
     def __init__(self, around: _Place | None = None) -> None:
@@ -178,7 +181,7 @@ class _Place:
                 setattr(self, name, getattr(around, name))
             return
         self.ignored = self.attention = self.compiled = self.fp8 = self.inside = self.by_script = False
-        self.evaluated = False
+        self.evaluated = self.wide_only = False
         self.module: int | None = None
         self.backward: GraphNode | None = None
         self.call: GraphCall | None = None
@@ -252,7 +255,7 @@ def read(
             _add_work(dataclasses.replace(work, module=call.event.place.module), flops, call.event, trace, creators)
     for node, event in creators.items():
         place = event.place
-        trace.origins[node] = Work(None, place.attention, place.module, place.compiled, by_script=place.by_script)
+        trace.origins[node] = _work(None, place)
     return trace
 
 
@@ -343,17 +346,18 @@ def _classify(
             place.backward = event.raw.fwd_thread_id(), number
             trace.evaluated.add(place.backward)
         place.inside, place.module, place.by_script = True, None, False
-        place.compiled, place.attention, place.fp8 = kind.compiled, False, kind.fp8
+        place.compiled, place.attention, place.fp8, place.wide_only = kind.compiled, False, kind.fp8, False
     elif kind.engine:
         event.place = _Place(event.place)
         event.place.inside = True
     elif scope == FUNCTION:
         event.known = kind.known
-        if kind.attention or kind.compiled or kind.fp8:
+        if kind.attention or kind.compiled or kind.fp8 or kind.wide_only:
             place = event.place = _Place(event.place)
             place.attention |= kind.attention
             place.compiled |= kind.compiled
             place.fp8 |= kind.fp8
+            place.wide_only |= kind.wide_only
         number = event.raw.sequence_nr()
         if number >= 0 and not event.place.ignored:
             event.node = thread, number
@@ -402,7 +406,7 @@ def _add(
         dtype = (te_dtype or _operand(event.raw.dtypes())) if te else None
         name = "" if te else event.name
     trace.eager |= not in_graph
-    work = Work(dtype, place.attention, place.module, place.compiled, name, place.by_script, place.evaluated)
+    work = _work(dtype, place, name)
     nodes = _add_work(work, flops, event, trace, creators)
     if place.call is not None:
         place.call.products.append((work, flops))
@@ -424,10 +428,18 @@ def _add_likely(
     place = event.place
     if place.inside or event.node is None or creators.get(event.node) is not event or len(square) < 2:
         return False
-    work = Work(None, place.attention, place.module, place.compiled, event.name, place.by_script)
+    work = _work(None, place, event.name)
     trace.likely[event.node] = work, 2 * square[0][0] * math.prod(square[1])
     trace.eager = True
     return True
+
+
+def _work(dtype: str | None, place: _Place, name: str = "") -> Work:
+    """Return work in a place. name: of a kernel whose dtype is not known."""
+    return Work(
+        dtype, place.attention, place.module, place.compiled, name, place.by_script, place.evaluated,
+        wide_only=place.wide_only or (dtype or "").startswith("complex"),  # autocast casts no complex numbers
+    )  # fmt: skip
 
 
 def _add_work(

@@ -37,6 +37,7 @@ CHECKS: dict[str, Callable[[Observed, Plan], Row | list[Row]]] = {
     "parameters": model.parameters,
     "compute": compute.compute,
     "fp32 by the script": compute.scripted,
+    "wide operators": compute.wide_operators,
     "attention": compute.attention,
     "frozen parts": compute.frozen,
     "evaluation": compute.evaluation,

@@ -48,8 +48,9 @@ def allowed_dtypes(module: str | None, plan: Plan) -> set[str]:
 
 
 def products_of(seen: Observed, *, trained: bool, attention: bool = False) -> list[Computed]:
-    """Return the matmuls of trained parts or of frozen ones; those of attention, or all others."""
-    return [each for each in seen.computed if each.trained == trained and each.attention == attention]
+    """Return the matmuls of trained parts or of frozen ones; those of attention, or all others that have 16 bits."""
+    found = [each for each in seen.computed if each.trained == trained and each.attention == attention]
+    return [each for each in found if each.attention or not each.wide_only]
 
 
 def by_dtype(products: Iterable[Computed]) -> dict[str, int]:

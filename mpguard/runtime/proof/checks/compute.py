@@ -62,7 +62,8 @@ def compute(seen: Observed, plan: Plan) -> Row:
     if not total and not seen.matrices and seen.passes and not seen.compiled:
         return Row(name, NO_PRODUCTS, "", Verdict.NOT_ASKED)
     if not total:
-        return not_observed(name, asked, seen.inferred, _unobserved_advice([]))
+        reason = "all matmuls are in operators that have no 16 bits" if _wide_only(seen) else seen.inferred
+        return not_observed(name, asked, reason, _unobserved_advice([]))
     others = [each for each in products if each.dtype and each.dtype not in allowed_dtypes(each.module, plan)]
     islands = _islands(others, plan)
     fewer_bits = narrower(products, plan)
@@ -70,7 +71,7 @@ def compute(seen: Observed, plan: Plan) -> Row:
     scripted = [each for each in scripted_fp32(seen, plan) if each not in islands]
     explained = sum(each.flops for each in scripted)
     outside = wider - sum(each.flops for each in islands)
-    outside -= explained if explained <= SCRIPTED_SHARE * total else 0
+    outside -= explained if explained <= _scripted_limit(scripted, seen) * total else 0
     limit = (INFERRED_SHARE if seen.inferred else WIDER_SHARE) * total
     found = _found(seen, products, others)
     if rounded := _rounded(seen, plan):
@@ -106,6 +107,16 @@ def scripted_fp32(seen: Observed, plan: Plan) -> list[Computed]:
     ]  # fmt: skip
 
 
+def _scripted_limit(found: Iterable[Computed], seen: Observed) -> float:
+    """Return the share of the matmuls that may be in FP32 because the script says so.
+
+    An output head, and what computes the loss, may be more than `SCRIPTED_SHARE`: in a small model with a large
+    vocabulary the head is nearly all of it.
+    """
+    only_heads = all(each.module is None or each.module in seen.output_heads for each in found)
+    return 1.0 if only_heads and seen.output_heads else SCRIPTED_SHARE
+
+
 def scripted(seen: Observed, plan: Plan) -> list[Row]:
     """Show the matmuls in FP32 of parts around which the script has switched autocast off, if they are many.
 
@@ -114,12 +125,30 @@ def scripted(seen: Observed, plan: Plan) -> list[Row]:
     found = scripted_fp32(seen, plan)
     total = sum(each.flops for each in products_of(seen, trained=True))
     share = sum(each.flops for each in found) / max(1, total)
-    if not WIDER_SHARE < share <= SCRIPTED_SHARE:
+    if not WIDER_SHARE < share <= _scripted_limit(found, seen):
         return []
     places = format_names(list(dict.fromkeys(each.place for each in found)), seen)
     cost = f"{COST:.0f} times the time of bf16 matmuls on a GPU without TF32, {COST_TF32:.0f} with"
-    text = f"{format_share(share)} of the matmuls, in autocast(enabled=False): {places}; {cost}"
+    text = f"{format_share(share)} of the matmuls, where the script has left autocast: {places}; {cost}"
     return [Row("fp32 by the script", text, "", Verdict.NOT_ASKED)]
+
+
+def _wide_only(seen: Observed) -> list[Computed]:
+    """Return the trained matmuls in operators that have no 16 bits."""
+    return [each for each in seen.computed if each.trained and each.wide_only and not each.attention]
+
+
+def wide_operators(seen: Observed, plan: Plan) -> list[Row]:
+    """Compare the matmuls in operators that autocast never casts to 16 bits: FFTs, complex numbers, torch.linalg."""
+    found = _wide_only(seen)
+    if not by_dtype(found):
+        return []
+    share = sum(each.flops for each in found) / sum(each.flops for each in seen.computed if each.trained)
+    text = f"{format_counts(by_dtype(found))}, {format_share(share)} of the matmuls"
+    if fewer_bits := narrower(found, plan):
+        places = "; ".join(format_places(fewer_bits))
+        return [Row("wide operators", f"{text}; {places}", plan.policy.compute_dtype.short, Verdict.WRONG)]
+    return [Row("wide operators", f"{text} (FFT, complex, torch.linalg: no autocast)", "", Verdict.NOT_ASKED)]
 
 
 def _found(seen: Observed, products: list[Computed], others: list[Computed]) -> str:
