@@ -61,12 +61,12 @@ def largest(matrix: torch.Tensor, dim: int | None = None) -> torch.Tensor:
 
 def _counted(matrix: torch.Tensor, scaled: torch.Tensor, most: float, values: torch.Tensor) -> Rounded:
     # A scale is rounded, so that the largest value of a tensor may be above the limit by its last bits.
-    return Rounded(values, _underflow(matrix, values), torch.count_nonzero(scaled.abs() > most * (1 + 2**-16)))
+    return Rounded(values, _underflow(matrix, values), (scaled.abs() > most * (1 + 2**-16)).sum())
 
 
 def _underflow(matrix: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return how many values that are not zero have become zero: a zero stays one."""
-    return torch.count_nonzero(matrix) - torch.count_nonzero(values)
+    return (matrix != 0).sum() - (values != 0).sum()  # `count_nonzero` has no rule for `vmap`
 
 
 def _bf16(matrix: torch.Tensor, _role: OperandRole, _largest: torch.Tensor, _of_rows: torch.Tensor) -> Rounded:

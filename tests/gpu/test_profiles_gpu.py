@@ -26,9 +26,9 @@ def program(words: list[str]) -> int:
     recorded: set[str] = set()
     read = trace.read
 
-    def read_and_keep(events: Any, *arguments: Any) -> Any:
+    def read_and_keep(events: Any, *arguments: Any, **more: Any) -> Any:
         recorded.update(event.name() for event in events)
-        return read(events, *arguments)
+        return read(events, *arguments, **more)
 
     trace.read = read_and_keep
 
