@@ -16,7 +16,7 @@ from typing import Any
 SHARE, FREE_SECONDS = 0.01, 0.5
 
 #: The autocast regions of a step: device, dtype, and whether autocast is on.
-Regions = frozenset[tuple[str, str, bool]]
+AutocastRegions = frozenset[tuple[str, str, bool]]
 
 #: For tests and benchmarks: each step is checked, whatever that costs.
 EVERY_STEP = False
@@ -80,9 +80,9 @@ class Progress:
     #: The number of switches to evaluation before the last inspection.
     switches: int = 0
     #: The autocast regions of each kind of step that was checked, see `LaterChecks`.
-    checked_regions: set[Regions] = dataclasses.field(default_factory=set)
+    checked_regions: set[AutocastRegions] = dataclasses.field(default_factory=set)
     #: Those of a step that was not checked, and for how many further steps one like it is waited for.
-    awaited_regions: Regions | None = None
+    awaited_regions: AutocastRegions | None = None
     awaited_steps: int = 0
     #: Where weights were cast; None if they were not.
     cast: str | None = None

@@ -298,6 +298,10 @@ RIGHT: dict[str, tuple[str, str]] = {
         "bf16_mixed",
         island("nn.Linear(8, 8)", "torch.fft.ifft2(torch.fft.fft2(h.view(16, 64, 64))).abs()", size=4096),
     ),
+    "a_complex_layer": (
+        "bf16_mixed",
+        island("nn.Linear(32, 32, dtype=torch.complex64)", "s.island(h.to(torch.complex64)).abs()"),
+    ),
     "orthogonal_weights": ("bf16_mixed", ORTHOGONAL),
     "distances": ("bf16_mixed", DISTANCES),
     "statistics_in_hooks": ("bf16_mixed", STATISTICS_IN_HOOKS),

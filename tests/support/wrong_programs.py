@@ -318,10 +318,6 @@ WRONG: dict[str, tuple[str, str, str]] = {
         "bf16_mixed", "attention", ATTENTION.replace("DTYPE", "half").replace("ENABLED", "True"),
     ),
     "a_bf16_part_under_fp32": ("fp32", "compute", BF16_PART),
-    "complex_products": (
-        "bf16_mixed", "compute",
-        island("nn.Linear(32, 32, dtype=torch.complex64)", "s.island(h.to(torch.complex64)).abs()"),
-    ),
     "a_bilinear_layer_in_fp32": ("bf16_mixed", "compute", island("nn.Bilinear(32, 32, 8)", "s.island(h, h)")),
     "a_linear_layer_in_fp32_is_40_percent": ("bf16_mixed", "compute", island("nn.Linear(32, 22)")),
     "a_convolution_in_fp32": (

@@ -31,6 +31,9 @@ EXPERTS = "transformers.integrations.moe"
 #: Names of output heads at the top level of a model, in public code (nanoGPT, torchtitan, timm, TransformerLens).
 HEAD_NAMES = ("lm_head", "output", "head", "unembed", "out")
 
+#: How a head was found that has one of these names, where the model has no embedding of its size.
+BY_NAME = "by its name"
+
 #: Classes whose Linear layers select experts: their few logits decide the expert of every token.
 ROUTERS = re.compile(r"(Router|Gate|Gating)$")
 
@@ -293,7 +296,7 @@ def heads(modules: Named) -> dict[int, str]:
             for key, each in outside.items()
             if each[1].out_features == largest.num_embeddings
         }
-    return found or {key: "by its name" for key, (name, _) in outside.items() if name in HEAD_NAMES}
+    return found or {key: BY_NAME for key, (name, _) in outside.items() if name in HEAD_NAMES}
 
 
 def in_router(name: str, by_name: dict[str, nn.Module]) -> bool:

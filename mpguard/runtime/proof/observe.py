@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.nn import compile as compilation
 from mpguard.nn import cuda_graphs
-from mpguard.nn.fp8.filters import heads, pattern_around, plain_name
+from mpguard.nn.fp8.filters import BY_NAME, heads, pattern_around, plain_name
 from mpguard.policy.policy import Policy
 from mpguard.runtime import casts
 from mpguard.runtime.containment import contained, report_own_failure
@@ -107,7 +107,7 @@ class Observed:
     buffers: dict[str, int] = dataclasses.field(default_factory=dict)
     #: The matrix multiplications of the step.
     computed: list[Computed] = dataclasses.field(default_factory=list)
-    #: The output heads of the model, if the script computes something in FP32.
+    #: The output heads of the model that have the size of an embedding, if the script computes something in FP32.
     output_heads: list[str] = dataclasses.field(default_factory=list)
     #: Backward passes of the step.
     passes: int = 0
@@ -413,7 +413,9 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
         seen.computed += [dataclasses.replace(found, flops=flops) for found, flops in whole.most_common() if flops]
     if any(each.by_script for each in seen.computed):
         named = [[(plain_name(name), module) for name, module in root.named_modules()] for root in roots]
-        seen.output_heads = [places[key][0] or "" for each in named for key in heads(each)]
+        seen.output_heads = [
+            places[key][0] or "" for each in named for key, why in heads(each).items() if why != BY_NAME
+        ]
 
 
 def _attention_in_parts(ran: Work, recorder: Recorder) -> Work:
