@@ -58,27 +58,6 @@ for x in loader:
     optimizer.step()
 """
         ),
-        Bad(
-            """\
-import torch
-
-def select_device():
-    if torch.cuda.is_available():
-        return torch.device("cuda", 0)
-    return torch.device("xpu" if torch.xpu.is_available() else "cpu")
-
-device = select_device()
-model = torch.nn.Linear(8, 8).to(device)
-optimizer = torch.optim.AdamW(model.parameters())
-scaler = torch.cuda.amp.GradScaler()  # !
-for x in loader:
-    with torch.autocast(device.type, dtype=torch.float16):
-        loss = model(x.to(device)).sum()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
-        ),
         Good(
             """\
 import torch
@@ -89,26 +68,6 @@ optimizer = torch.optim.AdamW(model.parameters())
 scaler = torch.amp.GradScaler(device)
 for x in loader:
     with torch.autocast(device, dtype=torch.float16):
-        loss = model(x.to(device)).sum()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
-        ),
-        Good(
-            """\
-import torch
-
-device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-model = torch.nn.Linear(8, 8).to(device)
-optimizer = torch.optim.AdamW(model.parameters())
-use_amp = device == "cuda"
-scaler = torch.amp.GradScaler("cuda", enabled=use_amp)
-for x in loader:
-    if use_amp:
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = model(x.to(device)).sum()
-    else:
         loss = model(x.to(device)).sum()
     scaler.scale(loss).backward()
     scaler.step(optimizer)

@@ -52,35 +52,6 @@ for x in loader:
     loss.backward()
 """
         ),
-        Bad(
-            """\
-from torch import nn
-
-class Encoder(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.GRU(dim, dim) for _ in range(4))
-        self.last = nn.LSTM(dim, dim)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x, _ = layer(x)  # !
-        return self.last(x)[0]  # !
-""",
-            name="encoder.py",
-            files={
-                "train.py": """\
-import torch
-from encoder import Encoder
-
-model = Encoder(80).cuda()
-for x in loader:
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = model(x).sum()
-    loss.backward()
-"""
-            },
-        ),
         Good(
             """\
 from torch import nn
@@ -104,40 +75,6 @@ with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
     print(model(x).sum())
 """
             },
-        ),
-        Good(
-            """\
-import torch
-from torch import nn
-
-class Tagger(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gru = nn.GRU(64, 64)
-        self.cell = nn.LSTMCell(64, 64)
-
-    def forward(self, x):
-        with torch.autocast("cuda", enabled=False):
-            h, _ = self.gru(x.float())
-        return self.cell(h[0])
-
-def main(loader):
-    model, other = Tagger().cuda(), nn.LSTM(8, 8).cuda()
-    for x in loader:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = model(x).sum()
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = loss + other(x)[0].sum()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss + other(x)[0].sum()
-        loss.backward()
-
-@torch.no_grad()
-def evaluate(x):
-    model = nn.LSTM(8, 8).cuda()
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        return model(x)
-"""
         ),
     )
 

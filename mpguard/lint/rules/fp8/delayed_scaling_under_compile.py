@@ -45,34 +45,6 @@ def step(x):
         return layer(x)
 """
         ),
-        Bad(
-            """\
-import torch
-import transformer_engine.pytorch as te
-from transformer_engine.common import recipe as recipes
-
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = te.Linear(1024, 1024)
-        self.recipe = recipes.DelayedScaling(amax_history_len=16)
-
-    def forward(self, x):
-        return self.run(x)
-
-    def run(self, x):
-        with te.fp8_autocast(enabled=True, fp8_recipe=self.recipe):  # !
-            return self.fc(x)
-
-model = torch.compile(Block(), fullgraph=True)
-
-def also(x):
-    with te.autocast(recipe=recipes.DelayedScaling()):  # !
-        return model(x)
-
-fast = torch.compile(also)
-"""
-        ),
         Good(
             """\
 import re

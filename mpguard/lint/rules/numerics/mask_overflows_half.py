@@ -146,24 +146,6 @@ L.Trainer(precision='bf16-mixed').fit(Net())
 """,
             },
         ),
-        Bad(
-            """\
-import torch
-
-def attention(q, k, v, mask):
-    scores = q.half() @ k.half().transpose(-1, -2)
-    scores = scores.masked_fill(mask, -1e9)  # !
-    return scores.float().softmax(-1) @ v
-""",
-            fixed="""\
-import torch
-
-def attention(q, k, v, mask):
-    scores = q.half() @ k.half().transpose(-1, -2)
-    scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)
-    return scores.float().softmax(-1) @ v
-""",
-        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
