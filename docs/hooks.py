@@ -35,14 +35,14 @@ def repository_path(page: str) -> PurePosixPath:
 def site_link(page: str, target: str) -> str:
     """Return a link on the site for a relative link in the Markdown of a page.
 
-    Links to files that are pages become links between pages; links to other files of the repository lead to `SOURCE`,
+    Links to pages and pictures become links on the site; links to other files of the repository lead to `SOURCE`,
     and are "" if it is unknown. A link to a file that does not exist is returned unchanged: mkdocs reports it.
     """
     path = _normal(repository_path(page).parent / target)
     if path is None or not (ROOT / path).exists():
         return target
     shown = {file: name for name, file in ROOT_PAGES.items()}.get(str(path))
-    if shown is None and path.parts[0] == "docs" and path.suffix == ".md":
+    if shown is None and path.parts[0] == "docs" and path.suffix in (".md", ".html", ".svg", ".png"):
         shown = str(path.relative_to("docs"))
     if shown is not None:
         return "../" * (len(PurePosixPath(page).parts) - 1) + shown
