@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.progress import Progress
 from mpguard.runtime.proof import consensus
+from mpguard.runtime.proof.collectives import number_of_calls
 from mpguard.runtime.proof.observe import updated_by
 from mpguard.runtime.step_counter import StepCounter
 
@@ -99,8 +100,9 @@ class LaterChecks(StepCounter):
                 proposal = progress.propose(self.budget)
                 proposal = progress.applied + 1 if unknown else proposal
                 report = consensus.Report(
-                    failures, inspection.fingerprint, proposal, again=unknown, not_finite=inspection.loss_not_finite
-                )
+                    failures, inspection.fingerprint, proposal, moment=number_of_calls(), again=unknown,
+                    not_finite=inspection.loss_not_finite,
+                )  # fmt: skip
                 point = f"look/{progress.number}/{progress.applied}"
                 agreement = consensus.agree(point, report, consensus.LOOK_TIMEOUT)
                 failures = agreement.failures

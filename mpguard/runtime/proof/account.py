@@ -33,6 +33,12 @@ EACH_PASS = 16
 #: recorded, so that a long evaluation before the first step costs neither memory nor time.
 LONG_CALLS = 5_000
 
+#: Why operators could not be recorded where several threads train.
+OTHER_THREAD = (
+    "torch's profiler records the thread in which the optimizer was created, and another one trains: create the "
+    "optimizer in the thread that trains"
+)
+
 #: Nodes of autograd's graph whose modules are remembered for backward passes that come later.
 REMEMBERED_NODES = 200_000
 
@@ -339,7 +345,8 @@ class StepAccount:
         began = time.monotonic()
         with self._reporting_failures():
             if not recording.is_of_this_thread:
-                raise RuntimeError("the training runs in another thread than the one that created the optimizer")
+                self.reason = OTHER_THREAD
+                return None
             opened = self._ranges.close()
             events, unfinished, begun = recording.stop()
             self._blocked = any(not name.startswith(trace.IGNORED) for name in unfinished)

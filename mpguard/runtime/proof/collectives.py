@@ -156,6 +156,19 @@ class CollectiveListener:
             self._inside.ignored = False
 
 
+def number_of_calls() -> int | None:
+    """Return how many collectives the default process group has called: as many on ranks that are at the same step.
+
+    Uneven data, with `Join`, gives ranks other numbers of steps. None if the group does not count.
+    """
+    import torch.distributed as dist
+
+    with contextlib.suppress(Exception):
+        group: Any = dist.distributed_c10d._get_default_group()
+        return int(group._get_sequence_number_for_group())
+    return None
+
+
 def origin() -> str:
     """Return who calls a collective, from the callers of this function.
 

@@ -64,8 +64,9 @@ class Report:
     """What a rank tells the others at a common point.
 
     failures: its own. fingerprint: what must be the same on all ranks at one moment. next_look: the step of the next
-    check, which rank 0 decides. moment: counts backward passes; a rank that has skipped steps reports about another
-    moment than the others. again: True if this rank needs that check: it could not tell what ran.
+    check, which rank 0 decides. moment: counts backward passes, or collectives; a rank that has skipped steps, or has
+    other data left, reports about another moment than the others. again: True if this rank needs that check: it could
+    not tell what ran.
     not_finite: True if its loss was NaN or infinite.
     """
 
@@ -181,8 +182,6 @@ class Round:
         read = zip([*present, *ended], map(_read_report, _get_all(self.store, keys)), strict=True)
         reports = dict(read)
         self.not_finite = [other for other, report in reports.items() if other and report.not_finite]
-        if len({report.moment for report in reports.values()}) > 1:
-            reports = {each: dataclasses.replace(report, fingerprint=None) for each, report in reports.items()}
         everywhere = combine([reports.get(each) for each in range(self.ranks[-1] + 1)])
         wait = READ_TIMEOUT if everywhere else READ_TIMEOUT_IN_FORCE
         _publish(self.store, self._point, [each.data() for each in everywhere], len(present) - 1, wait)
@@ -326,7 +325,10 @@ def combine(reports: Sequence[Report | None]) -> list[Failure]:
         for failure, ranks in collected.items()
     ]
     fingerprints = [report.fingerprint for _, report in present if report.fingerprint is not None]
-    return compared(everywhere, fingerprints) if len(fingerprints) == len(present) else everywhere
+    if len({report.moment for _, report in present}) > 1:
+        fingerprints = []  # their gradients are those of other steps
+    complete = bool(present) and len(fingerprints) == len(present)
+    return compared(everywhere, fingerprints) if complete else everywhere
 
 
 def compared(failures: list[Failure], fingerprints: Sequence[Fingerprint]) -> list[Failure]:

@@ -37,6 +37,9 @@ LOG_PROBABILITIES = ("LogSoftmax", "Logsumexp", "LogSigmoid")
 #: Used in place of a weight's id: for a matmul of activations, and for an unknown weight.
 ATTENTION, UNNAMED = 0, -1
 
+#: The place of matmuls that ran in no module.
+OUTSIDE = "code outside of modules"
+
 
 @dataclasses.dataclass
 class Inferred:

@@ -25,7 +25,7 @@ from mpguard.runtime.proof.account import Products, steps_around
 from mpguard.runtime.proof.fp32_modules import Fp32Modules, find_fp32_modules
 from mpguard.runtime.proof.graphs import WeightUse
 from mpguard.runtime.proof.handoffs import Witness
-from mpguard.runtime.proof.inferred import ATTENTION, UNNAMED, Inferred
+from mpguard.runtime.proof.inferred import ATTENTION, OUTSIDE, UNNAMED, Inferred
 from mpguard.runtime.proof.models import model_names, models_of
 from mpguard.runtime.proof.optimizer_state import name_first, partition_names, state_dtypes
 from mpguard.runtime.proof.products import Work, bits, short
@@ -502,7 +502,7 @@ def _unnamed(work: Work, module: int | None, called: Mapping[int, str]) -> str:
     """Return where matmuls ran that are in no module of the trained models. called: classes of modules, by id."""
     if module is not None:
         return f"a {called.get(module, 'module')} whose weights no optimizer has"
-    return "compiled code" if work.compiled else "attention" if work.attention else "code outside of modules"
+    return "compiled code" if work.compiled else "attention" if work.attention else OUTSIDE
 
 
 def _add_uncalled(

@@ -137,6 +137,13 @@ def test_ten_of_twelve_ranks_that_are_not_proven_are_not_wrong() -> None:
     assert str(Refusal(tuple(everywhere))) == text
 
 
+def test_gradients_of_other_moments_are_not_compared() -> None:
+    one, other = Fingerprint({"weight": (1.0, 0.5)}), Fingerprint({"weight": (2.0, 0.5)})
+    assert consensus.combine([Report([], one, moment=8), Report([], other, moment=11)]) == []
+    (found,) = consensus.combine([Report([], one, moment=8), Report([], other, moment=8)])
+    assert "the gradients differ between ranks" in found.text
+
+
 def test_what_all_ranks_have_names_none() -> None:
     assert consensus.combine([Report([WRONG]), None, Report([WRONG])]) == [WRONG]
     assert consensus.combine([Report([on(1)]), Report([])]) == [on(1)], "it was agreed on before"

@@ -24,6 +24,7 @@ from mpguard.runtime.proof.checks.common import (
     products_of,
 )
 from mpguard.runtime.proof.frameworks import precision_advice
+from mpguard.runtime.proof.inferred import OUTSIDE
 from mpguard.runtime.proof.observe import Computed, Observed
 from mpguard.runtime.proof.verdict import Row, Verdict, not_observed
 
@@ -287,7 +288,7 @@ def frozen(seen: Observed, plan: Plan) -> list[Row]:
 
     `allow: frozen` accepts a dtype.
     """
-    products = [each for each in seen.computed if not each.trained and not each.evaluated]
+    products = [each for each in seen.computed if _is_frozen(each)]
     if not by_dtype(products):
         return []
     fewer_bits = narrower([each for each in products if each.inside], plan)
@@ -310,13 +311,25 @@ def frozen(seen: Observed, plan: Plan) -> list[Row]:
 
 def frozen_share(seen: Observed, least: float = 0.01) -> str:
     """Return the dtypes of frozen parts and their share: `fp32, 99 % of the products`. Empty below the least share."""
-    return _share_of([each for each in seen.computed if not each.trained and not each.evaluated], seen, least)
+    return _share_of(list(filter(_is_frozen, seen.computed)), seen, least)
+
+
+def _is_frozen(product: Computed) -> bool:
+    """True for a matmul in a module that reaches no gradient, and is no evaluation of a trained model."""
+    return not product.trained and not product.evaluated and not _is_outside(product)
+
+
+def _is_outside(product: Computed) -> bool:
+    """True for a matmul without a gradient in no module: the script computes with gradients or statistics."""
+    return not product.trained and product.place == OUTSIDE
 
 
 def evaluation(seen: Observed, _plan: Plan) -> list[Row]:
-    """Show the matmuls of a trained model that was called without gradients: a validation, or text it generates."""
-    found = _share_of([each for each in seen.computed if each.evaluated], seen, least=0.0)
-    return [Row("evaluation", found, "", Verdict.NOT_ASKED)] if found else []
+    """Show the matmuls of a trained model that was called without gradients, and those of no module."""
+    found = _share_of([each for each in seen.computed if each.evaluated and not _is_outside(each)], seen, least=0.0)
+    outside = _share_of(list(filter(_is_outside, seen.computed)), seen, least=0.0)
+    rows = [Row("evaluation", found, "", Verdict.NOT_ASKED)] if found else []
+    return rows + ([Row("without gradient", f"{outside}, in {OUTSIDE}", "", Verdict.NOT_ASKED)] if outside else [])
 
 
 def _share_of(products: list[Computed], seen: Observed, least: float) -> str:

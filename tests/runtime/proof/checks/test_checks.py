@@ -14,6 +14,7 @@ from mpguard.policy.allow import allowances
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof.checks import CHECKS, compare, failures
 from mpguard.runtime.proof.checks.common import format_allowance, name_pattern
+from mpguard.runtime.proof.inferred import OUTSIDE
 from mpguard.runtime.proof.observe import Computed, Observed
 from mpguard.runtime.proof.verdict import Failure, FailureKind, Refusal, Row, Verdict
 
@@ -55,6 +56,12 @@ FROZEN = [*SEEN.computed, Computed(False, "fp16", 1, inside=True)]
         ("processes", allowing("idle_ranks: 1"), {"idle": 1, "world_size": 1}, Verdict.ALLOWED),
         ("compute", PLAN, {"computed": []}, Verdict.UNPROVEN),
         ("compute", PLAN, {"computed": [], "matrices": False, "passes": 1}, Verdict.NOT_ASKED),
+        (
+            "without gradient",
+            PLAN,
+            {"computed": [*SEEN.computed, Computed(False, "fp32", 9, None, OUTSIDE)]},
+            Verdict.NOT_ASKED,
+        ),
         ("frozen parts", PLAN, {"computed": FROZEN}, Verdict.WRONG),
         ("frozen parts", allowing("frozen: fp16"), {"computed": FROZEN}, Verdict.ALLOWED),
         ("reduction", PLAN, {"reductions": {}}, Verdict.UNPROVEN),
