@@ -310,7 +310,7 @@ def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             top = [row["all"] - row["top"] for row in own]
             drawn = [row["all"] - statistics.mean(row["random"]) for row in own]
             models[name] = {
-                "gap": statistics.mean(gaps), "standard_error": error, "ranked": has_gap,
+                "gap": statistics.mean(gaps), "standard_error": error if len(own) > 1 else None, "ranked": has_gap,
                 "closed_by_top": statistics.mean(top) / statistics.mean(gaps),
                 "closed_by_random": statistics.mean(drawn) / statistics.mean(gaps),
                 "wins": sum(a > b for a, b in zip(top, drawn, strict=True)), "seeds": len(own),

@@ -174,6 +174,9 @@ def _lines(
 ) -> Iterator[Line]:
     if report.interrupted:
         yield [("Interrupted: this was measured by then.", "yellow")]
+    if report.failure:
+        failed = f"The script has failed after {report.steps} measured steps: {report.failure}"
+        yield from folded([(printable(failed), "yellow")], 2, columns())
     if not report.measured:
         return
     yield from _table(report, proposal, None if options.all else _ROWS)

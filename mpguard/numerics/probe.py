@@ -131,7 +131,7 @@ class Probe:
         """Take the layers to measure: those of some models that were called in the first step."""
         named = _named(roots)
         if any(key not in named for key in self._called):
-            named = {**_named(list(self._outermost.values())), **named}
+            named = _named([*roots, *self._outermost.values()])  # the names of these models first
         reasons = filters.reasons([(name, module) for name, module in _modules(roots)], self.settings.policy)
         self._layers = []
         layers: list[dict[str, Any]] = []

@@ -19,7 +19,7 @@ class Sensitivity:
 
     recipe: of the policy, by which layers are sorted. formats: that were measured. steps: how many were measured.
     seconds, total: that measuring has taken, of the time of those steps, on the rank that took longest. interrupted:
-    True after Ctrl-C.
+    True after Ctrl-C. failure: how the script has failed after that was measured; empty if it has not.
     """
 
     recipe: str
@@ -29,6 +29,7 @@ class Sensitivity:
     seconds: float = 0.0
     total: float = 0.0
     interrupted: bool = False
+    failure: str = ""
 
     @property
     def measured(self) -> list[MeasuredLayer]:
@@ -55,6 +56,7 @@ class Sensitivity:
             "formats": list(self.formats),
             "steps": self.steps,
             "interrupted": self.interrupted,
+            "failure": self.failure,
             "overhead": {"seconds": self.seconds, "total": self.total},
             "layers": [self._layer_json(layer) for layer in measured],
             "unmeasured": [

@@ -167,6 +167,8 @@ def measure(
         interrupted = True
     report = gathered(read_lines(folder), chosen.recipe, chosen.formats)
     report.interrupted = interrupted
+    if report.measured and status:
+        report.failure = _why(folder, status, request, report)
     if not report.measured and not interrupted:
         raise NotMeasured(_why(folder, status, request, report))
     return report

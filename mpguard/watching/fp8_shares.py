@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import weakref
 from typing import Any
 
@@ -116,6 +117,7 @@ class Fp8Samples:
         self.due = False
         self._names: dict[int, str] = {}
         self._casts: weakref.WeakKeyDictionary[nn.Module, Casts | None] = weakref.WeakKeyDictionary()
+        self._labels: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._found: dict[str, Sample] = {}
         self._noise: dict[str, torch.Tensor] = {}  # of outputs, with the bound of their format
         self._seen: set[str] = set()
@@ -164,8 +166,14 @@ class Fp8Samples:
             self._add(f"{name}: {GRADIENT}", gradient, form, role, scale, transposed=over_rows)
 
     def _name_of(self, layer: Any) -> str:
-        state = getattr(layer, "_mpguard_fp8", None)
-        return plain_name(state.name) if state is not None else self._names.get(id(layer), type(layer).__name__)
+        """Return the name of a layer, with a number if a layer of another model has it."""
+        if layer not in self._labels:
+            state = getattr(layer, "_mpguard_fp8", None)
+            name = plain_name(state.name) if state is not None else self._names.get(id(layer), type(layer).__name__)
+            taken = set(self._labels.values())
+            others = (f"{name} ({number})" for number in itertools.count(2))
+            self._labels[layer] = name if name not in taken else next(each for each in others if each not in taken)
+        return self._labels[layer]
 
     def _casts_of(self, layer: Any) -> Casts | None:
         if layer not in self._casts:

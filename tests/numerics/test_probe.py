@@ -222,3 +222,19 @@ def test_names_of_two_models() -> None:
     one, other = Net(layers=1), Net(layers=1)
     names = _named([one, other])
     assert sorted(names.values()) == ["Net: layers.0", "Net: lm_head", "layers.0", "lm_head"]
+
+
+def test_a_model_that_the_first_optimizer_does_not_train_keeps_its_own_names() -> None:
+    """A GAN: the discriminator steps first, and the generator has layers of the same names."""
+    models = [nn.Sequential(nn.Linear(32, 32)), nn.Sequential(nn.Linear(32, 32))]
+    lines: list[dict[str, Any]] = []
+    probe = Probe(ProbeSettings(["bf16"], POLICY, steps=1), lines.append)
+    probe.find_layers()
+    for model in models:
+        model(torch.randn(32, 32)).sum().backward()
+    probe.step_ended(lambda: [models[1]])
+    probe.close()
+    assert {(each["layer"], each["left_out"]) for each in lines[0]["layers"]} == {
+        ("0", ""),
+        ("Sequential: 0", "of another model"),
+    }

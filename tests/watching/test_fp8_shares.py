@@ -249,3 +249,12 @@ def test_compare_draws_what_the_watch_has_written(tmp_path: Path) -> None:
     (series,) = plots["fp8_snr"]
     assert series["label"] == "fp8" and series["steps"] == [10, 20, 30, 40, 50]
     assert len(plots["fp8_underflow"]) == 1 and "fp8_saturated" not in plots
+
+
+def test_layers_of_two_models_with_one_name() -> None:
+    models, found = (converted("tensorwise", 1), converted("tensorwise", 1)), fp8_shares.listening()
+    for model in models:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.randn(32, 64)).float().sum().backward()
+    noise = found.take_noise()
+    assert noise is not None and set(noise[0]) == {"0.up", "0.down", "0.up (2)", "0.down (2)"}
