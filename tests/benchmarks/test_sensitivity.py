@@ -22,10 +22,10 @@ def test_the_result_is_judged_by_its_rows() -> None:
     assert sensitivity.judged(RESULT["rows"]) == RESULT["judged"]
     judged = RESULT["judged"]["outliers"]
     assert {name: each["ranked"] for name, each in judged["models"].items()} == {
-        "gpt": False, "llama": True, "post": True
+        "gpt": False, "llama": True, "post": True, "palm": True, "bert": False, "mixer": False
     }  # fmt: skip
-    assert (judged["wins"], judged["pairs"]) == (10, 12)
-    assert judged["p"] == pytest.approx(0.0193, abs=1e-4)
+    assert (judged["wins"], judged["pairs"]) == (15, 17)
+    assert judged["p"] == pytest.approx(0.00117, abs=1e-5)
 
 
 def test_the_sign_test() -> None:
