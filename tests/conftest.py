@@ -87,7 +87,8 @@ def no_module_hooks_left() -> Iterator[None]:
     """Fail a test that leaves hooks on all modules: later tests in this process would run, and compile, with them."""
     yield
     modules = sys.modules.get("torch.nn.modules.module")
-    if modules is not None and modules._has_any_global_hook():
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    if modules is not None and any(getattr(modules, f"_global_{kind}_hooks") for kind in kinds):
         tables = [
             each for name, each in vars(modules).items() if name.startswith("_global_") and isinstance(each, dict)
         ]

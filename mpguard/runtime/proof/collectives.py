@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 log = logging.getLogger("mpguard")
@@ -190,10 +191,28 @@ def origin() -> str:
             return "function" if forward else "script"
         if module == AUTOGRAD:
             return "function" if activations else "hook"
+        if frame.f_code.co_name == "forward" and _is_function_forward(frame.f_code):
+            module = FUNCTION
         forward = module == FUNCTION or (forward and not module.startswith(DTENSOR))
         activations = activations or module.startswith((FUNCTION, DTENSOR))
         frame = frame.f_back
     return "script"
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_function_forward(code: CodeType) -> bool:
+    """Return True for the code of a `torch.autograd.Function.forward`: since torch 2.14 its caller has no frame."""
+    import torch
+
+    classes: list[Any] = [torch.autograd.Function]
+    for each in classes:
+        classes += each.__subclasses__()
+        found: Any = each.forward
+        while found is not None:  # `torch.amp.custom_fwd` wraps it
+            if getattr(found, "__code__", None) is code:
+                return True
+            found = getattr(found, "__wrapped__", None)
+    return False
 
 
 def _group_name(args: tuple[Any, ...]) -> str:
