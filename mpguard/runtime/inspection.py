@@ -59,9 +59,10 @@ class Inspection:
         return self._round.result(wait)
 
     def missing(self) -> str:
-        """Return the names of the ranks that have published nothing."""
+        """Return the names of the ranks that have published nothing, or of which no result came."""
         assert self._round is not None
-        return names_of(self._round.missing())
+        found = self._round.missing()
+        return names_of(found) if found else "the other ranks"
 
     @property
     def has_store(self) -> bool:

@@ -15,6 +15,9 @@ pytest.importorskip("torch", reason="the real store is used")
 
 import torch.distributed as dist
 
+import mpguard
+from mpguard.runtime.inspection import Inspection
+from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof import consensus
 from mpguard.runtime.proof.consensus import Agreement, Report
 from mpguard.runtime.proof.reductions import Fingerprint
@@ -142,6 +145,15 @@ def test_gradients_of_other_moments_are_not_compared() -> None:
     assert consensus.combine([Report([], one, moment=8), Report([], other, moment=11)]) == []
     (found,) = consensus.combine([Report([], one, moment=8), Report([], other, moment=8)])
     assert "the gradients differ between ranks" in found.text
+
+
+def test_ranks_that_have_reported_and_have_no_result_are_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    inspection = Inspection(Plan(mpguard.recipe("bf16_mixed")), None)
+    inspection.publish("alone")
+    monkeypatch.setattr(consensus.Round, "missing", lambda _: [])
+    assert inspection.missing() == "the other ranks"
+    monkeypatch.setattr(consensus.Round, "missing", lambda _: [1, 3])
+    assert inspection.missing() == "ranks 1, 3"
 
 
 def test_what_all_ranks_have_names_none() -> None:
