@@ -13,6 +13,7 @@ It stands above `mpguard.runtime`: it has patches of its own for what it observe
     replay       the last batch, and its replay that names the first module with NaN or Inf
     drift        compares ranks, through the store of the process group
     fp8          amax saturation and scales of Transformer Engine's delayed scaling
+    fp8_shares   samples of what FP8 layers round, with `full`; fp8_report: their lines and events
     suggest      what to do about an event
     output       the JSONL file, the lines on the terminal, accelerate's trackers
 
