@@ -160,6 +160,7 @@ def test_on_a_terminal_the_table_is_richs(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_a_text_without_torch_is_that_of_the_object() -> None:
+    pytest.importorskip("torch", reason="the object has its dtypes")
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     for name in ("bf16_mixed", "fp16_mixed"):

@@ -52,6 +52,7 @@ def test_launch_explain_and_lint_refuse_the_same(
     clause: str,
     meant: str,
 ) -> None:
+    pytest.importorskip("accelerate", reason="launch compares its version")
     path = write(tmp_path, changes)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
@@ -156,6 +157,7 @@ def test_a_flag_replaces_the_number_of_the_config(tmp_path: Path) -> None:
 
 
 def test_errors_of_the_config_come_before_torch_is_imported(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="launch needs it")
     path = write(tmp_path, {"num_procesess": "2"})
     code = (
         "import sys; from mpguard.cli import main\n"
