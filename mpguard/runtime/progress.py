@@ -1,6 +1,7 @@
 """`Progress`: the steps of an optimizer over the whole run, and when the next one is checked.
 
-After its first proof an optimizer is checked again at its applied steps 2, 4, 8, ..., the same on all ranks. After a
+After its first proof an optimizer is checked again at its applied steps 2, 4, 8, 16, and then at one between each power
+of two and the next, the same on all ranks, so that no period of steps is left out. After a
 model was switched to evaluation, and after a step with other autocast regions than those that were checked, each rank
 decides for itself. `Budget` limits what the checks cost.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +19,9 @@ SHARE, FREE_SECONDS = 0.01, 0.5
 
 #: The autocast regions of a step: device, dtype, and whether autocast is on.
 AutocastRegions = frozenset[tuple[str, str, bool]]
+
+#: The last check at a power of two.
+LAST_POWER = 16
 
 #: For tests and benchmarks: each step is checked, whatever that costs.
 EVERY_STEP = False
@@ -100,23 +105,23 @@ class Progress:
         self.next_look = self._earliest_look()
 
     def propose(self, budget: Budget) -> int:
-        """Return the step of the next check: the first power of two that the budget allows."""
+        """Return the step of the next check: the first in the schedule that the budget allows."""
         began, first = self._proven_at
         look = earliest = self._earliest_look()
         if self.applied > first and not EVERY_STEP:
             step = (time.monotonic() - began) / (self.applied - first)
             while not budget.allows(self.cost, (look - self.applied) * step) and look < 2**40:
-                look *= 2
+                look = scheduled_after(look)
         if look > earliest:
             self.put_off = earliest
         return look
 
     def leave_out_look(self) -> None:
-        """Set the next check to the first power of two: all ranks do the same without an agreement."""
+        """Set the next check to the first in the schedule: all ranks do the same without an agreement."""
         self.next_look = self._earliest_look()
 
     def _earliest_look(self) -> int:
-        return self.applied + 1 if EVERY_STEP else 1 << self.applied.bit_length()
+        return self.applied + 1 if EVERY_STEP else scheduled_after(self.applied)
 
     def facts(self) -> dict[str, Any]:
         """Return what the proof file has about the run."""
@@ -128,6 +133,23 @@ class Progress:
             "looks_without_result": self.without_result,
             "looks_with_loss_not_finite": self.not_finite,
         }
+
+
+def scheduled_after(step: int) -> int:
+    """Return the first step after another in the schedule of checks: 1, 2, 4, 8, 16, then one of each octave.
+
+    It is in the first quarter of the octave, at a pseudo-random place that is the same on all ranks: powers of two are
+    no multiples of 3, 5 or 10, so that what recurs with such a period would never be checked.
+    """
+    octave = step.bit_length() - 1
+    while (found := _scheduled(octave)) <= step:
+        octave += 1
+    return found
+
+
+def _scheduled(octave: int) -> int:
+    first = 1 << max(octave, 0)
+    return first + zlib.crc32(f"check{octave}".encode()) % (first // 4) if first > LAST_POWER else first
 
 
 def summary(run: Iterable[Progress]) -> str | None:

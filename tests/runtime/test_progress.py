@@ -23,21 +23,27 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_looks_are_at_powers_of_two(clock: list[float]) -> None:
+def test_one_step_of_each_doubling_is_checked(clock: list[float]) -> None:
     budget, one = Budget(), proven(clock)
     assert one.next_look == 2
-    for applied, look in ((2, 4), (3, 4), (4, 8), (1023, 1024), (1024, 2048)):
+    for applied, look in ((2, 4), (3, 4), (4, 8), (8, 16)):
         one.applied = applied
         assert one.propose(budget) == look
+    schedule = [1]
+    while schedule[-1] < 2**16:
+        schedule.append(progress.scheduled_after(schedule[-1]))
+    assert [step.bit_length() for step in schedule] == list(range(1, len(schedule) + 1))
+    assert all(any(step % period == 0 for step in schedule) for period in (3, 5, 6, 7)), schedule
+    assert progress.scheduled_after(schedule[7] - 1) == schedule[7] and progress.scheduled_after(0) == 1
 
 
 def test_looks_that_would_take_more_than_their_share_come_later(clock: list[float]) -> None:
     """A check of 1.5 s: half a second is free, the rest is 1 % of 100 s. Steps take 1 s."""
     budget, one = Budget(), proven(clock, cost=1.5)
     one.applied, clock[0] = 4, 103.0
-    assert one.propose(budget) == 128, "the first power of two after 100 s"
+    assert 128 <= one.propose(budget) < 160, "the first after 100 s"
     budget.spent = 3.0
-    assert one.propose(budget) == 512, "4.5 s in total: 0.5 s free, and 1 % of 400 s"
+    assert 512 <= one.propose(budget) < 640, "4.5 s in total: 0.5 s free, and 1 % of 400 s"
     assert not budget.allows(0.1) and Budget().allows(0.5)
     one.applied = 7
     assert summary([one]) == "in force at step 1 of 7 (1 check)", "the next one would have been at step 8"
