@@ -86,8 +86,9 @@ class Progress:
     switches: int = 0
     #: The autocast regions of each kind of step that was checked, see `LaterChecks`.
     checked_regions: set[AutocastRegions] = dataclasses.field(default_factory=set)
-    #: Those of a step that was not checked, and for how many further steps one like it is waited for.
+    #: Those of a step that was not checked.
     awaited_regions: AutocastRegions | None = None
+    #: For how many further steps one like it is waited for.
     awaited_steps: int = 0
     #: Where weights were cast; None if they were not.
     cast: str | None = None

@@ -28,7 +28,7 @@ from mpguard.runtime.proof.handoffs import Witness
 from mpguard.runtime.proof.inferred import ATTENTION, OUTSIDE, UNNAMED, Inferred
 from mpguard.runtime.proof.models import model_names, models_of
 from mpguard.runtime.proof.optimizer_state import name_first, partition_names, state_dtypes
-from mpguard.runtime.proof.products import Work, bits, short
+from mpguard.runtime.proof.products import Work, conversions, short
 from mpguard.runtime.proof.recorder import Recorder
 from mpguard.runtime.proof.reductions import Fingerprint
 from mpguard.runtime.proof.witness import describe
@@ -384,7 +384,7 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
     """Add the matmuls of the step, by module."""
     seen.passes, seen.looked_at, seen.inferred = products.passes, products.looked_at, products.reason
     seen.unscaled, seen.scaled = products.unscaled, products.scaled
-    seen.widened, seen.rounded_in_backward = _conversions(products.converted)
+    seen.widened, seen.rounded_in_backward = conversions(products.converted)
     seen.compiled = products.inferred.compiled or bool(recorder.compiled)
     if products.reason:
         _add_inferred(seen, recorder, roots, products.inferred)
@@ -428,18 +428,6 @@ def _attention_in_parts(ran: Work, recorder: Recorder) -> Work:
         ran.compiled and ran.dtype == "fp32" and recorder.attention_masks and "fp32" not in recorder.trained_in_graphs
     )
     return dataclasses.replace(ran, attention=True) if parts else ran
-
-
-def _conversions(converted: Mapping[tuple[str, str], int]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the elements that were converted to a wider dtype, and those that went to a narrow dtype and back.
-
-    Both by the narrow dtype; of two with 16 bits each is narrow. converted: elements by the dtypes before and after.
-    """
-    widened, rounded = Counter[str](), Counter[str]()
-    for (narrow, wide), elements in converted.items():
-        widened[narrow] += elements if bits(narrow) < bits(wide) else 0
-        rounded[narrow] += min(elements, converted.get((wide, narrow), 0)) if bits(narrow) <= bits(wide) else 0
-    return dict(+widened), dict(+rounded)
 
 
 def _is_trainable(module: nn.Module) -> bool:

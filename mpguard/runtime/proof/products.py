@@ -10,7 +10,8 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpguard.policy.dtype import Dtype
@@ -234,3 +235,15 @@ def bits(dtype: str) -> int:
     digits = re.search(r"\d+", dtype)
     width = int(digits[0]) if digits else 8  # another name is that of an 8-bit format
     return width // 2 if dtype.startswith("complex") else width
+
+
+def conversions(converted: Mapping[tuple[str, str], int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the elements that were converted to a wider dtype, and those that went to a narrow dtype and back.
+
+    Both by the narrow dtype; of two with 16 bits each is narrow. converted: elements by the dtypes before and after.
+    """
+    widened, rounded = Counter[str](), Counter[str]()
+    for (narrow, wide), elements in converted.items():
+        widened[narrow] += elements if bits(narrow) < bits(wide) else 0
+        rounded[narrow] += min(elements, converted.get((wide, narrow), 0)) if bits(narrow) <= bits(wide) else 0
+    return dict(+widened), dict(+rounded)

@@ -21,6 +21,7 @@ import mpguard
 from mpguard.runtime import containment
 from mpguard.runtime.progress import Progress
 from mpguard.runtime.proof import consensus, models, observe
+from mpguard.runtime.proof.products import conversions
 from mpguard.runtime.proof.reductions import Fingerprint
 
 OFF = "with amp(enabled=False): "
@@ -281,9 +282,9 @@ def test_a_checkpoint_that_is_loaded_without_training_leaves_the_proof(tmp_path:
 
 def test_gradients_that_go_to_another_dtype_and_back_are_rounded() -> None:
     there, back = {("bf16", "fp16"): 8, ("fp32", "bf16"): 5}, {("fp16", "bf16"): 6, ("bf16", "fp32"): 9}
-    assert observe._conversions(there) == ({}, {})
-    assert observe._conversions(back) == ({"bf16": 9}, {})
-    assert observe._conversions({**there, **back}) == ({"bf16": 9}, {"fp16": 6, "bf16": 11})
+    assert conversions(there) == ({}, {})
+    assert conversions(back) == ({"bf16": 9}, {})
+    assert conversions({**there, **back}) == ({"bf16": 9}, {"fp16": 6, "bf16": 11})
 
 
 TORCHAO_8_BIT = "torch.compile = lambda f, **_: f\nfrom torchao.optim import AdamW8bit as Adam8\n"

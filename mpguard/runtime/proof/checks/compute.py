@@ -321,12 +321,12 @@ def _is_frozen(product: Computed) -> bool:
 
 def _is_outside(product: Computed) -> bool:
     """True for a matmul without a gradient in no module: the script computes with gradients or statistics."""
-    return not product.trained and product.place == OUTSIDE
+    return not product.trained and not product.evaluated and product.place == OUTSIDE
 
 
 def evaluation(seen: Observed, _plan: Plan) -> list[Row]:
     """Show the matmuls of a trained model that was called without gradients, and those of no module."""
-    found = _share_of([each for each in seen.computed if each.evaluated and not _is_outside(each)], seen, least=0.0)
+    found = _share_of([each for each in seen.computed if each.evaluated], seen, least=0.0)
     outside = _share_of(list(filter(_is_outside, seen.computed)), seen, least=0.0)
     rows = [Row("evaluation", found, "", Verdict.NOT_ASKED)] if found else []
     return rows + ([Row("without gradient", f"{outside}, in {OUTSIDE}", "", Verdict.NOT_ASKED)] if outside else [])
