@@ -78,8 +78,10 @@ def compute(seen: Observed, plan: Plan) -> Row:
     if rounded := _rounded(seen, plan):
         found = f"{found}; gradients or saved activations in {', '.join(rounded)}"
         return Row(name, found, asked, Verdict.WRONG, advice=_advice(seen, plan))
-    if fewer_bits or outside > limit:
-        in_place = not fewer_bits and plan.policy.compute_dtype.short in by_dtype(products)
+    in_force = plan.policy.compute_dtype.short in by_dtype(products)
+    without_autocast = bool(plan.policy.fp8) and outside > 0 and not in_force  # FP8 layers, which are most, need none
+    if fewer_bits or outside > limit or without_autocast:
+        in_place = not fewer_bits and in_force
         allow = _to_allow([each for each in others if each not in islands], limit, plan) if in_place else ()
         return Row(name, found, asked, Verdict.WRONG, advice=_advice(seen, plan), allow=allow)
     unknown = [each for each in products if each.dtype is None]

@@ -41,6 +41,8 @@ def allowing(*names: str) -> Plan:
     return dataclasses.replace(PLAN, allow=allowances(list(names)))
 
 
+FP8_PLAN = dataclasses.replace(PLAN, policy=mpguard.recipe("bf16_with_fp8_current_scaling_mixed"))
+
 FROZEN = [*SEEN.computed, Computed(False, "fp16", 1, inside=True)]
 
 
@@ -56,6 +58,13 @@ FROZEN = [*SEEN.computed, Computed(False, "fp16", 1, inside=True)]
         ("processes", allowing("idle_ranks: 1"), {"idle": 1, "world_size": 1}, Verdict.ALLOWED),
         ("compute", PLAN, {"computed": []}, Verdict.UNPROVEN),
         ("compute", PLAN, {"computed": [], "matrices": False, "passes": 1}, Verdict.NOT_ASKED),
+        (
+            "compute",
+            FP8_PLAN,
+            {"computed": [Computed(True, "fp8", 95), Computed(True, "bf16", 4), Computed(True, "fp32", 1)]},
+            Verdict.AS_ASKED,
+        ),
+        ("compute", FP8_PLAN, {"computed": [Computed(True, "fp8", 95), Computed(True, "fp32", 5)]}, Verdict.WRONG),
         (
             "without gradient",
             PLAN,
