@@ -57,7 +57,7 @@ class Patch:
     traced: bool = False
 
     @property
-    def library(self) -> str:
+    def package(self) -> str:
         return self.module.partition(".")[0]
 
     @property
@@ -67,7 +67,7 @@ class Patch:
     @property
     def window(self) -> Window | None:
         """The versions that it was tested with; None for Python's own modules."""
-        return self.tested or TESTED.get(self.library)
+        return self.tested or TESTED.get(self.package)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Adjustment:
     tested: Window | None = None
 
     @property
-    def library(self) -> str:
+    def package(self) -> str:
         return self.module.partition(".")[0]
 
     @property
@@ -96,7 +96,7 @@ class Adjustment:
 
     @property
     def window(self) -> Window | None:
-        return self.tested or TESTED.get(self.library)
+        return self.tested or TESTED.get(self.package)
 
 
 class Obsolete(Exception):
@@ -199,6 +199,6 @@ def record_not_applied(each: Patch | Adjustment, reason: str) -> str | None:
     """Record that a patch is not applied, and return the line to print; None if its loss was recorded before."""
     if each.lost in not_applied:
         return None
-    tested = f" (tested with {SHOWN.get(each.library, each.library)} {each.window})" if each.window is not None else ""
-    not_applied[each.lost] = f"{installed(each.library)}: {reason}"
-    return f"{installed(each.library)}: {reason}: {each.lost}{tested}"
+    tested = f" (tested with {SHOWN.get(each.package, each.package)} {each.window})" if each.window is not None else ""
+    not_applied[each.lost] = f"{installed(each.package)}: {reason}"
+    return f"{installed(each.package)}: {reason}: {each.lost}{tested}"

@@ -70,7 +70,8 @@ class LaterChecks(StepCounter):
         self.regions.clear()
         if checked:
             progress.checked_regions.add(regions)
-            progress.awaited_steps *= progress.awaited_regions != regions
+            if progress.awaited_regions == regions:
+                progress.awaited_steps = 0
         elif regions not in progress.checked_regions and not progress.awaited_steps:
             progress.awaited_regions, progress.awaited_steps = regions, AWAITED_STEPS
             progress.checked_regions.add(regions)  # waited for once

@@ -1,9 +1,9 @@
 """`Progress`: the steps of an optimizer over the whole run, and when the next one is checked.
 
 After its first proof an optimizer is checked again at its applied steps 2, 4, 8, 16, and then at one between each power
-of two and the next, the same on all ranks, so that no period of steps is left out. After a
-model was switched to evaluation, and after a step with other autocast regions than those that were checked, each rank
-decides for itself. `Budget` limits what the checks cost.
+of two and the next, the same on all ranks, so that no period of steps is left out. After a model was switched to
+evaluation, and after a step with other autocast regions than those that were checked, each rank decides for itself.
+`Budget` limits what the checks cost.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Fit:
 
     def as_json(self) -> dict[str, str]:
         return {
-            "patch": self.patch.name, "library": self.patch.library, "state": self.state, "reason": self.reason,
+            "patch": self.patch.name, "library": self.patch.package, "state": self.state, "reason": self.reason,
             "lost": "" if self.state in (APPLIES, OBSOLETE) else self.patch.lost,
         }  # fmt: skip
 
@@ -60,7 +60,7 @@ def read(patches: Iterable[Patch], paths: Sequence[str]) -> Iterator[Fit]:
             yield Fit(patch, APPLIES)
             continue
         if path is None:
-            absent = _file(patch.library, tuple(paths)) is None
+            absent = _file(patch.package, tuple(paths)) is None
             reason = "" if absent else f"there is no module {patch.module}"
             yield Fit(patch, ABSENT if absent else LOST, reason)
             continue
@@ -180,7 +180,7 @@ def _signature_here(patch: Patch) -> tuple[str, str | None]:
     try:
         reason = misfit(patch, importlib.import_module(patch.module))
     except ModuleNotFoundError as error:
-        if error.name == patch.library:
+        if error.name == patch.package:
             return ABSENT, None
         return LOST, f"{type(error).__name__}: {error}"
     return (APPLIES if reason is None else LOST), reason

@@ -84,7 +84,7 @@ def inspect(versions: Mapping[str, str], paths: Sequence[str], *, all_of_them: b
         place = window.place(version)
         if place == "inside" and not all_of_them:
             continue
-        own = [each for each in _table() if each.library == library]
+        own = [each for each in _table() if each.package == library]
         found.append(InstalledLibrary(library, version, window, place, tuple(read(own, paths))))
     return found
 

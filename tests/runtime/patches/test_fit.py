@@ -42,7 +42,7 @@ def test_every_patch_does_what_it_is_for_with_the_installed_libraries() -> None:
 
 def _is_tested(patch: Patch) -> bool:
     """Return False for a patch of a later version than the installed one: `make test-oldest` has one of those."""
-    version = windows.installed_versions().get(DISTRIBUTIONS.get(patch.library, patch.library))
+    version = windows.installed_versions().get(DISTRIBUTIONS.get(patch.package, patch.package))
     return version is None or patch.window is None or patch.window.place(version) == "inside"
 
 
@@ -73,7 +73,7 @@ def test_reading_a_library_that_has_changed(tmp_path: Path) -> None:
         "from .other import create_causal_mask\n"
     )
     (package / "trainer.py").write_text("class Trainer:\n    pass\n\nclass Other(Trainer):\n    pass\n")
-    chosen = [each for each in table.PATCHES if each.library == "transformers"]
+    chosen = [each for each in table.PATCHES if each.package == "transformers"]
     found = {each.patch.target: (each.state, each.reason) for each in fit.read(chosen, [str(tmp_path)])}
     name = "transformers.masking_utils.find_packed_sequence_indices"
     assert found["find_packed_sequence_indices"] == (fit.LOST, f"{name} has no parameter position_ids")

@@ -62,7 +62,7 @@ def test_every_adjustment_has_its_reason_and_one_that_does_not_fit_is_logged(cap
 def test_every_entry_says_why_it_is_there_and_what_is_lost_without_it() -> None:
     for each in patches.PATCHES:
         assert each.reason and each.lost and each.check.__doc__, each.name
-        assert each.library in ("os", "sys") or each.window is not None, each.name
+        assert each.package in ("os", "sys") or each.window is not None, each.name
 
 
 def test_the_table_is_what_the_decorator_collected() -> None:
@@ -75,6 +75,6 @@ def test_the_table_is_what_the_decorator_collected() -> None:
         assert decorate(wrap) is wrap
         found = patches.PATCHES[-1]
         assert isinstance(found, Patch)
-        assert (found.module, found.target, found.name, found.library) == ("json", "dumps", "json.dumps", "json")
+        assert (found.module, found.target, found.name, found.package) == ("json", "dumps", "json.dumps", "json")
     finally:
         del patches.PATCHES[before:]

@@ -25,6 +25,15 @@ def layers(*widths: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(width, 3)) for width in widths]
 
 
+def observed_step(values: master_values.MasterValues, optimizer: torch.optim.Optimizer, own: list[Any]) -> None:
+    """Step an optimizer with random gradients, observed as in a run."""
+    for each in own:
+        each.grad = torch.randn_like(each)
+    values.begin_step(optimizer)
+    optimizer.step()
+    values.end_step(optimizer)
+
+
 def pass_of(watch: gradients.Gradients, own: list[nn.Parameter]) -> None:
     backward(watch, torch.stack([(each * torch.randn_like(each)).sum() for each in own]).sum())
 
@@ -150,11 +159,7 @@ def test_states_that_a_subclass_rounds_in_its_step(name: str, rounds: Any) -> No
     optimizer = Own(own, lr=0.01, **({"momentum": 0.9} if name == "SGD" else {}))
     values, found = master_values.MasterValues(), []
     for _ in range(3):
-        for each in own:
-            each.grad = torch.randn_like(each)
-        values.begin_step(optimizer)
-        optimizer.step()
-        values.end_step(optimizer)
+        observed_step(values, optimizer, own)
         found += values.found[id(optimizer)]
     to_bf16 = rounds is not None and rounds(torch.ones(1)).dtype is torch.bfloat16
     assert {(each.row, each.when, each.match.to) for each in found} == (
@@ -184,11 +189,7 @@ def test_an_average_that_is_put_in_the_place_of_the_weights(dtype: torch.dtype |
     optimizer, values = torch.optim.AdamW(own, lr=0.01), master_values.MasterValues()
     mean = [each.detach().to(dtype or torch.float32) for each in own]
     for _ in range(2):
-        for each in own:
-            each.grad = torch.randn_like(each)
-        values.begin_step(optimizer)
-        optimizer.step()
-        values.end_step(optimizer)
+        observed_step(values, optimizer, own)
         with torch.no_grad():
             for average, each in zip(mean, own, strict=True):
                 each.copy_(average.lerp_(each.to(average.dtype), 0.3))
