@@ -167,7 +167,8 @@ def _different_dtypes(frames: _Frames) -> Cause:
     if place is None and backward is not None and not tensors:
         return Cause(
             f"an operator of the backward pass{_line(frames)} has operands of different dtypes: a gradient and a "
-            "tensor that the forward pass has saved. A hook has cast one of them: remove the cast. "
+            "tensor that the forward pass has saved. A hook has cast one of them (remove the cast), or a backward pass "
+            "that is differentiated again, as that of `torch.func.grad`, ran under autocast (compute it in FP32). "
             "`torch.autograd.set_detect_anomaly(True)` shows which forward call it is of",
             "MPG307",
         )

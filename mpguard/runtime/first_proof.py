@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.policy.allow import BF16
 from mpguard.runtime.checkpoints import Loaded
+from mpguard.runtime.containment import contained
 from mpguard.runtime.inspection import Inspection
 from mpguard.runtime.later_checks import LaterChecks
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.progress import Progress
-from mpguard.runtime.proof import consensus, program_threads
+from mpguard.runtime.proof import consensus, missing_gradients, program_threads
 from mpguard.runtime.proof.checks.common import is_unsynchronized
 from mpguard.runtime.proof.inferred import Inferred, products_behind
 from mpguard.runtime.proof.observe import observe, updated_by
@@ -43,6 +44,8 @@ class FirstProof(LaterChecks):
         self.loaded = Loaded()
         #: What was observed at a step that was not recorded, from graphs.
         self.unrecorded: dict[Progress, Inspection] = {}
+        #: Why a step had no gradients; empty if none was without.
+        self.without_gradients = ""
 
     def _prove_first(self, optimizer: Any, progress: Progress, model: nn.Module | None) -> None:
         """Prove an optimizer that has not been proven, or not since a checkpoint was loaded."""
@@ -58,6 +61,9 @@ class FirstProof(LaterChecks):
             return
         if recorded and model is None and not self.recorder.record_step(optimizer):
             progress.applied -= 1  # there was no gradient to apply
+            if not self.without_gradients:
+                with contained("the search for gradients"):
+                    self.without_gradients = missing_gradients.why(optimizer, self.recorder.account.leaves())
             return
         with self.recorder.ignoring_collectives():
             pending, wait = state.pending, 0.0

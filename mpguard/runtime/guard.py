@@ -129,6 +129,7 @@ class Guard(FirstProof):
     def _forget(self) -> None:
         """Forget what has happened, and record again if optimizer steps are observed."""
         self.proof = self.refusal = self.previous_proof = None
+        self.without_gradients = ""
         self.step_calls = self.switches = self._newcomer_steps = self._repetition = 0
         self.run, self.budget = [], Budget()
         self.script.begin_again()

@@ -288,12 +288,13 @@ def unproven_at_exit(
     skipped: int,
     status: int,
     first_scale: float | None = None,
+    why_none: str = "",
 ) -> Failure:
     """Return the failure of a run that ends without a proof.
 
     trained: True if gradients were computed. without_gradients: True if optimizers were stepped and none of their
     parameters had a gradient. without_optimizer: True if there was none. skipped: steps that were skipped. status: the
-    script's exit status. first_scale: that of a dynamic loss scale.
+    script's exit status. first_scale: that of a dynamic loss scale. why_none: why there were no gradients.
     """
     if not enforced:
         reason = "enforce is off"
@@ -301,9 +302,7 @@ def unproven_at_exit(
         reason = "no training was seen in this process"
     elif without_gradients:
         reason = (
-            "an optimizer was stepped, but none of its parameters had gradients: they are not the parameters of the "
-            "model that was trained. Create the optimizer after the code that replaces parameters (fully_shard, FSDP, "
-            "a copy, a new layer)"
+            f"an optimizer was stepped, but none of its parameters had gradients{f': {why_none}' if why_none else ''}"
         )
     elif without_optimizer:
         reason = (

@@ -59,6 +59,7 @@ def finalize(guard: Guard, status: int) -> None:
         skipped=guard.skipped,
         status=status,
         first_scale=guard.first_scale,
+        why_none=guard.without_gradients,
     )
     guard.proof = guard.reporter.of_run(Proof(NOT_PROVEN, guard.plan, failures=(failure,)))
     if trained or not guard.spawned:

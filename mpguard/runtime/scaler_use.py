@@ -49,16 +49,25 @@ class ScalerUse:
     def __init__(self) -> None:
         self._scales: weakref.WeakKeyDictionary[Any, _Scale] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Any, list[list[Any]]] = weakref.WeakKeyDictionary()
+        #: The scalers that were updated, or that have loaded a state.
+        self._followed: weakref.WeakSet[Any] = weakref.WeakSet()
+        #: The last scaler that has stepped an optimizer, and how many in a row were new at their only step.
+        self._new: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], int]] = weakref.WeakKeyDictionary()
         self._rates: weakref.WeakKeyDictionary[Any, list[_Step]] = weakref.WeakKeyDictionary()
 
     def stepped(self, scaler: Any, optimizer: Any) -> None:
         """Record that a scaler has stepped an optimizer, or skipped its step."""
         rounds = self._steps.setdefault(scaler, [[]])
+        own = innermost(optimizer)
         if len(rounds) <= LOOKED_AT:
-            rounds[-1].append(weakref.ref(innermost(optimizer)))
+            rounds[-1].append(weakref.ref(own))
+        last, count = self._new.get(own, (None, 0))
+        another = last is None or last() is not scaler
+        self._new[own] = weakref.ref(scaler), 0 if scaler in self._followed else count + another
 
     def updated(self, scaler: Any) -> Remark | None:
         """Record an update. Return a remark if two optimizers take turns, with an update after each of them."""
+        self._followed.add(scaler)
         rounds = self._steps.setdefault(scaler, [[]])
         if len(rounds) > LOOKED_AT:
             return None
@@ -87,6 +96,7 @@ class ScalerUse:
     def scale_loaded(self, scaler: Any) -> None:
         """Forget the scale before a checkpoint was loaded."""
         self._scales.pop(scaler, None)
+        self._followed.add(scaler)
 
     def scale_found(self, scaler: Any) -> None:
         """Compare the tensor of the scale at a step with what the last update has left. Reads no value of it."""
@@ -97,8 +107,10 @@ class ScalerUse:
         known.changed = known.changed + 1 if (id(own), own._version) != (known.tensor, version) else 0
         known.tensor, known.version = id(own), own._version
 
-    def set_by_script(self, scaler: Any) -> str:
-        """Return how the script sets the scale itself, always to one value; empty if it does not."""
+    def set_by_script(self, scaler: Any, optimizer: Any) -> str:
+        """Return how the script sets the scale of a step itself, always to one value; empty if it does not."""
+        if scaler not in self._followed and self._new.get(optimizer, (None, 0))[1] >= REPEATED:
+            return "a new GradScaler in each step"
         known = self._scales.get(scaler, _Scale())
         if len(known.given) >= REPEATED and len(set(known.given)) == 1:
             return f"update({known.given[-1]:g}) after each step"

@@ -8,7 +8,8 @@ from mpguard.runtime.containment import contained
 from mpguard.runtime.meter import Meter
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.progress import Progress
-from mpguard.runtime.proof.observe import innermost, places_of
+from mpguard.runtime.proof.models import places_of
+from mpguard.runtime.proof.observe import innermost
 from mpguard.runtime.proof.remarks import overflows
 from mpguard.runtime.proof.verdict import (
     Failure,

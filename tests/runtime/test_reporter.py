@@ -150,6 +150,7 @@ def test_what_is_wrong_outlasts_what_is_not_proven_and_later_proofs(tmp_path: Pa
         ({"enforced": False}, "not proven: enforce is off; what"),
         ({"trained": False}, "not proven: no training was seen in this process; what"),
         ({"without_gradients": True}, "not proven: an optimizer was stepped, but none of its parameters had gradients"),
+        ({"without_gradients": True, "why_none": "no pass"}, "none of its parameters had gradients: no pass; what was"),
         ({"without_optimizer": True}, "without an optimizer of torch, and its weights no longer exist"),
         ({"skipped": 2}, "applied (2 steps were skipped); what was in force could not be observed"),
         ({"skipped": 2, "first_scale": 2.0**32}, "skipped: the loss scale began at 4.29497e+09 and is halved"),

@@ -30,12 +30,13 @@ def _module_load_state_dict(original: AnyFunction) -> AnyFunction:
 
             amax_history.store_pending(self, state_dict)
         trained = guard.trained_parameters() if guard is not None else {}
-        before = casts.dtypes(self) if trained else {}
+        before = casts.dtypes(self) if trained or (guard is not None and kwargs.get("assign")) else {}
         result = original(self, state_dict, *args, **kwargs)
         if guard is not None:
             master_weights.load(guard, self, state_dict)
             guard.observing_load(lambda: guard.loaded.weights(self, state_dict))
             guard.weights_loaded(self)
+            _record_narrowed(guard, self, before, "load_state_dict(assign=True)")
             for optimizer in {trained[key] for key in casts.replaced(before, self) & trained.keys()}:
                 _, place = casts.caller()
                 name = name_of(optimizer)
@@ -44,6 +45,13 @@ def _module_load_state_dict(original: AnyFunction) -> AnyFunction:
         return result
 
     return load_state_dict
+
+
+def _record_narrowed(guard: guards.Guard, module: Any, before: dict[str, Any], call: str) -> None:
+    """Record the dtypes to which a call has cast parameters of a module. before: see `casts.dtypes`."""
+    for new in {new for _, new in casts.narrowed(module, before).values()}:
+        _, place = casts.caller()
+        guard.recorder.casts.setdefault((f"{place}: {call}", new), weakref.WeakSet()).add(module)
 
 
 @patch(
@@ -71,8 +79,7 @@ def _module_apply(original: AnyFunction) -> AnyFunction:
             inside = False
         narrowed = casts.narrowed(self, before)
         method, place = casts.caller() if narrowed else ("", "")
-        for new in {new for _, new in narrowed.values()}:
-            guard.recorder.casts.setdefault((f"{place}: {method}()", new), weakref.WeakSet()).add(self)
+        _record_narrowed(guard, self, before, f"{method}()")
         for optimizer, (old, new) in {
             trained[key]: change for key, change in narrowed.items() if key in trained
         }.items():

@@ -74,7 +74,7 @@ def _scaler_step(original: AnyFunction) -> AnyFunction:
         if guard.waiting:
             facts, own = _scaler_facts(self), innermost(optimizer)
             passes = guard.recorder.scaled_passes
-            facts |= {"set": guard.scaler_use.set_by_script(self), "passes": safely(passes.step, self, own) or ""}
+            facts |= {"set": guard.scaler_use.set_by_script(self, own), "passes": safely(passes.step, self, own) or ""}
             guard.recorder.scalers[id(own)] = facts
         calls = guard.step_calls
         result = original(self, optimizer, *args, **kwargs)

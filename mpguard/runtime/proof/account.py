@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from mpguard.runtime.proof import profiler, trace
+from mpguard.runtime.proof.autocast_regions import Autocast
 from mpguard.runtime.proof.compiled_graphs import CompiledGraphs
 from mpguard.runtime.proof.inferred import Inferred
 from mpguard.runtime.proof.products import Work
@@ -50,9 +51,9 @@ class Products:
     trained: their results reach a gradient. frozen: they do not. passes: backward passes, looked_at: of them.
     reason: why the operators could not be recorded (then `trained` and `frozen` are empty); empty if they were.
     inferred: what autograd's graph implies. called: the classes of the modules that were called, by id; None if calls
-    were not observed. unscaled, scaled: True if a loss was not scaled by a GradScaler, and if one was. converted:
-    elements that were copied to another dtype in backward, by the dtypes before and after. overflows, unaligned: what
-    cannot be right in any policy, see `trace`.
+    were not observed. autocast: the autocast regions; None likewise. unscaled, scaled: True if a loss was not scaled by
+    a GradScaler, and if one was. converted: elements that were copied to another dtype in backward, by the dtypes
+    before and after. overflows, unaligned: what cannot be right in any policy, see `trace`.
     """
 
     trained: Counter[Work] = dataclasses.field(default_factory=Counter)
@@ -62,6 +63,7 @@ class Products:
     reason: str = ""
     inferred: Inferred = dataclasses.field(default_factory=Inferred)
     called: dict[int, str] | None = None
+    autocast: Autocast | None = None
     unscaled: bool = False
     scaled: bool = False
     converted: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
@@ -443,6 +445,10 @@ class StepAccount:
         """Record that an optimizer has applied its gradients. parameters: ids."""
         self._applied |= parameters
 
+    def leaves(self) -> set[int]:
+        """Return the ids of the leaves that the recorded backward passes have reached."""
+        return {leaf for each in self._passes for leaf in each.inferred.leaves}
+
     def products(self, parameters: set[int]) -> Products:
         """Return the matmuls of the passes that reached some of the parameters.
 
@@ -467,6 +473,7 @@ class StepAccount:
             self._remember(self._cut(resume=False) or OperatorTrace())
         whole.frozen += self._forward.without_gradient()
         whole.called = dict(self._ranges.called) if self._ranges.named else None
+        whole.autocast = self._ranges.autocast() if self._ranges.named else None
         whole.overflows, whole.unaligned = set(self.overflows), set(self._unaligned)
         if not whole.trained and (whole.inferred.work or whole.inferred.compiled):
             whole.reason = "no operator of torch multiplied"

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mpguard.nn.fp8.filters import plain_name
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -55,6 +57,29 @@ def model_names(models: Sequence[Any]) -> list[str]:
         label = f"`{known}`" if known else str(kinds[: number + 1].count(kind))
         names.append(kind if kinds.count(kind) == 1 else f"{kind} {label}")
     return names
+
+
+def places_of(roots: list[nn.Module]) -> dict[int | None, tuple[str | None, str]]:
+    """Return the names of the modules by id, and their names for messages: `layers.0.fc (Linear of Net)`."""
+    places: dict[int | None, tuple[str | None, str]] = {}
+    for root, model in zip(roots, model_names([innermost_module(root) for root in roots]), strict=True):
+        for full, module in root.named_modules():
+            name, kind = plain_name(full), type(module).__name__
+            own = f"{name} ({kind} of {model})" if name else f"{kind} itself"
+            places.setdefault(id(module), (name, own))
+    return places
+
+
+def innermost_module(root: Any) -> Any:
+    """Return the model inside the wrappers of DDP, FSDP1, DeepSpeed and torch.compile."""
+    while type(root).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule") or (
+        hasattr(root, "zero_optimization_stage")
+    ):
+        wrapped = getattr(root, "_orig_mod", None) or getattr(root, "module", None)
+        if wrapped is None:
+            break
+        root = wrapped
+    return root
 
 
 def existing_optimizers() -> list[torch.optim.Optimizer]:

@@ -22,11 +22,12 @@ from mpguard.runtime import casts
 from mpguard.runtime.containment import contained, report_own_failure
 from mpguard.runtime.proof import fp8, reductions, remarks, tf32
 from mpguard.runtime.proof.account import Products, steps_around
+from mpguard.runtime.proof.autocast_regions import Autocast
 from mpguard.runtime.proof.fp32_modules import Fp32Modules, find_fp32_modules
 from mpguard.runtime.proof.graphs import WeightUse
 from mpguard.runtime.proof.handoffs import Witness
 from mpguard.runtime.proof.inferred import ATTENTION, OUTSIDE, UNNAMED, Inferred
-from mpguard.runtime.proof.models import model_names, models_of
+from mpguard.runtime.proof.models import models_of, places_of
 from mpguard.runtime.proof.optimizer_state import name_first, partition_names, state_dtypes
 from mpguard.runtime.proof.products import Work, conversions, short
 from mpguard.runtime.proof.recorder import Recorder
@@ -116,6 +117,8 @@ class Observed:
     #: Why the operators could not be recorded, so that the matrix multiplications are those that autograd's graph
     #: implies; empty if they were recorded.
     inferred: str = ""
+    #: The autocast regions of the step; None if they were not recorded.
+    autocast: Autocast | None = None
     #: Elements of gradients and of saved activations that were converted to a wider dtype in backward, by the narrower
     #: one.
     widened: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -137,6 +140,8 @@ class Observed:
     reductions: dict[str, int] = dataclasses.field(default_factory=dict)
     #: How the reductions were observed.
     reduced_by: str | None = None
+    #: Who has sent gradients of each dtype, see `collectives.origin`.
+    sent_by: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     #: The reductions over each dimension of the mesh.
     reductions_over: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     #: Elements that this rank has sent to one other and that are no gradients of parameters, as the stages of a
@@ -177,6 +182,10 @@ class Observed:
     scaled: bool = False
     #: The call that has cast parameters to the dtype that they have; empty if none has.
     cast: str = ""
+    #: torch's default dtype, in which modules create their parameters.
+    default_dtype: str = "fp32"
+    #: True if a model is of a library that loads it with `from_pretrained`.
+    pretrained: bool = False
     #: The FP8 layers; None if there are none.
     fp8: fp8.Fp8Layers | None = None
     #: True if cuBLAS multiplies FP32 matrices in TF32.
@@ -386,6 +395,7 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
     seen.unscaled, seen.scaled = products.unscaled, products.scaled
     seen.widened, seen.rounded_in_backward = conversions(products.converted)
     seen.compiled = products.inferred.compiled or bool(recorder.compiled)
+    seen.autocast = products.autocast
     if products.reason:
         _add_inferred(seen, recorder, roots, products.inferred)
         return
@@ -463,29 +473,6 @@ def _scripted(work: Work, module: int | None, flops: int, recorder: Recorder) ->
     return flops * recorder.compiled_by_script[work.dtype or "", module] // whole if whole else 0
 
 
-def places_of(roots: list[nn.Module]) -> dict[int | None, tuple[str | None, str]]:
-    """Return the names of the modules by id, and their names for messages: `layers.0.fc (Linear of Net)`."""
-    places: dict[int | None, tuple[str | None, str]] = {}
-    for root, model in zip(roots, model_names([innermost_module(root) for root in roots]), strict=True):
-        for full, module in root.named_modules():
-            name, kind = plain_name(full), type(module).__name__
-            own = f"{name} ({kind} of {model})" if name else f"{kind} itself"
-            places.setdefault(id(module), (name, own))
-    return places
-
-
-def innermost_module(root: Any) -> Any:
-    """Return the model inside the wrappers of DDP, FSDP1, DeepSpeed and torch.compile."""
-    while type(root).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule") or (
-        hasattr(root, "zero_optimization_stage")
-    ):
-        wrapped = getattr(root, "_orig_mod", None) or getattr(root, "module", None)
-        if wrapped is None:
-            break
-        root = wrapped
-    return root
-
-
 def _unnamed(work: Work, module: int | None, called: Mapping[int, str]) -> str:
     """Return where matmuls ran that are in no module of the trained models. called: classes of modules, by id."""
     if module is not None:
@@ -543,6 +530,8 @@ def _add_optimizer(seen: Observed, recorder: Recorder, optimizer: Any, roots: li
     for (call, dtype), modules in recorder.casts.items():
         if any(dtypes.get(id(own)) == dtype for module in modules for own in module.parameters()):
             seen.cast = call
+    seen.default_dtype = short(torch.get_default_dtype())
+    seen.pretrained = any(hasattr(type(each), "save_pretrained") for root in roots for each in root.modules())
     found = recorder.values.found.get(id(optimizer), [])
     seen.rounded_weights = dict(Counter(each.match.to for each in found if each.row == "weights"))
     names = {id(own): plain_name(name) for root in roots for name, own in root.named_parameters()}
@@ -643,6 +632,8 @@ def _add_reductions(seen: Observed, recorder: Recorder, optimizer: Any, roots: l
         return
     seen.reductions, seen.reductions_over = reductions.reduced(recorder.gradients, updated_by(optimizer), roots)
     seen.reduced_by = "the collective" if seen.reductions else None
+    for origin, dtype, _group in sorted(recorder.gradients.sent):
+        seen.sent_by.setdefault(dtype, []).append(origin)
     seen.averaging, seen.passed_on = recorder.averaging, recorder.gradients.passed_on
     seen.activations, seen.unread = recorder.activations, dict(recorder.gradients.unread)
     if seen.engine == "tp" and any(shards_of(own) == seen.world_size for own in updated_by(optimizer)):

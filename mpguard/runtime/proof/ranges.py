@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.runtime.containment import contained_hook
 from mpguard.runtime.proof import trace
+from mpguard.runtime.proof.autocast_regions import Autocast, EnteredRegion
+from mpguard.runtime.proof.products import short
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,6 +36,8 @@ class Ranges:
         self._open = threading.local()
         #: Types of the devices whose autocast was on since the last backward pass.
         self._autocast: set[str] = set()
+        self._regions: set[tuple[EnteredRegion, int]] = set()
+        self._threads: set[int] = set()
 
     def install(self) -> None:
         """Register the hooks, once."""
@@ -85,6 +89,8 @@ class Ranges:
 
         After a region in which it was on, too; else nothing shows that the script wants it for a part only.
         """
+        found = EnteredRegion(region.device, short(region.fast_dtype), bool(region._enabled), self._is_in_module())
+        self._regions.add((found, threading.get_ident()))
         if region._enabled:
             self._autocast.add(region.device)
         elif inside or region.device in self._autocast:
@@ -93,6 +99,12 @@ class Ranges:
     def leave_autocast(self, region: Any) -> None:
         """Close the range of a region, if it has one."""
         self._pop(f"{trace.WITHOUT_AUTOCAST}{id(region)}")
+
+    def autocast(self) -> Autocast:
+        """Return the autocast regions that were entered."""
+        with_region = {thread for region, thread in self._regions if region.enabled}
+        elsewhere = bool(with_region and self._threads - with_region)
+        return Autocast(sorted({region for region, _ in self._regions}), elsewhere)
 
     @contextlib.contextmanager
     def evaluation(self, module: nn.Module) -> Iterator[None]:
@@ -130,10 +142,18 @@ class Ranges:
             self._open.ranges = []
         return self._open.ranges  # type: ignore[no-any-return]
 
+    def _is_in_module(self) -> bool:
+        """True if a module is being called in this thread."""
+        return any(name.startswith(trace.MODULE) for name, _ in self._stack())
+
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
+        import torch
+
         self.called[id(module)] = type(module).__name__
-        outermost = not any(name.startswith(trace.MODULE) for name, _ in self._stack())
+        outermost = not self._is_in_module()
         self._on_call(outermost=outermost)
+        if outermost and torch.is_grad_enabled():
+            self._threads.add(threading.get_ident())
         for listener in outermost_listeners if outermost else ():
             listener(module)
         if outermost and is_evaluated(module):

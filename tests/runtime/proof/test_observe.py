@@ -157,6 +157,11 @@ def test_an_optimizer_per_parameter_prints_few_lines(tmp_path: Path) -> None:
     [
         ("m = net()\nm.to(torch.bfloat16)\no = adam(m)", "to()"),
         ("m = net(); o = adam(m)\nm[0].bfloat16(); m[1:].bfloat16()", "bfloat16()"),
+        (
+            "m = net(); s = {k: v.bfloat16() for k, v in m.state_dict().items()}\n"
+            "m.load_state_dict(s, assign=True); o = adam(m)",
+            "load_state_dict(assign=True)",
+        ),
     ],
 )
 def test_the_call_that_has_cast_the_weights_is_named(tmp_path: Path, script: str, line: str) -> None:
@@ -170,7 +175,35 @@ def test_weights_that_were_cast_and_replaced_are_not_blamed_on_the_cast(tmp_path
     ended = run(tmp_path, "m = net().bfloat16().float()\nwith torch.no_grad(): m = net().float(); "
     "m[0].weight = nn.Parameter(m[0].weight.bfloat16()); m[0].bias = None\ntrain(m, adam(m))")  # fmt: skip
     assert ended.returncode == 1 and "remove the cast" not in ended.stderr, transcript(ended)
-    assert "load the model in fp32 (`from_pretrained(NAME, dtype=torch.float32)`" in ended.stderr
+    assert "are the master weights: create and load them in fp32" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "advice"),
+    [
+        (
+            "for _ in range(3):\n  with torch.autocast('cuda', torch.bfloat16): loss = m(x).pow(2).mean()\n"
+            "  loss.backward(); o.step(); o.zero_grad()",
+            '`torch.autocast("cuda", dtype=torch.bfloat16)` casts nothing on the device of the model, cpu: write '
+            '`torch.autocast("cpu", dtype=torch.bfloat16)`',
+        ),
+        (
+            "from concurrent.futures import ThreadPoolExecutor; p = ThreadPoolExecutor(1)\n"
+            "train(lambda x: p.submit(m, x).result(), o)",
+            "holds in the thread that has entered it, and modules were called in another one",
+        ),
+        ("train(m, o, enabled=False)", "is switched off (`enabled=False`): enable it around the forward pass"),
+        ("y = m(x)\nwith amp(): loss = y.pow(2).mean()\nloss.backward(); o.step()", "these matmuls ran outside of it"),
+        ("m(x).pow(2).mean().backward(); o.step()", "No autocast region was entered around the forward pass"),
+        (
+            "torch.set_default_dtype(torch.bfloat16); m = net(); train(m, adam(m))",
+            "set torch's default dtype, which is bf16, to torch.float32 before the model is created",
+        ),
+    ],
+)
+def test_the_advice_is_what_was_read_of_the_cause(tmp_path: Path, script: str, advice: str) -> None:
+    ended = run(tmp_path, f"m = net(); o = adam(m)\n{script}")
+    assert ended.returncode == 1 and advice in ended.stderr, transcript(ended)
 
 
 # -- loss scaling --------------------------------------------------------------------------------
@@ -362,11 +395,19 @@ for _ in range(2):
     assert ended.returncode == 0 and "in force at steps 1-2 (2 checks)" in ended.stderr, transcript(ended)
 
 
-def test_an_optimizer_of_other_parameters_has_a_message_of_its_own(tmp_path: Path) -> None:
-    ended = run(tmp_path, "import copy; m = net(); o = adam(m); train(copy.deepcopy(m), o)")
-    assert (
-        ended.returncode == 1 and "not proven: an optimizer was stepped, but none of its parameters had" in ended.stderr
-    )
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("import copy; train(copy.deepcopy(m), o)", "no backward pass of that step has reached them"),
+        ("m(x).mean().backward(); o.zero_grad(); o.step()", "and they were None when the step began: call `zero_grad`"),
+    ],
+)
+def test_the_message_says_why_no_parameter_of_an_optimizer_had_a_gradient(
+    tmp_path: Path, script: str, why: str
+) -> None:
+    ended = run(tmp_path, f"m = net(); o = adam(m); {script}")
+    begins = "not proven: an optimizer was stepped, but none of its parameters had gradients: "
+    assert ended.returncode == 1 and begins in ended.stderr and why in ended.stderr, transcript(ended)
 
 
 def test_training_in_a_child_process_does_not_count_for_this_process(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from mpguard.nn.fp8.filters import pattern_around
@@ -9,6 +10,7 @@ from mpguard.policy.allow import FP32, FROZEN, QUANTIZED, Allowance
 from mpguard.policy.dtype import Dtype
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof import tf32 as switches
+from mpguard.runtime.proof.checks import causes
 from mpguard.runtime.proof.checks.common import (
     UNKNOWN_SHARE,
     allowed_dtypes,
@@ -23,7 +25,7 @@ from mpguard.runtime.proof.checks.common import (
     narrower,
     products_of,
 )
-from mpguard.runtime.proof.frameworks import precision_advice
+from mpguard.runtime.proof.checks.common import wider as wider_than_asked
 from mpguard.runtime.proof.inferred import OUTSIDE
 from mpguard.runtime.proof.observe import Computed, Observed
 from mpguard.runtime.proof.verdict import Row, Verdict, not_observed
@@ -62,6 +64,8 @@ def compute(seen: Observed, plan: Plan) -> Row:
     total = sum(each.flops for each in products)
     if not total and not seen.matrices and seen.passes and not seen.compiled:
         return Row(name, NO_PRODUCTS, "", Verdict.NOT_ASKED)
+    if not total and not seen.passes and any(each.dtype for each in products_of(seen, trained=False)):
+        return _estimated(seen, plan)
     if not total:
         reason = "all matmuls are in operators that have no 16 bits" if _wide_only(seen) else seen.inferred
         return not_observed(name, asked, reason, _unobserved_advice([]))
@@ -92,7 +96,22 @@ def compute(seen: Observed, plan: Plan) -> Row:
         return not_observed(name, asked, reason, _unobserved_advice(kernels))
     if wider - explained > limit:
         return Row(name, found, asked, Verdict.ALLOWED, "; ".join(dict.fromkeys(map(str, islands.values()))))
-    return Row(name, found, asked, Verdict.AS_ASKED)
+    note = wider_than_asked(by_dtype(products), asked)
+    return Row(name, f"{found}{note}", asked, Verdict.NOT_ASKED if note else Verdict.AS_ASKED)
+
+
+def _estimated(seen: Observed, plan: Plan) -> Row:
+    """Compare the matmuls of a step without a backward pass: its gradients are estimated from calls of the model.
+
+    Evolution strategies, simultaneous perturbation and forward-mode differentiation do so. That these calls lead to the
+    gradients was not read, so that another dtype is no witness.
+    """
+    counted = [dataclasses.replace(each, trained=True) for each in seen.computed]
+    row = compute(dataclasses.replace(seen, computed=counted, passes=1, looked_at=1), plan)
+    if row.verdict is not Verdict.WRONG:
+        return dataclasses.replace(row, found=f"{row.found} (no backward pass: calls of the model without one)")
+    reason = f"no backward pass was seen, and the calls of the model without one ran in {row.found}"
+    return not_observed(row.name, row.asked, reason, row.advice)
 
 
 def is_mostly_unknown(seen: Observed) -> bool:
@@ -197,14 +216,10 @@ def _advice(seen: Observed, plan: Plan) -> str:
     if _rounded(seen, plan):
         return "Something rounds them to that dtype (a hook of saved tensors, a cast in the forward pass): remove it"
     by_script = sum(each.flops for each in scripted_fp32(seen, plan)) / max(1, sum(each.flops for each in products))
-    if asked == "fp16" and "bf16" in found:
-        return "`torch.autocast` without `dtype` computes in bf16 on a CPU: pass dtype=torch.float16, or choose BF16"
-    if asked == "fp32" or (asked not in found and found.keys() & {"bf16", "fp16"}):
-        return "Remove the autocast or the cast there, or choose a policy of that dtype"
+    if low:
+        return causes.other_sixteen_bits(seen, plan.policy, low[0])
     if asked not in found and by_script <= SCRIPTED_SHARE:
-        return precision_advice(plan.policy) or (
-            "Autocast (or the engine) was not in force around the forward pass: run the forward pass inside it"
-        )
+        return causes.not_cast(seen, plan.policy)
     if by_script > SCRIPTED_SHARE:
         return (
             f"The script switches autocast off (`enabled=False`) around {format_share(by_script)} of the matmuls; at "
@@ -282,6 +297,8 @@ def attention(seen: Observed, plan: Plan) -> list[Row]:
     found = format_counts(counts)
     found += f"; {'; '.join(format_places(fewer_bits))}" if fewer_bits and len(counts) > 1 else ""
     advice = "Cast the queries, keys and values to the policy's dtype, or remove the cast before the attention"
+    if narrower(products_of(seen, trained=True), plan):
+        advice = ""  # the other matmuls are in a narrower dtype too: their advice is about all of them
     return [Row("attention", found, policy.compute_dtype.short, Verdict.of(not fewer_bits), advice=advice)]
 
 

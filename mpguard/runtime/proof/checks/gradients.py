@@ -16,6 +16,7 @@ from mpguard.runtime.proof.checks.common import (
     is_stage,
     mostly,
     updated_dtype,
+    wider,
 )
 from mpguard.runtime.proof.observe import Observed
 from mpguard.runtime.proof.products import bits
@@ -40,7 +41,8 @@ def gradients(seen: Observed, plan: Plan) -> Row:
     found, witnessed = format_counts(seen.gradients), seen.witnesses.get("gradients")
     least = min(plan.policy.reduce_dtype.bits, plan.policy.master_dtype.bits)
     if not witnessed or all(is_allowed(to, least) for to in seen.rounded):
-        return Row("gradients", found, asked, Verdict.of(same))
+        note = wider(seen.gradients, asked)
+        return Row("gradients", f"{found}{note}", asked, Verdict.NOT_ASKED if note else Verdict.of(same))
     advice = "What the small dtype rounds away is lost: leave the gradients as the backward pass has made them"
     if any(is_division(to) for to in seen.rounded):
         advice = (
@@ -109,7 +111,7 @@ def reduction(seen: Observed, plan: Plan) -> Row:
         return dataclasses.replace(row, allow=(LOCAL_SGD,))
     parts = seen.reductions_over or {"": seen.reductions}
     same = Verdict.of(all(_is_reduced_in(counts, asked) for counts in parts.values()))
-    advice = "" if same is Verdict.AS_ASKED else _other_reduction(plan)
+    advice = "" if same is Verdict.AS_ASKED else _other_reduction(seen, plan)
     if set(parts) == {""}:
         return Row(name, f"{format_counts(seen.reductions)} ({seen.reduced_by})", asked.short, same, advice=advice)
     named = {
@@ -119,8 +121,12 @@ def reduction(seen: Observed, plan: Plan) -> Row:
     return Row(name, f"{found} ({seen.reduced_by})", asked.short, same, advice=advice)
 
 
-def _other_reduction(plan: Plan) -> str:
+def _other_reduction(seen: Observed, plan: Plan) -> str:
     """Return what to do about a reduction in another dtype."""
+    asked = plan.policy.reduce_dtype
+    others = [dtype for dtype in seen.reductions if dtype != asked.short]
+    if {origin for dtype in others for origin in seen.sent_by.get(dtype, ())} == {"script"}:
+        return f"The script sends them so itself: cast them to torch.{asked.torch_name} before its collective"
     sent = "Gradients are sent in the dtype that they have, or in that of a communication hook (`register_comm_hook`)"
     if plan.policy.grad_reduce_in_fp32 and plan.policy.master_dtype is not Dtype.FP32:
         return f"{sent}, as DDP does. To accept it: mpguard_overrides: {{grad_reduce_in_fp32: false}}"
@@ -182,8 +188,9 @@ def _static_scale(seen: Observed, found: str, by_script: str, plan: Plan, asked:
     if plan.allowed(LOSS_SCALING):
         return Row("scaler", found, asked, Verdict.ALLOWED, LOSS_SCALING)
     advice = (
-        "A static scale neither backs off after an overflow nor grows: call `scaler.update()` without a value, and "
-        f"leave its factors. If the script scales the loss by rules of its own: mpguard_allow: [{LOSS_SCALING}]"
+        "A static scale neither backs off after an overflow nor grows: create one GradScaler before the loop, call its "
+        "`update()` without a value after each step, and leave its factors. If the script scales the loss by rules of "
+        f"its own: mpguard_allow: [{LOSS_SCALING}]"
     )
     return Row("scaler", found, asked, Verdict.WRONG, advice=advice)
 

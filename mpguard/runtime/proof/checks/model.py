@@ -16,6 +16,7 @@ from mpguard.runtime.proof.checks.common import (
     mostly,
     name_pattern,
     updated_dtype,
+    wider,
 )
 from mpguard.runtime.proof.observe import Observed
 from mpguard.runtime.proof.verdict import Row, Verdict, not_observed
@@ -39,10 +40,11 @@ def parameters(seen: Observed, plan: Plan) -> Row:
     asked = policy.params_dtype if seen.engine.startswith("deepspeed") else updated_dtype(seen, plan)
     assert asked is not None
     elements = sum(seen.parameters.values())
-    found = f"{format_counts(seen.parameters)}{shards}, {format_amount(elements)}"
+    note = wider(seen.parameters, asked.short)
+    found = f"{format_counts(seen.parameters)}{shards}, {format_amount(elements)}{note}"
     # Parameters kept in FP8 are compared with the FP8 layers.
     exact = {dtype: count for dtype, count in seen.parameters.items() if dtype != "fp8"}
-    same = Verdict.of(mostly(exact, asked.short))
+    same = Verdict.NOT_ASKED if note else Verdict.of(mostly(exact, asked.short))
     allow: tuple[str, ...] = ()
     if policy.master_dtype is Dtype.FP32 and {"bf16", "fp32"} <= seen.parameters.keys():
         patterns = dict.fromkeys(map(name_pattern, seen.in_bf16))

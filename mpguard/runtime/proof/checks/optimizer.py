@@ -8,7 +8,8 @@ from mpguard.policy.allow import STATES
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.runtime.plan import Plan
-from mpguard.runtime.proof.checks.common import format_allowance, format_counts, format_names, mostly
+from mpguard.runtime.proof.checks.causes import weights_in_fp32
+from mpguard.runtime.proof.checks.common import format_allowance, format_counts, format_names, mostly, wider
 from mpguard.runtime.proof.observe import Observed
 from mpguard.runtime.proof.verdict import Row, Verdict, not_observed
 from mpguard.runtime.proof.witness import describe
@@ -41,7 +42,8 @@ def optimizer(seen: Observed, plan: Plan) -> Row:
         return Row(name, found, both, Verdict.WRONG, advice=_advice(seen, plan), allow=allow)
     if lower:
         return Row(name, found, both, Verdict.ALLOWED, "; ".join(str(allowed[dtype]) for dtype in lower))
-    return Row(name, found, both, Verdict.NOT_ASKED if quantized_states(seen) else Verdict.AS_ASKED)
+    note = wider(seen.masters, asked)
+    return Row(name, f"{found}{note}", both, Verdict.NOT_ASKED if quantized_states(seen) or note else Verdict.AS_ASKED)
 
 
 def _rounding(found: Collection[str]) -> str:
@@ -74,14 +76,7 @@ def _advice(seen: Observed, plan: Plan) -> str:
 
 def _load_in_fp32(seen: Observed, policy: Policy) -> str:
     """Return how to have FP32 master weights, or to do without them."""
-    advice = "The optimizer's parameters are the master weights: "
-    if seen.cast:
-        advice += f"remove the cast ({seen.cast})"
-    else:
-        advice += (
-            "load the model in fp32 (`from_pretrained(NAME, dtype=torch.float32)`: transformers 5 loads a checkpoint "
-            "in the dtype it was saved in)"
-        )
+    advice = f"The optimizer's parameters are the master weights: {weights_in_fp32(seen)}"
     if policy.bf16 and not policy.low_bit_recipe and "bf16" in seen.masters:
         return f"{advice}, or train without master weights: recipe bf16_full"
     return advice

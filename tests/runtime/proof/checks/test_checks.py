@@ -12,6 +12,7 @@ import pytest
 import mpguard
 from mpguard.policy.allow import allowances
 from mpguard.runtime.plan import Plan
+from mpguard.runtime.proof.autocast_regions import Autocast, EnteredRegion
 from mpguard.runtime.proof.checks import CHECKS, compare, failures
 from mpguard.runtime.proof.checks.common import format_allowance, name_pattern
 from mpguard.runtime.proof.inferred import OUTSIDE
@@ -41,6 +42,8 @@ def allowing(*names: str) -> Plan:
     return dataclasses.replace(PLAN, allow=allowances(list(names)))
 
 
+FP32 = Plan(mpguard.recipe("fp32"))
+
 FP8_PLAN = dataclasses.replace(PLAN, policy=mpguard.recipe("bf16_with_fp8_current_scaling_mixed"))
 
 FROZEN = [*SEEN.computed, Computed(False, "fp16", 1, inside=True)]
@@ -58,6 +61,14 @@ FROZEN = [*SEEN.computed, Computed(False, "fp16", 1, inside=True)]
         ("processes", allowing("idle_ranks: 1"), {"idle": 1, "world_size": 1}, Verdict.ALLOWED),
         ("compute", PLAN, {"computed": []}, Verdict.UNPROVEN),
         ("compute", PLAN, {"computed": [], "matrices": False, "passes": 1}, Verdict.NOT_ASKED),
+        ("compute", PLAN, {"computed": [Computed(False, "bf16", 9, evaluated=True)]}, Verdict.AS_ASKED),
+        ("compute", PLAN, {"computed": [Computed(False, "fp32", 9, evaluated=True)]}, Verdict.UNPROVEN),
+        ("compute", PLAN, {"computed": [Computed(False, "bf16", 9, evaluated=True)], "passes": 1}, Verdict.UNPROVEN),
+        ("compute", FP32, {"computed": [Computed(True, "fp64", 9)]}, Verdict.NOT_ASKED),
+        ("parameters", FP32, {"parameters": {"fp64": 90, "fp32": 10}}, Verdict.NOT_ASKED),
+        ("parameters", FP32, {"parameters": {"fp64": 10, "fp32": 90}}, Verdict.AS_ASKED),
+        ("gradients", FP32, {"gradients": {"fp64": 1}}, Verdict.NOT_ASKED),
+        ("optimizer", FP32, {"masters": {"fp64": 1}}, Verdict.NOT_ASKED),
         (
             "compute",
             FP8_PLAN,
@@ -114,7 +125,7 @@ def test_a_message_has_a_line_per_row_and_one_remedy() -> None:
                    in_bf16=["transformer.wte", "value_embeds.1", "value_embeds.3"])  # fmt: skip
     *rows, remedy = text.split("\n  ")
     assert [line.split(":")[0] for line in rows] == ["parameters", "gradients", "optimizer"]
-    assert remedy.startswith("remedy: The optimizer's parameters are the master weights: load the model in fp32")
+    assert remedy.startswith("remedy: The optimizer's parameters are the master weights: create and load them in fp32")
     assert '; or accept parameters: mpguard_allow: [{bf16: "*wte"}, {bf16: "*value_embeds*"}]' in remedy
     assert "keep them in fp32" not in remedy, "that of the cause only"
 
@@ -196,6 +207,7 @@ def test_a_process_with_several_optimizers_names_the_one_that_is_wrong() -> None
 
 
 FP16 = Plan(mpguard.recipe("fp16_mixed"))
+WIDE = [Computed(True, "fp32", 900, "body")]
 SCRIPTED = [Computed(True, "fp32", 900, "body", by_script=True)]
 
 
@@ -203,12 +215,40 @@ SCRIPTED = [Computed(True, "fp32", 900, "body", by_script=True)]
     ("plan", "changes", "advice"),
     [
         (FP16, {"scaler": {"kind": "GradScaler", "enabled": False, "scale": 1.0}, "unscaled": True}, "Enable it"),
-        (FP16, {"computed": SEEN.computed}, "`torch.autocast` without `dtype` computes in bf16 on a CPU"),
+        (
+            FP16,
+            {"computed": SEEN.computed, "autocast": Autocast([EnteredRegion("cpu", "bf16", enabled=True)])},
+            "was entered: pass dtype=torch.float16 (without `dtype` it is bf16 on a CPU), or choose a policy of bf16",
+        ),
+        (FP16, {"computed": SEEN.computed}, "Remove the cast to bf16 there (of weights or of activations)"),
+        (
+            FP32,
+            {"computed": SEEN.computed, "autocast": Autocast([EnteredRegion("cpu", "bf16", enabled=True)])},
+            "was entered: remove it, or choose a policy of bf16",
+        ),
+        (PLAN, {"computed": WIDE}, "run the forward pass inside it"),
+        (PLAN, {"computed": WIDE, "autocast": Autocast()}, "No autocast region was entered around the forward pass"),
+        (PLAN, {"computed": WIDE, "autocast": Autocast(), "compiled": True}, "(or the engine) was not in force"),
+        (
+            PLAN,  # a library has switched it off around a part of its model
+            {"computed": WIDE, "autocast": Autocast([EnteredRegion("cpu", "bf16", enabled=False, in_module=True)])},
+            "No autocast region was entered around the forward pass",
+        ),
+        (PLAN, {"reductions": {"bf16": 100}, "sent_by": {"bf16": ["script"]}}, "cast them to torch.float32 before its"),
+        (PLAN, {"reductions": {"bf16": 100}, "sent_by": {"bf16": ["hook"]}}, "remove the hook"),
+        (PLAN, {"masters": {"bf16": 1}, "pretrained": True}, "`from_pretrained(NAME, dtype=torch.float32)`"),
+        (PLAN, {"masters": {"bf16": 1}, "default_dtype": "bf16"}, "set torch's default dtype, which is bf16"),
         (PLAN, {"computed": SCRIPTED}, "switches autocast off (`enabled=False`) around 100 % of the matmuls"),
     ],
 )
 def test_advice_names_the_cause(plan: Plan, changes: dict[str, Any], advice: str) -> None:
     assert advice in message(plan, **changes)
+
+
+def test_attention_has_no_advice_of_its_own_where_all_matmuls_are_in_that_dtype() -> None:
+    both = [Computed(True, "fp16", 900, "body"), Computed(True, "fp16", 100, "body", attention=True)]
+    assert "Cast the queries" in row("attention", computed=[*SEEN.computed, both[1]]).advice
+    assert not row("attention", computed=both).advice
 
 
 @pytest.mark.parametrize("step", [1, 11])
