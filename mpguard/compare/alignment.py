@@ -1,19 +1,20 @@
-"""Put a run on the steps of its baseline: another first step number, or losses that are logged as means of some steps.
+"""Put a run on the steps of its baseline: steps of another number or unit, or losses that are means of some steps.
 
 Two runs on the same batches in the same order have losses that go up and down together. If they do so at another
-offset of the steps, or as means, but not as they were logged, then the loggers differ and not the batches.
+offset of the steps, in another unit of them, or as means, but not as they were logged, then the loggers differ and not
+the batches.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
 from mpguard.compare.intervals import around_trend, correlation, correlation_around_trend
-from mpguard.compare.model import LoggedEvent, RunLog
+from mpguard.compare.model import RunLog
 
 _T = TypeVar("_T")
 #: Losses that go up and down together more than this had the same batches in the same order.
@@ -32,11 +33,15 @@ _SMOOTH, _RAW = 0.6, 0.25
 
 @dataclasses.dataclass(frozen=True)
 class Aligned:
-    """A run and its baseline on common steps, and what was done to them, as a note; empty: nothing."""
+    """A run and its baseline on common steps, and what was done to them, as a note; empty: nothing.
+
+    score: how far the losses go up and down together then.
+    """
 
     run: RunLog
     base: RunLog
     note: str = ""
+    score: float = 0.0
 
 
 def align(run: RunLog, base: RunLog, *, far: bool = True) -> Aligned:
@@ -45,20 +50,18 @@ def align(run: RunLog, base: RunLog, *, far: bool = True) -> Aligned:
     far: search all offsets; else only those of a few steps.
     """
     as_logged = order_correlation(run.loss, base.loss)
-    by_means = _as_means(run, base, as_logged)
-    if by_means is not None:
-        return by_means
-    if as_logged > SAME_ORDER or not all(map(math.isfinite, run.loss.values())):
-        return Aligned(run, base)
-    offset, score = _offset(run.loss, base.loss, far=far)
-    if not offset or score < max(_CLEAR, as_logged + _BETTER):
-        return Aligned(run, base)
-    first = min(step for step in run.loss if step + offset in base.loss)
-    note = (
-        f"step {first} is compared with step {first + offset} of the baseline: at this offset the losses go up and down"
-        f" together (correlation {score:.2f}), at equal step numbers they do not ({as_logged:.2f})"
-    )
-    return Aligned(_moved(run, offset), base, note)
+    found = [_as_means(run, base, as_logged)]
+    if as_logged <= _CLEAR and all(map(math.isfinite, run.loss.values())):
+        found += [_in_another_unit(run, base, as_logged), _at_an_offset(run, base, as_logged, far=far)]
+    return max((each for each in found if each is not None), key=lambda each: each.score, default=Aligned(run, base))
+
+
+def _clearly_better(score: float, as_logged: float) -> bool:
+    """True if two losses go up and down together, and far less so at equal steps of the logs.
+
+    A trend that is not quite taken out makes losses of rare records alike at any offset.
+    """
+    return score >= max(_CLEAR, as_logged + (1 - as_logged) / 2)
 
 
 def order_correlation(one: Mapping[int, float], other: Mapping[int, float]) -> float:
@@ -90,21 +93,57 @@ def _neighbours(loss: Mapping[int, float]) -> float:
     return correlation(values[:-1], values[1:]) if len(values) > MIN_COMMON else 0.0
 
 
-# -- offsets ----------------------------------------------------------------------------------------------------------
+# -- offsets, and units of steps --------------------------------------------------------------------------------------
 
 
-def _offset(run: Mapping[int, float], base: Mapping[int, float], *, far: bool) -> tuple[int, float]:
-    """Return what must be added to the steps of a run, and the correlation there; 0 if no offset stands out."""
+def _at_an_offset(run: RunLog, base: RunLog, as_logged: float, *, far: bool) -> Aligned | None:
+    """Return the two with the steps of the run counted from another number, if the losses fit there."""
+    offset = _offset(run.loss, base.loss, far=far)
+    moved = _renumbered(run, lambda step: step + offset)
+    score = order_correlation(moved.loss, base.loss)
+    if not offset or not _clearly_better(score, as_logged):
+        return None
+    first = min(step for step in run.loss if step + offset in base.loss)
+    note = (
+        f"step {first} is compared with step {first + offset} of the baseline: at this offset the losses go up and down"
+        f" together (correlation {score:.2f}), at equal step numbers they do not ({as_logged:.2f})"
+    )
+    return Aligned(moved, base, note, score)
+
+
+def _in_another_unit(run: RunLog, base: RunLog, as_logged: float) -> Aligned | None:
+    """Return the two on equal steps if the n-th record of one is the n-th of the other, in another unit of steps.
+
+    Logs count micro-batches, samples, tokens or calls of a logger.
+    """
+    ours, theirs = _spacing(run.loss), _spacing(base.loss)
+    if not ours or not theirs or ours == theirs:
+        return None
+    first, other = min(run.loss), min(base.loss)
+    moved = _renumbered(run, lambda step: other + round((step - first) * theirs / ours))
+    score = order_correlation(moved.loss, base.loss)
+    near = [_renumbered(moved, lambda step, by=by: step + by * theirs).loss for by in (-2, -1, 1, 2)]  # type: ignore[misc]
+    most = max(as_logged, *(order_correlation(loss, base.loss) for loss in near))
+    if len(moved.loss) < len(run.loss) or not _clearly_better(score, most):
+        return None
+    note = (
+        f"{ours} steps of the run are taken as {theirs} of the baseline, from step {first} and step {other} on: so the"
+        f" losses go up and down together (correlation {score:.2f}), at equal step numbers they do not"
+        f" ({as_logged:.2f})"
+    )
+    return Aligned(moved, base, note, score)
+
+
+def _offset(run: Mapping[int, float], base: Mapping[int, float], *, far: bool) -> int:
+    """Return what must be added to the steps of a run; 0 if no offset stands out."""
     ours, theirs = _deviations(run), _deviations(base)
     some = dict(list(ours.items())[:_RECORDS])
     scores = {offset: _score(some, theirs, offset) for offset in _offsets(list(ours), list(theirs), far=far)}
     if not scores:
-        return 0, 0.0
+        return 0
     best = max(scores, key=scores.__getitem__)
     others = max((score for offset, score in scores.items() if abs(offset - best) > _NEAR), default=0.0)
-    if scores[best] < others + _BETTER:
-        return 0, 0.0
-    return best, _score(ours, theirs, best)
+    return 0 if scores[best] < others + _BETTER else best
 
 
 def _deviations(loss: Mapping[int, float]) -> dict[int, float]:
@@ -131,18 +170,18 @@ def _score(run: Mapping[int, float], base: Mapping[int, float], offset: int) -> 
     return correlation(a, b) if len(a) >= MIN_COMMON else 0.0
 
 
-def _moved(run: RunLog, offset: int) -> RunLog:
-    """Return a log whose steps are counted from another number."""
+def _renumbered(run: RunLog, number: Callable[[int], int]) -> RunLog:
+    """Return a log with other step numbers."""
 
     def moved(values: Mapping[int, float]) -> dict[int, float]:
-        return {step + offset: value for step, value in values.items()}
+        return {number(step): value for step, value in values.items()}
 
     events = tuple(
-        LoggedEvent(event.kind, None if event.step is None else event.step + offset, event.text) for event in run.events
+        dataclasses.replace(event, step=None if event.step is None else number(event.step)) for event in run.events
     )
     return dataclasses.replace(
         run, loss=moved(run.loss), grad_norm=moved(run.grad_norm), loss_scale=moved(run.loss_scale),
-        ms=moved(run.ms), events=events,
+        ms=moved(run.ms), fp8={column: moved(values) for column, values in run.fp8.items()}, events=events,
     )  # fmt: skip
 
 
@@ -165,14 +204,15 @@ def _as_means(run: RunLog, base: RunLog, as_logged: float) -> Aligned | None:
     }
     scores = {offset: order_correlation(rare.loss, means) for offset, means in found.items()}
     best = max(scores, key=scores.__getitem__)
-    if scores[best] < max(_CLEAR, as_logged + (1 - as_logged) / 2):
+    if not _clearly_better(scores[best], as_logged):
         return None
     averaged = dataclasses.replace(often, loss=found[best])
     whose, at = ("run", "") if rare is run else ("baseline", "")
     if best:
         at = f", which end at step {_signed(best)} of it"
     note = f"each loss of the {whose} is taken as the mean of {count} steps{at}: it is compared with such means"
-    return Aligned(run, averaged, note) if rare is run else Aligned(averaged, base, note)
+    score = scores[best]
+    return Aligned(run, averaged, note, score) if rare is run else Aligned(averaged, base, note, score)
 
 
 def _signed(offset: int) -> str:

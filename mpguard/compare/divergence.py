@@ -12,6 +12,8 @@ from mpguard.compare.spikes import noise_of
 LARGE_GAP, LARGE_DEVIATIONS = 0.05, 6.0
 #: The common steps are divided into so many parts, of at least so many points.
 _PARTS, _MIN_POINTS = 40, 5
+#: A gap of so many times the least is divergence in the last two parts alone.
+_SUDDEN = 4.0
 #: A growth from one quarter to the next counts if it is so many standard errors.
 _GROWTH_ERRORS = 2.0
 #: A gradient norm that is not finite in this many records at the end belongs to weights that are not finite.
@@ -72,7 +74,8 @@ def _hidden_by_trainer(run: RunLog) -> int | None:
 
 
 def _large_to_the_end(run: Mapping[int, float], base: Mapping[int, float], steps: Sequence[int]) -> str | None:
-    parts = _parts(steps, max(_MIN_POINTS, len(steps) // _PARTS))
+    size = max(_MIN_POINTS, len(steps) // _PARTS)
+    parts = _parts(steps[len(steps) % size :], size)  # the last step is in the last part
     gaps = [_relative_gap(run, base, part) for part in parts]
     # A run that leaps up and down is noisy because it diverged: the noise that counts is at most that of two runs which
     # are as noisy as the baseline, and have other batches.
@@ -82,7 +85,7 @@ def _large_to_the_end(run: Mapping[int, float], base: Mapping[int, float], steps
     first = len(gaps)
     while first and gaps[first - 1] >= least:
         first -= 1
-    if len(gaps) - first < max(3, len(gaps) // 10):
+    if len(gaps) - first < max(3, len(gaps) // 10) and min(gaps[-2:]) < _SUDDEN * least:
         return None
     mean = math.fsum(gaps[first:]) / (len(gaps) - first)
     return f"loss {mean * 100:.3g} % above the baseline from step {parts[first][0]} to the end"

@@ -107,15 +107,23 @@ def jump(values: Sequence[float]) -> int | None:
 def memory(values: Sequence[float]) -> float:
     """Return over how many points a series remembers chance, by its correlation with its successor; 1: not at all.
 
-    Losses that the logger has smoothed have a long memory, and so has a difference that is nearly all drift.
+    Losses that the logger has smoothed have a long memory. A straight drift is none: it is what two runs do.
     """
-    mean = math.fsum(values) / len(values)
-    centered = [value - mean for value in values]
+    centered = _without_line(values)
     variance = math.fsum(map(operator.mul, centered, centered))
     if variance == 0:
         return 1.0
     correlation = math.fsum(map(operator.mul, centered, centered[1:])) / variance
     return max(1.0, (1 + correlation) / max(1 - correlation, 1e-9))  # that of a process of first order
+
+
+def _without_line(values: Sequence[float]) -> list[float]:
+    """Return a series minus the straight line through it with the least squares."""
+    n = len(values)
+    mean, middle = math.fsum(values) / n, (n - 1) / 2
+    spread = n * (n * n - 1) / 12
+    slope = math.fsum((i - middle) * value for i, value in enumerate(values)) / spread if spread else 0.0
+    return [value - mean - slope * (i - middle) for i, value in enumerate(values)]
 
 
 def correlation_around_trend(one: Sequence[float], other: Sequence[float]) -> float:

@@ -75,7 +75,7 @@ class RunVerdict:
         window: The first and the last step that were compared.
         coverage: How far the run goes: the share of the baseline's steps, from the first one to the last common one.
         at_end: Where the verdict is about the end of the run: the difference there, in words.
-        spikes: First and last steps of the spikes that are left out of the test.
+        spikes: First and last steps of the spikes, and of losses that are not finite and pass: left out of the test.
         compared: The logs that were compared, where they are not those that were read: on other steps, or averaged.
     """
 
@@ -171,7 +171,8 @@ def _after(spikes: Sequence[tuple[int, int]]) -> str:
     if not spikes:
         return ""
     first, last = spikes[0]
-    return f", after {'a spike' if len(spikes) == 1 else f'{len(spikes)} spikes, the first'} at steps {first} to {last}"
+    at = f"steps {first} to {last}" if first < last else f"step {first}"
+    return f", after {'a spike' if len(spikes) == 1 else f'{len(spikes)} spikes, the first'} at {at}"
 
 
 def in_words(kind: str, count: int) -> str:

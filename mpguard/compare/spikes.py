@@ -1,9 +1,10 @@
-"""Find spikes in the difference of two losses: stretches of steps in which a run is far above, and recovers."""
+"""Find spikes: stretches of steps in which a run is far above its baseline, or not finite, and recovers."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 #: A spike begins this many standard deviations of the noise above the usual difference, and so many margins; it
@@ -38,9 +39,27 @@ def spikes(gaps: Sequence[float], margin: float) -> list[Spike]:
         stretch = list(group)
         if above and sum(gaps[i] > high for i in stretch) >= _MIN_RECORDS:
             found.append(Spike(stretch[0], stretch[-1], max(gaps[i] for i in stretch)))
-    if not found or sum(map(len, found)) > _MOST * len(gaps):
+    return _recovered(found, len(gaps))
+
+
+def not_finite(losses: Sequence[float]) -> list[Spike]:
+    """Return the stretches of losses that are not finite, if the run recovers from them: weights that are NaN cannot.
+
+    None if they take more than a tenth, or if the last is not recovered from.
+    """
+    found = []
+    for bad, group in itertools.groupby(range(len(losses)), key=lambda i: not math.isfinite(losses[i])):
+        if bad:
+            stretch = list(group)
+            found.append(Spike(stretch[0], stretch[-1], math.inf))
+    return _recovered(found, len(losses))
+
+
+def _recovered(found: list[Spike], records: int) -> list[Spike]:
+    """Return the spikes of a run; none if they take more than a tenth, or if the last is not recovered from."""
+    if not found or sum(map(len, found)) > _MOST * records:
         return []
-    return found if len(gaps) - 1 - found[-1].last >= _AFTER * len(found[-1]) else []
+    return found if records - 1 - found[-1].last >= _AFTER * len(found[-1]) else []
 
 
 def noise_of(gaps: Sequence[float]) -> float:

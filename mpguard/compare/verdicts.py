@@ -31,6 +31,7 @@ from mpguard.compare.intervals import (
     t_upper_tail,
 )
 from mpguard.compare.model import MIN_COVERAGE, Comparison, Margin, RunLog, RunVerdict, VerdictKind
+from mpguard.compare.spikes import not_finite as not_finite_spikes
 from mpguard.compare.spikes import spikes
 from mpguard.core.errors import MpguardError
 
@@ -112,18 +113,18 @@ def compare(
     Raises `NothingToCompare` if the baseline's loss is not finite, or if a relative margin has no meaning.
     """
     criteria = criteria or Criteria()
-    base = [_without_skipped(log) for log in arms[baseline]]
+    base = [_without_passing(log) for log in arms[baseline]]
     for log in base:
         _check_baseline(log, criteria.margin)
     found: dict[str, RunVerdict | _Measured] = {}
     pairs: dict[str, _Aligned] = {}
     for name, logs in arms.items():
         if name != baseline:
-            pairs[name] = each = _aligned([_without_skipped(log) for log in logs], base)
+            pairs[name] = each = _aligned([_without_passing(log) for log in logs], base)
             found[name] = _diverged(name, each.runs, each.base, criteria) or _measure(each.runs, each.base, criteria)
     judged = _judge({name: each for name, each in found.items() if isinstance(each, _Measured)}, criteria)
     verdicts = tuple(
-        _covered(each if isinstance(each, RunVerdict) else judged[name], pairs[name], base)
+        _covered(each if isinstance(each, RunVerdict) else judged[name], pairs[name], base, arms[name])
         for name, each in found.items()
     )
     return Comparison(baseline, criteria.margin, verdicts, {name: tuple(logs) for name, logs in arms.items()})
@@ -151,8 +152,13 @@ def _aligned(runs: Sequence[RunLog], base: Sequence[RunLog]) -> _Aligned:
     return _Aligned(found, others, tuple(notes))
 
 
-def _covered(verdict: RunVerdict, pair: _Aligned, base: Sequence[RunLog]) -> RunVerdict:
-    """Return a verdict with how far the run goes: that of a run which ended early says nothing of the end."""
+def _covered(verdict: RunVerdict, pair: _Aligned, base: Sequence[RunLog], logs: Sequence[RunLog]) -> RunVerdict:
+    """Return a verdict with what was left out, and how far the run goes: one that ended early says nothing of the end.
+
+    logs: of the run, as they were read.
+    """
+    passing = [ends for log in logs for ends in _not_finite(log)]
+    verdict = dataclasses.replace(verdict, spikes=tuple(sorted((*passing, *verdict.spikes))))
     verdict = dataclasses.replace(verdict, notes=tuple(dict.fromkeys((*pair.notes, *verdict.notes))))
     if pair.notes:
         verdict = dataclasses.replace(verdict, compared=(tuple(pair.runs), tuple(pair.base)))
@@ -184,14 +190,27 @@ def _check_baseline(log: RunLog, margin: Margin) -> None:
         )
 
 
-def _without_skipped(log: RunLog) -> RunLog:
-    """Return a log without the losses that are not finite at steps that were skipped."""
-    out = {step for step in skipped_steps(log) if not math.isfinite(log.loss.get(step, 0.0))}
-    if not out:
+def _without_passing(log: RunLog) -> RunLog:
+    """Return a log without losses that are not finite and did not last: of skipped steps, and of those that pass."""
+    skipped = {step for step in skipped_steps(log) if not math.isfinite(log.loss.get(step, 0.0))}
+    passing = {step for first, last in _not_finite(log) for step in log.loss if first <= step <= last} - skipped
+    notes = list(log.notes)
+    if skipped:
+        notes.append(f"{len(skipped)} losses that are not finite are left out: the log reports these steps as skipped")
+    if passing:
+        at = f"step {min(passing)}" if len(passing) == 1 else f"{len(passing)} steps from step {min(passing)} on"
+        notes.append(f"the loss is not finite at {at}, and finite again to the end: left out of the test")
+    if not skipped and not passing:
         return log
-    note = f"{len(out)} losses that are not finite are left out: the log reports these steps as skipped"
-    kept = {step: value for step, value in log.loss.items() if step not in out}
-    return dataclasses.replace(log, loss=kept, notes=(*log.notes, note))
+    kept = {step: value for step, value in log.loss.items() if step not in skipped | passing}
+    return dataclasses.replace(log, loss=kept, notes=tuple(notes))
+
+
+def _not_finite(log: RunLog) -> list[tuple[int, int]]:
+    """Return the first and last steps of stretches of losses that are not finite, and that a run recovers from."""
+    skipped = skipped_steps(log)
+    steps = [step for step in sorted(log.loss) if step not in skipped]
+    return [(steps[each.first], steps[each.last]) for each in not_finite_spikes([log.loss[step] for step in steps])]
 
 
 def _diverged(name: str, runs: Sequence[RunLog], base: Sequence[RunLog], criteria: Criteria) -> RunVerdict | None:

@@ -34,6 +34,29 @@ def test_steps_that_are_counted_from_another_number(offset: int) -> None:
     assert any(f"step {1 + offset} is compared with step 1 of the baseline" in note for note in found.notes)
 
 
+@pytest.mark.parametrize(("unit", "first"), [(4, 4), (8192, 8192), (2, 1)])
+def test_steps_in_another_unit(unit: int, first: int) -> None:
+    """Micro-batches, tokens, and the calls of a logger that is called twice in a step."""
+    run = {first + unit * (step - 1): value for step, value in losses(seed=1).items()}
+    found = verdict(log(run), log(losses(seed=2)))
+    assert found.verdict == "same" and found.coverage == 1.0 and found.window == (152, 1500)
+    expected = f"{unit} steps of the run are taken as 1 of the baseline, from step {first} and step 1 on"
+    assert any(expected in note for note in found.notes)
+
+
+def test_means_of_other_lengths_are_no_other_unit() -> None:
+    one, other = log(means(losses(seed=1), 25)), log(means(losses(seed=2), 10))
+    assert align(one, other).note == ""
+
+
+@pytest.mark.parametrize("every", [2, 10])
+def test_each_tenth_step_counted_from_another_number(every: int) -> None:
+    """`if step % 10 == 0` with steps from 0; the baseline counts from 1, and logs each."""
+    run = {step - 1: value for step, value in losses(seed=1, noise=0.01).items() if (step - 1) % every == 0}
+    found = verdict(log(run), log(losses(seed=2, noise=0.01)))
+    assert found.verdict == "same" and any("step 0 is compared with step 1" in note for note in found.notes)
+
+
 def test_a_run_that_was_resumed_and_counts_from_1_again() -> None:
     rest = {step - 600: value for step, value in losses(seed=1).items() if step > 600}
     aligned = align(log(rest), log(losses(seed=2)))
@@ -41,9 +64,9 @@ def test_a_run_that_was_resumed_and_counts_from_1_again() -> None:
 
 
 def test_events_move_with_their_steps() -> None:
-    run = log(renumbered(losses(seed=1), 5), events=(skipped(25),), grad_norm={25: 1.0})
+    run = log(renumbered(losses(seed=1), 5), events=(skipped(25),), grad_norm={25: 1.0}, fp8={"snr": {15: 30.0}})
     moved = align(run, log(losses(seed=2))).run
-    assert moved.events[0].step == 20 and moved.grad_norm == {20: 1.0}
+    assert moved.events[0].step == 20 and moved.grad_norm == {20: 1.0} and moved.fp8 == {"snr": {10: 30.0}}
 
 
 @pytest.mark.parametrize("order", range(1, 9))

@@ -208,7 +208,9 @@ def changed(loss: dict[int, float], change: dict[int, float]) -> RunLog:
     ("change", "reason"),
     [
         (dict.fromkeys(range(700, 1501), NAN), "loss nan at step 700 (801 steps, every later loss too)"),
-        ({900: math.inf}, "loss inf at step 900 (one step, finite again after step 900)"),
+        (dict.fromkeys(range(900, 1100), math.inf), "loss inf at step 900 (200 steps, finite again after step 1099)"),
+        ({1500: math.inf}, "loss inf at step 1500 (one step, every later loss too)"),
+        (dict.fromkeys(range(1431, 1501), 6.0), "above the baseline from step 14"),
         (dict.fromkeys(range(1000, 1501), 6.0), "above the baseline from step"),
         (dict.fromkeys(range(1200, 1501), 0.0), "loss exactly 0 from step 1200"),
     ],
@@ -243,6 +245,26 @@ def test_a_spike_that_passes_is_not_divergence() -> None:
     assert verdict(changed(losses(seed=1), spike), log(losses(seed=2))).verdict != "diverged"
 
 
+def test_losses_that_are_not_finite_and_pass_are_a_spike() -> None:
+    """Weights that are NaN make no finite loss: these steps were not applied, or undone."""
+    run = changed(losses(seed=1), {700: NAN, 900: math.inf, 901: math.inf})
+    compared = compare({"run": [run], "base": [log(losses(seed=2))]}, "base")
+    found = compared.verdicts[0]
+    assert found.verdict == "same" and found.spikes == ((700, 700), (900, 901))
+    assert any("not finite at 3 steps from step 700 on, and finite again" in note for note in found.notes)
+    assert compared.sentence(found).endswith("after 2 spikes, the first at step 700")
+
+
+@pytest.mark.parametrize("begin", [0, 700])
+def test_a_difference_that_drifts_away_is_different(begin: int) -> None:
+    """A straight drift is no memory of the series, for which there would be too few blocks."""
+    drifts = {
+        step: value * (1 - 0.03 * max(0, step - begin) / (1500 - begin)) for step, value in losses(seed=1).items()
+    }
+    found = verdict(log(drifts), log(losses(seed=2)), Criteria(same_start=True))
+    assert found.verdict == "different" and found.interval is not None and found.interval[1] < -0.005
+
+
 def test_a_gradient_norm_that_is_nan_to_the_end_is_divergence() -> None:
     norms = {step: NAN if step > 1000 else 1.0 for step in range(10, 1501, 10)}
     run = dataclasses.replace(log(losses(seed=1)), grad_norm=norms)
@@ -260,17 +282,17 @@ def test_a_loss_that_is_not_finite_at_a_skipped_step_does_not_count() -> None:
 def test_one_diverged_run_of_an_arm_is_named() -> None:
     base = [log(losses(order=seed, seed=seed)) for seed in range(3)]
     runs = [log(losses(order=seed, seed=seed + 50), f"run{seed}") for seed in range(3)]
-    runs[1] = dataclasses.replace(runs[1], loss={**runs[1].loss, 1400: NAN})
+    runs[1] = dataclasses.replace(runs[1], loss={**runs[1].loss, 1500: NAN})
     found = verdict(runs, base)
-    assert found.verdict == "diverged" and found.reason.startswith("1 of 3 runs: run1.csv: loss nan at step 1400")
+    assert found.verdict == "diverged" and found.reason.startswith("1 of 3 runs: run1.csv: loss nan at step 1500")
 
 
 # -- what cannot be compared ------------------------------------------------------------------------------------------
 
 
 def test_a_baseline_that_diverged_is_refused() -> None:
-    with pytest.raises(NothingToCompare, match="the baseline has diverged: loss nan at step 20"):
-        verdict(log(losses()), changed(losses(), {20: NAN}))
+    with pytest.raises(NothingToCompare, match="the baseline has diverged: loss nan at step 1490"):
+        verdict(log(losses()), changed(losses(), dict.fromkeys(range(1490, 1501), NAN)))
 
 
 def test_runs_of_different_length_are_compared_where_both_are() -> None:
@@ -295,7 +317,7 @@ def test_equal_losses_of_a_run_that_ended_early_say_nothing_of_the_end() -> None
 
 
 def test_a_run_that_diverged_early_has_diverged() -> None:
-    found = verdict(changed(losses(300), {200: NAN}), log(losses(1500)))
+    found = verdict(changed(losses(300), dict.fromkeys(range(200, 301), NAN)), log(losses(1500)))
     assert found.verdict == "diverged" and found.coverage is not None and found.coverage < 0.3
 
 
