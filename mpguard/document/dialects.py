@@ -9,6 +9,7 @@ from typing import Any
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.document import Document, Entry
 from mpguard.document.schemas import axolotl, llamafactory, megatron_bridge, nemo
+from mpguard.document.values import misspelling_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,9 @@ class Dialect:
             inside = len(entry.path) == 2 and entry.path[0] in self.sections
             if not inside and len(entry.path) > 1:
                 continue
-            alike = not isinstance(entry.value, Mapping) and _PRECISION.search(entry.key)
+            alike = not isinstance(entry.value, Mapping) and (
+                _PRECISION.search(entry.key) or misspelling_of(entry.key, self.keys)
+            )
             if entry.key in self.keys or alike:
                 yield entry
 

@@ -14,9 +14,9 @@ them from there: they receive the whole policy as text.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from mpguard.core import settings
 from mpguard.core.errors import ConfigError, PolicyError, UnknownRecipe, did_you_mean
@@ -31,8 +31,6 @@ from mpguard.policy.recipes import recipe as named
 from mpguard.targets.inject import Change
 from mpguard.targets.settings import ABSENT, lookup, show
 
-T = TypeVar("T")
-
 SECTION = "fp8_config"
 RECIPE = f"{SECTION}.mpguard_recipe"
 OVERRIDES = f"{SECTION}.mpguard_overrides"
@@ -40,10 +38,21 @@ OVERRIDES = f"{SECTION}.mpguard_overrides"
 MODULES = f"{SECTION}.mpguard_fp8_modules"
 ALLOW = f"{SECTION}.mpguard_allow"
 WATCH = f"{SECTION}.mpguard_watch"
-KEYS = tuple(key.split(".")[1] for key in (RECIPE, OVERRIDES, MODULES, ALLOW, WATCH))
+_ALL = (RECIPE, OVERRIDES, MODULES, ALLOW, WATCH)
+KEYS = tuple(key.split(".")[1] for key in _ALL)
+#: The functions that parse the value of a key, and raise for a wrong one.
+_PARSERS: Mapping[str, Callable[[Any], object]] = {ALLOW: allowances, WATCH: watch_level, MODULES: module_recipes}
 
 #: The recipe that is decided by the hardware of each launch.
 AUTO_RECIPE = "auto"
+
+
+class OwnKeyError(ConfigError):
+    """One of mpguard's keys in a config is unknown, or has a value that cannot be used. `reason` is a clause."""
+
+    def __init__(self, document: Document, key: str, reason: str) -> None:
+        self.key, self.reason = key, reason
+        super().__init__(f"{document.where(key)}: {reason}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,21 +104,41 @@ def policy_of(document: Document) -> Policy | None:
     if keys.recipe is None:
         return None
     try:
-        policy = auto_on(hardware.detect().cpu) if _auto_on_cpu(document) else named(keys.recipe)
+        return _with_fields(document, _base(document, keys.recipe), keys)
     except PolicyError as error:
         raise _at(error, document.where(RECIPE)) from None
+
+
+def wrong_own_keys(document: Document) -> Iterator[tuple[str, str]]:
+    """Yield mpguard's keys that a launch refuses, with the reasons: unknown ones, values, recipes that do not exist."""
+    found = [] if document.problems else list(_wrong_keys(document))
+    yield from found
+    if found or document.problems:
+        return
+    keys = stored(document)
+    try:
+        if keys.recipe is not None:
+            _with_fields(document, _base(document, keys.recipe), keys)
+    except OwnKeyError as error:
+        yield error.key, error.reason
+    except PolicyError as error:
+        yield RECIPE, str(error)
+
+
+def _base(document: Document, recipe: str) -> Policy:
+    """Return the policy of a recipe. `auto` of a config that accelerate runs on the CPU is decided without GPUs."""
+    on_cpu = recipe == AUTO_RECIPE and runs_on_cpu(document.require())
+    return auto_on(hardware.detect().cpu) if on_cpu else named(recipe)
+
+
+def _with_fields(document: Document, policy: Policy, keys: Stored) -> Policy:
     if not keys.fields:
         return policy
     try:
         return policy.replace(**keys.fields)
     except PolicyError as error:
-        where = MODULES if str(error).startswith("fp8_modules") else OVERRIDES
-        raise ConfigError(f"{document.where(where)}: {error}") from None
-
-
-def _auto_on_cpu(document: Document) -> bool:
-    """True for a config of `auto` that accelerate runs on the CPU, whatever GPUs this machine has."""
-    return stored(document).recipe == AUTO_RECIPE and runs_on_cpu(document.require())
+        key = MODULES if str(error).startswith("fp8_modules") else OVERRIDES
+        raise OwnKeyError(document, key, str(error)) from None
 
 
 def runs_on_cpu(config: Mapping[str, Any]) -> bool:
@@ -121,75 +150,60 @@ def runs_on_cpu(config: Mapping[str, Any]) -> bool:
 def stored(document: Document) -> Stored:
     """Return mpguard's keys in a config. Raises `ConfigError` for an unknown key or a value of the wrong kind."""
     document.require()
+    for key, reason in _wrong_keys(document):
+        raise OwnKeyError(document, key, reason)
+    found: dict[str, Any] = {key: entry.value for key in _ALL if (entry := document.entry(key)) is not None}
+    return Stored(
+        found.get(RECIPE),
+        found.get(OVERRIDES) or {},
+        allowances(found.get(ALLOW) or ()),
+        watch_level(found[WATCH]) if found.get(WATCH) is not None else None,
+        module_recipes(found.get(MODULES) or ()),
+    )
+
+
+def _wrong_keys(document: Document) -> Iterator[tuple[str, str]]:
+    """Yield the unknown keys, and those with a value of the wrong kind."""
     section = document.entry(SECTION)
     if section is None or section.value is None:
-        return Stored(None, {})
+        return
     if not isinstance(section.value, dict):
-        raise ConfigError(f"{document.where(SECTION)}: is {show(section.value)}; a section is needed")
-    for key in section.value:
-        if str(key).startswith("mpguard") and key not in KEYS:
-            raise ConfigError(f"{document.where(f'{SECTION}.{key}')}: mpguard has no such key{did_you_mean(key, KEYS)}")
+        yield SECTION, f"is {show(section.value)}; a section is needed"
+        return
+    for name in section.value:
+        if str(name).startswith("mpguard") and name not in KEYS:
+            yield f"{SECTION}.{name}", f"mpguard has no such key{did_you_mean(name, KEYS)}"
     recipe = document.entry(RECIPE)
     if recipe is not None and (not isinstance(recipe.value, str) or not recipe.value):
-        raise ConfigError(f"{document.where(RECIPE)}: is {show(recipe.value)}; the name of a recipe is needed")
-    allowed, watch = _parsed(document, ALLOW, allowances) or (), _parsed(document, WATCH, watch_level)
-    modules = _parsed(document, MODULES, module_recipes) or ()
-    if modules and recipe is None:
-        raise ConfigError(f"{document.where(MODULES)}: `mpguard_recipe` is needed next to it: a recipe with FP8")
+        yield RECIPE, f"is {show(recipe.value)}; the name of a recipe is needed"
+    for key, parse in _PARSERS.items():
+        entry = document.entry(key)
+        try:
+            parsed = parse(entry.value) if entry is not None and entry.value is not None else None
+        except (ConfigError, PolicyError) as error:
+            yield key, str(error)
+            continue
+        if key == MODULES and parsed and recipe is None:
+            yield key, "`mpguard_recipe` is needed next to it: a recipe with FP8"
     overrides = document.entry(OVERRIDES)
-    if overrides is None or overrides.value is None:
-        return Stored(recipe.value if recipe else None, {}, allowed, watch, modules)
-    _check_overrides(document, overrides, recipe)
-    return Stored(recipe.value if recipe else None, overrides.value, allowed, watch, modules)
+    if overrides is not None and overrides.value is not None:
+        yield from _wrong_overrides(overrides.value, recipe)
 
 
-def unknown_deviation(value: Any) -> str:
-    """Return what is wrong with a value of `mpguard_allow`; empty if nothing is."""
-    return _error_of(allowances, value)
-
-
-def wrong_modules(value: Any) -> str:
-    """Return what is wrong with a value of `mpguard_fp8_modules`; empty if nothing is."""
-    return _error_of(module_recipes, value)
-
-
-def unknown_watch_level(value: Any) -> str:
-    """Return what is wrong with a value of `mpguard_watch`; empty if nothing is."""
-    return _error_of(watch_level, value)
-
-
-def _error_of(parse: Callable[[Any], object], value: Any) -> str:
-    try:
-        parse(value)
-    except (ConfigError, PolicyError) as error:
-        return str(error)
-    return ""
-
-
-def _parsed(document: Document, key: str, parse: Callable[[Any], T]) -> T | None:
-    """Return the value of a key, parsed; None where it is not set. The error of a parser gets the place of the key."""
-    entry = document.entry(key)
-    try:
-        return parse(entry.value) if entry is not None and entry.value is not None else None
-    except (ConfigError, PolicyError) as error:
-        raise ConfigError(f"{document.where(key)}: {error}") from None
-
-
-def _check_overrides(document: Document, overrides: Entry, recipe: Entry | None) -> None:
-    where = document.where(OVERRIDES)
-    if not isinstance(overrides.value, dict):
-        raise ConfigError(f"{where}: is {show(overrides.value)}; a section is needed, policy field: value")
-    for field, value in overrides.value.items():
+def _wrong_overrides(overrides: Any, recipe: Entry | None) -> Iterator[tuple[str, str]]:
+    if not isinstance(overrides, dict):
+        yield OVERRIDES, f"is {show(overrides)}; a section is needed, policy field: value"
+        return
+    for field, value in overrides.items():
+        key = f"{OVERRIDES}.{field}"
         if field not in FIELD_NAMES:
-            here = document.where(f"{OVERRIDES}.{field}")
-            raise ConfigError(f"{here}: a policy has no field `{field}`{did_you_mean(str(field), FIELD_NAMES)}")
-        if field == "fp8_modules":
-            here = document.where(f"{OVERRIDES}.{field}")
-            raise ConfigError(f"{here}: belongs next to `mpguard_overrides`, as `{SECTION}.mpguard_fp8_modules`")
-        if isinstance(value, dict):
-            raise ConfigError(f"{document.where(f'{OVERRIDES}.{field}')}: is a section; a single value is needed")
-    if overrides.value and recipe is None:
-        raise ConfigError(f"{where}: overrides no recipe; `mpguard_recipe` is needed next to it")
+            yield key, f"a policy has no field `{field}`{did_you_mean(str(field), FIELD_NAMES)}"
+        elif field == "fp8_modules":
+            yield key, f"belongs next to `mpguard_overrides`, as `{SECTION}.mpguard_fp8_modules`"
+        elif isinstance(value, dict):
+            yield key, "is a section; a single value is needed"
+    if overrides and recipe is None:
+        yield OVERRIDES, "overrides no recipe; `mpguard_recipe` is needed next to it"
 
 
 def changes(config: Mapping[str, Any], recipe: str, overrides: Mapping[str, Any] | None = None) -> list[Change]:

@@ -10,16 +10,15 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from mpguard.core.errors import ConfigError, did_you_mean
+from mpguard.core.errors import did_you_mean, near
 from mpguard.document import Document, mp_yaml
-from mpguard.document.schemas import axolotl, deepspeed, megatron_bridge
+from mpguard.document.schemas import accelerate, axolotl, deepspeed, llamafactory, megatron_bridge
 from mpguard.document.schemas.accelerate import DISTRIBUTED_TYPES, unknown_key
+from mpguard.document.values import is_filled_in, wrong_values
 from mpguard.targets.settings import show
 
 #: Keys whose value is a number from 1.
 COUNTS = ("num_processes", "num_machines")
-#: Characters of a value that a template fills in.
-_TEMPLATE = "${<"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,23 +41,29 @@ def problems(document: Document) -> Iterator[ConfigProblem]:
     elif document.kind == "axolotl":
         yield from (ConfigProblem(each.key, each.reason) for each in axolotl.refusals(document))
     elif document.kind == "deepspeed":
-        yield from _deepspeed(document)
+        yield from deepspeed_problems(document)
+    elif document.kind == "llamafactory":
+        yield from (ConfigProblem(".".join(entry.path), why) for entry, why in llamafactory.refusals(document))
     elif document.kind == "megatron-bridge":
         yield from _megatron_bridge(document)
 
 
-def _deepspeed(document: Document) -> Iterator[ConfigProblem]:
+def deepspeed_problems(document: Document) -> Iterator[ConfigProblem]:
+    """Yield the keys and values at which DeepSpeed stops when it parses the config."""
     for name in sorted(deepspeed.STRICT & document.data.keys()):
         section = document.data[name]
-        for key in section if isinstance(section, dict) else ():
-            if key not in deepspeed.SECTIONS[name]:
-                hint = did_you_mean(str(key), deepspeed.SECTIONS[name]) or "; remove it"
+        for key, value in section.items() if isinstance(section, dict) else ():
+            if key not in deepspeed.SECTIONS[name] and value != "auto":
+                known = near(str(key), deepspeed.SECTIONS[name])
+                hint = did_you_mean(str(key), deepspeed.SECTIONS[name]) if known else "; remove it"
                 yield ConfigProblem(f"{name}.{key}", f"DeepSpeed has no such key, and stops{hint}", unknown=True)
+    for entry, reason in wrong_values(document, deepspeed.VALUES, (None, "auto")):
+        yield ConfigProblem(".".join(entry.path), f"{reason}; DeepSpeed stops" if "?" not in reason else reason)
 
 
 def _megatron_bridge(document: Document) -> Iterator[ConfigProblem]:
     precision = document.data.get("mixed_precision")
-    if isinstance(precision, str) and not _filled_in(precision):
+    if isinstance(precision, str) and not is_filled_in(precision):
         if precision.replace("-", "_") not in megatron_bridge.RECIPES:
             hint = did_you_mean(precision.replace("-", "_"), megatron_bridge.RECIPES)
             yield ConfigProblem("mixed_precision", f"Megatron Bridge has no recipe `{precision}`{hint}")
@@ -69,7 +74,7 @@ def _megatron_bridge(document: Document) -> Iterator[ConfigProblem]:
 def accelerate_problems(document: Document) -> Iterator[ConfigProblem]:
     """Yield what is wrong with an accelerate config: unknown top-level keys first, then values.
 
-    mpguard's own keys are read by `mp_yaml.stored`, which raises `ConfigError`; see `own_keys`.
+    mpguard's own keys are left to `own_problems`.
     """
     config = document.require()
     sagemaker = config.get("compute_environment") == "AMAZON_SAGEMAKER"
@@ -77,31 +82,29 @@ def accelerate_problems(document: Document) -> Iterator[ConfigProblem]:
         if (hint := unknown_key(str(key), sagemaker)) is not None:
             yield ConfigProblem(str(key), f"accelerate has no such key{hint}", unknown=True)
     if not sagemaker:
-        yield from wrong_values(config)
+        yield from accelerate_values(document)
 
 
-def wrong_values(config: dict[str, Any]) -> Iterator[ConfigProblem]:
+def accelerate_values(document: Document) -> Iterator[ConfigProblem]:
     """Yield the values that no launch can use."""
+    config: dict[str, Any] = document.data
     kind = config.get("distributed_type")
-    if isinstance(kind, str) and kind not in DISTRIBUTED_TYPES and not _filled_in(kind):
+    if isinstance(kind, str) and kind not in DISTRIBUTED_TYPES and not is_filled_in(kind):
         meant = did_you_mean(kind.upper(), DISTRIBUTED_TYPES) or f"; it is one of {', '.join(DISTRIBUTED_TYPES)}"
         yield ConfigProblem("distributed_type", f"accelerate has no `{kind}`{meant}")
     for key in COUNTS:
         value = config.get(key)
         valid = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        if value is not None and not valid and not _filled_in(value):
+        if value is not None and not valid and not is_filled_in(value):
             yield ConfigProblem(key, f"is {show(value)}; a number from 1 is needed")
+    kinds = {**accelerate.VALUES, **accelerate.VALUES_OF_TYPE.get(str(kind), {})}
+    if config.get("num_processes", 1) != 1:
+        kinds |= accelerate.VALUES_OF_PROCESSES
+    for entry, reason in wrong_values(document, kinds):
+        yield ConfigProblem(".".join(entry.path), reason)
 
 
-def own_keys(document: Document) -> str | None:
-    """Return what is wrong with mpguard's keys in a config, with the place; None if nothing is."""
-    try:
-        mp_yaml.stored(document)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
-def _filled_in(value: object) -> bool:
-    """True for a value that a template fills in before accelerate reads it."""
-    return isinstance(value, str) and any(mark in value for mark in _TEMPLATE)
+def own_problems(document: Document) -> Iterator[ConfigProblem]:
+    """Yield what is wrong with mpguard's keys in an accelerate config: keys, values, recipe."""
+    for key, reason in mp_yaml.wrong_own_keys(document):
+        yield ConfigProblem(key, reason)

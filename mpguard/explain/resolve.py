@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpguard.core.errors import PolicyError
+from mpguard.core.errors import MpguardError, PolicyError
 from mpguard.document import Document, validation
 from mpguard.explain import accelerate, deepspeed, launch, policy
 from mpguard.explain.inputs import RunInputs
@@ -28,7 +28,17 @@ def explain(run: RunInputs, machine: hardware.Hardware | None = None) -> Explana
     Raises `ConfigError` and `PolicyError` for inputs that cannot be used.
     """
     refused = list(_invalid(run))
-    if run.config is not None and validation.own_keys(run.config) is not None:
+    try:
+        return _explain(run, machine, refused)
+    except MpguardError:
+        if not refused or run.config is None:
+            raise
+        return Explanation(_title(run, "NO", None, False), (), stops=tuple(refused))
+
+
+def _explain(run: RunInputs, machine: hardware.Hardware | None, refused: list[str]) -> Explanation:
+    """Return the explanation. refused: what a launch refuses in the config, which may make the rest unreadable."""
+    if run.config is not None and any(validation.own_problems(run.config)):
         run = dataclasses.replace(run, launcher="accelerate", stock=True)  # there is no policy to read
     engine = launch.engine(run)
     mode = accelerate.mode(run, machine)
@@ -76,8 +86,7 @@ def _invalid(run: RunInputs) -> Iterator[str]:
     for problem in validation.accelerate_problems(run.config):
         if not (problem.key == "num_processes" and "num_processes" in run.flags):
             yield problem.message(run.config)
-    if message := validation.own_keys(run.config):
-        yield message
+    yield from (problem.message(run.config) for problem in validation.own_problems(run.config))
 
 
 def _notes(run: RunInputs) -> Iterator[str]:

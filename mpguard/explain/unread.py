@@ -87,7 +87,8 @@ def _why_unread(run: RunInputs, name: str, entry: Entry, facts: RunFacts) -> str
         return None  # S7
     if bare not in section.keys:
         meant = section.renamed.get(bare) or next(iter(near(bare, section.keys, 1)), None)
-        return f"accelerate knows no such key{f'; it is called `{meant}`' if meant else ''}"
+        prefix = entry.key.removesuffix(bare)  # as the file writes it: `fsdp_version`
+        return f"accelerate knows no such key{f'; it is called `{prefix}{meant}`' if meant else ''}"
     if name == "fp8_config":
         return _fp8(bare, facts)
     wanted = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}.get(name)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mpguard.document import mp_yaml as mp_yaml
     from mpguard.document import validation as validation
     from mpguard.document.schemas import accelerate, axolotl, deepspeed, llamafactory, megatron_bridge
+    from mpguard.document.values import misspelling_of as misspelling_of
     from mpguard.lint.configs import accelerate_config as accelerate_config
     from mpguard.lint.configs import config_edits as config_edits
     from mpguard.lint.configs import launch_expectations as launch_expectations
@@ -204,6 +205,7 @@ _NAMES = {
     ),
     "mpguard.lint.project.launch_configs": ("LaunchConfig",),
     "mpguard.lint.project.launch_lines": ("Launch", "Word"),
+    "mpguard.document.values": ("misspelling_of",),
     "mpguard.policy.dtype": ("Dtype", "HALF_DTYPES"),
     "mpguard.policy.hardware": ("Hardware", "NEEDS", "named"),
     "mpguard.policy.policy": ("FIELD_NAMES", "Policy"),

@@ -10,7 +10,7 @@ import pytest
 from limits import seconds
 
 from mpguard.cli import main
-from mpguard.core.errors import ConfigError
+from mpguard.core.errors import MpguardError
 from mpguard.document import parse, validation
 from mpguard.runtime.launch import preflight
 
@@ -30,9 +30,34 @@ REFUSED = [
     ({"num_processes": "0"}, "`num_processes`: is 0; a number from 1 is needed", ""),
     ({"num_machines": "'1'"}, "`num_machines`: is 1; a number from 1 is needed", ""),
     ({"distributed_type": "MULTI_GPUS"}, "`distributed_type`: accelerate has no `MULTI_GPUS`", "`MULTI_GPU`"),
+    ({"use_cpu": "maybe"}, "`use_cpu`: is maybe; true or false is needed", ""),
+    ({"dynamo_config": "{dynamo_backend: INDUCTER}"}, "`dynamo_config.dynamo_backend`: is INDUCTER", "`inductor`"),
+    ({"main_process_port": "abc"}, "`main_process_port`: is abc; a whole number is needed", ""),
+    (
+        {"distributed_type": "FSDP", "fsdp_config": "{fsdp_version: two}"},
+        "`fsdp_config.fsdp_version`: is two; it is 1 or 2", "",
+    ),
+    (
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": "{zero_stage: four}"},
+        "`deepspeed_config.zero_stage`: is four; it is one of 0, 1, 2, 3", "",
+    ),
+    ({"fp8_config": "{mpguard_recipe: bf16_mixd}"}, "mpguard_recipe`: there is no recipe `bf16_mixd`", "`bf16_mixed`"),
+    ({"fp8_config": "{mpguard_recipe: [bf16_mixed]}"}, "mpguard_recipe`: is [bf16_mixed]; the name of a recipe", ""),
+    (
+        {"fp8_config": "{mpguard_recipe: bf16_mixed, mpguard_overrides: {params_dtype: fp31}}"},
+        "mpguard_overrides`: `fp31` is not a dtype", "`fp32`",
+    ),
+    (
+        {"fp8_config": "{mpguard_recipe: bf16_mixed, mpguard_overrides: {fp16: true}}"},
+        "mpguard_overrides`: bf16 and fp16 are both True", "",
+    ),
+    (
+        {"fp8_config": "{mpguard_recipe: bf16_mixed, mpguard_overrides: params_dtype}"},
+        "mpguard_overrides`: is params_dtype; a section is needed", "",
+    ),
     ({"fp8_config": "{mpguard_recpie: bf16_mixed}"}, "mpguard_recpie`: ", "`mpguard_recipe`"),
     ({"fp8_config": "{mpguard_recipe: bf16_mixed, mpguard_overide: {}}"}, "mpguard_overide`: ", "mpguard_overrides"),
-]
+]  # fmt: skip
 
 
 def write(folder: Path, changes: dict[str, str | None]) -> Path:
@@ -55,7 +80,7 @@ def test_launch_explain_and_lint_refuse_the_same(
     pytest.importorskip("accelerate", reason="launch compares its version")
     path = write(tmp_path, changes)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(MpguardError) as refused:
         preflight.check_named_config(["--config", str(path), "train.py"])
     assert main(["explain", "mp.yaml", "train.py"]) == 1
     explained = capsys.readouterr().err
@@ -78,10 +103,12 @@ def test_launch_explain_and_lint_refuse_the_same(
 )
 def test_configs_that_can_be_launched_have_no_problem(tmp_path: Path, changes: dict[str, str | None]) -> None:
     document = parse(write(tmp_path, changes).read_text(), "mp.yaml")
-    assert not list(validation.problems(document)) and validation.own_keys(document) is None
+    assert not list(validation.problems(document)) and not list(validation.own_problems(document))
 
 
 AXOLOTL = "base_model: m\ndatasets:\n  - path: d\n    type: alpaca\ntorch_compile: true\n"
+FACTORY = "model_name_or_path: m\nstage: sft\ndo_train: true\nfinetuning_type: full\n"
+DEEPSPEED = '{"train_micro_batch_size_per_gpu": 2%s}'
 FP8 = AXOLOTL + "bf16: true\nfp8: true\n"
 #: name of the file -> text, a recipe that leaves the problem in it, the clause that apply, explain and lint print.
 TRAINERS = {
@@ -100,6 +127,32 @@ TRAINERS = {
     "a section of DeepSpeed": (
         '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}, "bf16": {"enabeld": true}}',
         "bf16_mixed", "`bf16.enabeld`: DeepSpeed has no such key, and stops; did you mean `enabled`?",
+    ),
+    "a number for the text of a dtype": (
+        DEEPSPEED % ', "communication_data_type": "float32", "optimizer": {}', "fp32",
+        "`communication_data_type`: is float32; did you mean",
+    ),
+    "a key of ZeRO": (
+        '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2, "overlap_com": true}}', "bf16_mixed",
+        "`zero_optimization.overlap_com`: DeepSpeed has no such key, and stops; did you mean `overlap_comm`?",
+    ),
+    "a stage of ZeRO": (
+        '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 5}}', "bf16_mixed",
+        "`zero_optimization.stage`: is 5; it is one of 0, 1, 2, 3",
+    ),
+    "a switch of axolotl": (
+        AXOLOTL + "bf16: true\nfp32_norms: maybe\n", "bf16_mixed", "`fp32_norms`: is maybe; true or false is needed",
+    ),
+    "a version of FSDP": (
+        AXOLOTL + "bf16: true\nfsdp_version: two\n", "bf16_mixed", "`fsdp_version`: is two; a whole number is needed",
+    ),
+    "text for a switch of LLaMA-Factory": (
+        FACTORY + "bf16: true\nupcast_layernorm: 'false'\n", "bf16_mixed",
+        "`upcast_layernorm`: is false; true or false is needed, and text counts as true",
+    ),
+    "a key of LLaMA-Factory": (
+        FACTORY + "bf16: true\nupcast_layernrom: true\n", "bf16_mixed",
+        "`upcast_layernrom`: LLaMA-Factory has no such key, and stops; did you mean `upcast_layernorm`?",
     ),
     "a key of accelerate": (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nmixed_precision: bf16\n"

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from mpguard.core.errors import did_you_mean, near
+from mpguard.document.values import SECTION, SWITCH, WHOLE, ValueKind, one_of
 
 VERSION = "1.15.0"
 
@@ -114,6 +115,31 @@ DISTRIBUTED_TYPES = (
 )  # fmt: skip
 #: Old top-level keys, which accelerate converts to others when it reads the file.
 OLD = _words("fp16 dynamo_backend")
+
+#: The members of `accelerate.utils.DynamoBackend`, in lower case: accelerate reads them in either.
+DYNAMO_BACKENDS = (
+    "no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt",
+    "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm", "hpu_backend", "neuron",
+)  # fmt: skip
+_DYNAMO = one_of(*DYNAMO_BACKENDS, fold=True)
+#: Dotted key -> the values that accelerate can parse there, whatever is launched.
+VALUES: Mapping[str, ValueKind] = {
+    "use_cpu": SWITCH, "dynamo_config.dynamo_backend": _DYNAMO, "dynamo_config.backend": _DYNAMO,
+    "dynamo_backend": _DYNAMO,
+}  # fmt: skip
+_FSDP_VERSION = ValueKind("it is 1 or 2", lambda value: str(value) in ("1", "2"))
+_ZERO_STAGE = ValueKind("it is one of 0, 1, 2, 3", lambda value: str(value) in ("0", "1", "2", "3"))
+#: `distributed_type` -> the same for keys that are read under it only.
+VALUES_OF_TYPE: Mapping[str, Mapping[str, ValueKind]] = {
+    "FSDP": {
+        "fsdp_config": SECTION,
+        "fsdp_config.fsdp_version": _FSDP_VERSION,
+        "fsdp_config.version": _FSDP_VERSION,
+    },
+    "DEEPSPEED": {"deepspeed_config": SECTION, "deepspeed_config.zero_stage": _ZERO_STAGE},
+}
+#: The same for keys that are read where more than one process is started.
+VALUES_OF_PROCESSES: Mapping[str, ValueKind] = {"main_process_port": WHOLE}
 
 #: Spelling in lower case that users write -> the value that `ACCELERATE_FP8_BACKEND` must have, in this case.
 FP8_BACKENDS: Mapping[str, str] = {

@@ -7,10 +7,19 @@ installed together with the other libraries of the tests; `bf16` is tested on th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from mpguard.core.errors import did_you_mean
+from mpguard.document.values import (
+    BOOLEAN_WORDS,
+    SWITCH,
+    SWITCH_OR_AUTO,
+    WHOLE,
+    ValueKind,
+    is_filled_in,
+    wrong_values,
+)
 from mpguard.targets.settings import show
 
 if TYPE_CHECKING:
@@ -18,7 +27,7 @@ if TYPE_CHECKING:
 
 VERSION = "0.19.0"
 #: The text that `bf16: Literal["auto"] | bool | None` accepts: `auto`, and what pydantic converts to a boolean.
-BF16_WORDS = frozenset({"auto", "true", "false", "yes", "no", "on", "off", "y", "n", "t", "f", "1", "0"})
+BF16_WORDS = BOOLEAN_WORDS | {"auto"}
 #: Activation checkpointing in `fsdp_config`, under either name.
 CHECKPOINTING = ("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing")
 #: The values of `fp8_config.recipe`; the first is the default, and the only one with a float8 all-gather.
@@ -36,6 +45,18 @@ KEYS = frozenset({
     "torch_compile", "mixed_precision_policy", "dsv4_bf16_all", "dsv4_fp4_grouped_mode", "dsv4_fp8_lora_kernel",
     "dsv4_fp8_nonexpert_mode", "gemma4_fp8_nonexpert", "nvfp4_merge_aware", "nvfp4_merge_aware_start_step",
 })  # fmt: skip
+
+#: Key -> the values that the schema accepts there; `bf16` has words of its own.
+VALUES: Mapping[str, ValueKind] = {
+    **dict.fromkeys(
+        ("fp16", "fp8", "bfloat16", "float16", "float32", GATHER, "fp32_norms", "embeddings_skip_upcast",
+         "peft_autocast_adapter_dtype"),
+        SWITCH,
+    ),
+    "tf32": SWITCH_OR_AUTO,
+    "torch_compile": SWITCH_OR_AUTO,
+    **dict.fromkeys(("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version"), WHOLE),
+}  # fmt: skip
 
 
 def is_on(document: Document, key: str) -> Entry | None:
@@ -70,21 +91,23 @@ class Refused:
         return ".".join(self.entry.path)
 
 
-def is_filled_in(value: object) -> bool:
-    """Return True for text with the marks of a template, which is not known before a run."""
-    return isinstance(value, str) and any(mark in value for mark in "${<")
-
-
 def refusals(document: Document) -> Iterator[Refused]:
     """Yield the precision keys at which axolotl stops when it validates the config."""
     bf16 = document.entry("bf16")
     word = bf16.value if bf16 is not None and isinstance(bf16.value, str) else None
     if bf16 is not None and word is not None and word.lower() not in BF16_WORDS and not is_filled_in(word):
         yield Refused(bf16, f"is {word}; axolotl stops unless it is auto, true or false")
+    yield from (Refused(entry, reason) for entry, reason in value_refusals(document))
     gather = is_on(document, GATHER)
     if gather is not None and not is_fsdp2(document):
         yield Refused(gather, "axolotl stops without FSDP2 (`fsdp_version: 2`)")
     yield from section_refusals(document)
+
+
+def value_refusals(document: Document) -> Iterator[tuple[Entry, str]]:
+    """Yield the values that the schema cannot parse."""
+    for entry, reason in wrong_values(document, VALUES):
+        yield entry, f"{reason}: axolotl stops"
 
 
 def section_refusals(document: Document) -> Iterator[Refused]:

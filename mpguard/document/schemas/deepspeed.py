@@ -1,13 +1,15 @@
 """The keys of its config that DeepSpeed reads: a committed table, from DeepSpeed 0.19.8.
 
-An unknown key at the top level, in `torch_autocast` and in `data_types` is silently ignored (S18); in `bf16` and
-`fp16` it is an error. tests/document/schemas/test_deepspeed_schema.py compares the table with the keys that the
-installed DeepSpeed looks up.
+An unknown key at the top level, in `torch_autocast` and in `data_types` is silently ignored (S18); in `bf16`, `fp16`
+and `zero_optimization` it is an error. tests/document/schemas/test_deepspeed_schema.py compares the tables with the
+keys that the installed DeepSpeed looks up, and with the values that it refuses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+from mpguard.document.values import SCALE, SECTION, SWITCH, WHOLE, ValueKind, one_of
 
 VERSION = "0.19.8"
 
@@ -39,17 +41,59 @@ FP16 = _words(
     "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis"
     " min_loss_scale fp16_master_weights_and_grads"
 )
+ZERO = _words(
+    "allgather_bucket_size allgather_partitions allgather_sequential compute_grad_norm contiguous_gradients cpu_offload"
+    " cpu_offload_param cpu_offload_use_pin_memory elastic_checkpoint enable_sanity_checks"
+    " gather_16bit_weights_on_model_save ignore_unused_parameters leaf_module legacy_stage1 load_from_fp32_weights"
+    " log_trace_cache_warnings max_live_parameters max_reuse_distance memory_efficient_linear"
+    " model_persistence_threshold module_granularity_threshold offload_optimizer offload_param overlap_comm"
+    " override_module_apply param_persistence_threshold parameter_alignment pipeline_loading_checkpoint"
+    " prefetch_bucket_size reduce_bucket_size reduce_scatter round_robin_gradients save_muon_momentum_buffer_in_memory"
+    " stage stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save"
+    " stage3_gather_fp16_weights_on_model_save stage3_max_live_parameters stage3_max_reuse_distance"
+    " stage3_model_persistence_threshold stage3_module_granularity_threshold stage3_param_persistence_threshold"
+    " stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params sub_group_size"
+    " use_all_reduce_for_fetch_params use_multi_rank_bucket_allreduce zenflow zero_hpz_partition_size"
+    " zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights"
+)
 SECTIONS: Mapping[str, frozenset[str]] = {
     "bf16": BF16,
     "bfloat16": BF16,
     "fp16": FP16,
     "torch_autocast": _words("enabled dtype lower_precision_safe_modules"),
     "data_types": _words("grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules"),
+    "zero_optimization": ZERO,
 }
 #: Sections in which an unknown key is an error; in the others it is ignored.
-STRICT = frozenset({"bf16", "bfloat16", "fp16"})
+STRICT = frozenset({"bf16", "bfloat16", "fp16", "zero_optimization"})
 #: Wrong name of a section that users write -> its name.
 RENAMED: Mapping[str, str] = {
     "bfloat_16": "bf16", "bf_16": "bf16", "bfp16": "bf16", "float16": "fp16", "float_16": "fp16", "fp_16": "fp16",
     "half": "fp16", "autocast": "torch_autocast", "torch_amp": "torch_autocast",
 }  # fmt: skip
+
+#: The names of dtypes in `torch_autocast` and `data_types` (`DtypeEnum`). For the reduction there are three names only.
+_DTYPES = one_of(
+    "fp32", "bf16", "fp16", "float32", "bfloat16", "float16", "float", "half", "torch.float32", "torch.bfloat16",
+    "torch.float16", "int8", "torch.int8",
+)  # fmt: skip
+_COMMUNICATION = one_of("fp32", "bf16", "fp16", fold=True)
+#: Dotted key -> the values that DeepSpeed can parse there; it drops "auto" in the strict sections.
+VALUES: Mapping[str, ValueKind] = {
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "torch_autocast", "data_types"), SECTION),
+    **{f"{section}.{key}": SWITCH for section in ("bf16", "bfloat16") for key in sorted(BF16)},
+    **dict.fromkeys(
+        ("fp16.enabled", "fp16.auto_cast", "fp16.consecutive_hysteresis", "fp16.fp16_master_weights_and_grads"), SWITCH
+    ),
+    **dict.fromkeys(
+        ("fp16.initial_scale_power", "fp16.loss_scale_window", "fp16.hysteresis", "fp16.min_loss_scale"), WHOLE
+    ),
+    "fp16.loss_scale": SCALE,
+    "communication_data_type": _COMMUNICATION,
+    "seq_parallel_communication_data_type": _COMMUNICATION,
+    "torch_autocast.dtype": _DTYPES,
+    "data_types.grad_accum_dtype": _DTYPES,
+    "data_types.param_dtype": _DTYPES,
+    "data_types.buffer_dtype": _DTYPES,
+    "zero_optimization.stage": ValueKind("it is one of 0, 1, 2, 3", lambda value: str(value) in ("0", "1", "2", "3")),
+}

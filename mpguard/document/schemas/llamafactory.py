@@ -7,6 +7,14 @@ enable mixed precision training".
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from mpguard.document.values import BOOLEAN, WHOLE, ValueKind, misspelling_of, one_of, wrong_values
+
+if TYPE_CHECKING:
+    from mpguard.document import Document, Entry
+
 VERSION = "0.9.5"
 #: The keys that switch a precision on.
 SWITCHES = ("bf16", "fp16", "pure_bf16", "fp8")
@@ -20,3 +28,29 @@ KEYS = frozenset({
     "infer_dtype", "quantization_method", "quantization_bit", "quantization_type", "double_quantization", "tf32",
     "bf16_full_eval", "fp16_full_eval", "torch_compile", "fp16_opt_level", "half_precision_backend", "compute_dtype",
 })  # fmt: skip
+#: Key -> the values that have the meaning that they are written with: its parser converts none of them.
+VALUES: Mapping[str, ValueKind] = {
+    **dict.fromkeys(
+        (*SWITCHES, "fp8_enable_fsdp_float8_all_gather", "upcast_layernorm", "upcast_lmhead_output", "tf32",
+         "bf16_full_eval", "fp16_full_eval", "torch_compile", "double_quantization"),
+        BOOLEAN,
+    ),
+    "fp8_backend": one_of(*FP8_BACKENDS),
+    "quantization_bit": WHOLE,
+}  # fmt: skip
+
+
+def refusals(document: Document) -> Iterator[tuple[Entry, str]]:
+    """Yield the precision keys and values at which LLaMA-Factory stops, or that it takes for something else."""
+    for entry in document.entries():
+        if len(entry.path) == 1 and (meant := misspelling_of(entry.key, KEYS)) is not None:
+            yield entry, f"LLaMA-Factory has no such key, and stops; did you mean `{meant}`?"
+    yield from value_refusals(document)
+
+
+def value_refusals(document: Document) -> Iterator[tuple[Entry, str]]:
+    """Yield the values at which it stops, or that it takes for something else."""
+    yield from wrong_values(document, VALUES)
+    bf16, fp16 = document.entry("bf16"), document.entry("fp16")
+    if bf16 is not None and fp16 is not None and bf16.value is True and fp16.value is True:
+        yield fp16, "`bf16` is true as well: the Trainer stops. Keep one of them"

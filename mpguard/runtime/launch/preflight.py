@@ -15,6 +15,7 @@ from typing import Any
 from mpguard.core.errors import ConfigError
 from mpguard.document import Document, mp_yaml, read, validation
 from mpguard.document.schemas.accelerate import OLD, TOP, VERSION
+from mpguard.document.schemas.deepspeed import VERSION as DEEPSPEED_VERSION
 from mpguard.nn import compile as compilation
 from mpguard.policy import hardware
 from mpguard.policy.dtype import Dtype
@@ -77,6 +78,20 @@ def check_config(document: Document, processes: int | None) -> None:
         given = problem.key == "num_processes" and processes is not None
         if not given and not (problem.unknown and problem.key in _newer_keys()):
             raise ConfigError(problem.message(document))
+    _check_deepspeed_file(document)
+
+
+def _check_deepspeed_file(document: Document) -> None:
+    """Raise `ConfigError` for a DeepSpeed file that DeepSpeed refuses when it parses it, in each process."""
+    config = document.require()
+    named = deepspeed_file(config, Path(document.path)) if config.get("distributed_type") == "DEEPSPEED" else None
+    if named is None or named.problems or not isinstance(named.data, dict):
+        return
+    if "zero_optimization" not in named.data:
+        raise ConfigError(f"{named.path}: has no section `zero_optimization`, and accelerate stops. Add it")
+    for problem in validation.deepspeed_problems(named):
+        if not (problem.unknown and _is_other("deepspeed", DEEPSPEED_VERSION)):
+            raise ConfigError(problem.message(named))
 
 
 def check_remote_shell(document: Document, kind: str, machines: int, launcher: str | None) -> None:
@@ -101,13 +116,21 @@ def check_remote_shell(document: Document, kind: str, machines: int, launcher: s
 
 def _newer_keys() -> frozenset[str]:
     """Return the keys of the installed accelerate, if it is not the version of the committed table."""
-    import importlib.metadata
-
-    if importlib.metadata.version("accelerate") == VERSION:
+    if not _is_other("accelerate", VERSION):
         return frozenset()
     from accelerate.commands.config.config_args import ClusterConfig
 
     return frozenset(ClusterConfig.__dataclass_fields__)
+
+
+def _is_other(library: str, version: str) -> bool:
+    """True if another version of a library is installed than the one of a committed table."""
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(library) != version
+    except importlib.metadata.PackageNotFoundError:
+        return True
 
 
 def check_named_config(argv: Sequence[str]) -> None:

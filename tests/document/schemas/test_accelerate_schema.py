@@ -18,6 +18,7 @@ from mpguard.document.schemas.accelerate import (
     DEEPSPEED,
     DISTRIBUTED_TYPES,
     DYNAMO,
+    DYNAMO_BACKENDS,
     FP8,
     FP8_BACKENDS,
     FSDP,
@@ -321,3 +322,12 @@ def test_the_distributed_types_are_accelerates() -> None:
         if isinstance(node, ast.ClassDef) and node.name == "DistributedType"
     )
     assert tuple(members) == DISTRIBUTED_TYPES
+
+
+def test_dynamo_backends_are_those_of_accelerate() -> None:
+    tree = ast.parse((PACKAGE / "utils/dataclasses.py").read_text())
+    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "DynamoBackend")
+    values = [
+        node.value.value for node in found.body if isinstance(node, ast.Assign) and ast.unparse(node.value)[0] == "'"
+    ]
+    assert tuple(value.lower() for value in values) == DYNAMO_BACKENDS

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from limits import seconds
 
+from mpguard.document import parse, validation
 from mpguard.document.schemas.deepspeed import CONFIG, ELSEWHERE, RENAMED, SECTIONS, STRICT, VERSION
 
 pytest.importorskip("torch", reason="the real library runs here")
@@ -47,7 +48,11 @@ class Recorded(dict):
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 
-result = {"bf16": sorted(DeepSpeedBF16Config.model_fields), "fp16": sorted(DeepSpeedFP16Config.model_fields), "ran": []}
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+zero = DeepSpeedZeroConfig.model_fields
+result = {"bf16": sorted(DeepSpeedBF16Config.model_fields), "fp16": sorted(DeepSpeedFP16Config.model_fields), "ran": [],
+          "zero_optimization": sorted({*zero, *(field.alias for field in zero.values() if field.alias)})}
 for line in sys.stdin:
     config = Recorded(json.loads(line))
     for name in ("torch_autocast", "data_types"):
@@ -97,8 +102,22 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any] | str]] = {
     ),
     "typo in data_types": ({"data_types": {"grad_accum_type": "fp32"}}, {"bf16": False}),
     "fp8 reduction": ({"bf16": {"enabled": True}, "communication_data_type": "fp8"}, "Invalid communication_data_type"),
+    "text for a switch": ({"bf16": {"enabled": "yes please"}}, "Input should be a valid boolean"),
+    "a word for a switch": ({"bf16": {"enabled": "on"}}, {"bf16": True}),
+    "text for a scale": ({"fp16": {"enabled": True, "loss_scale": "dynamic"}}, "must be a number"),
+    "a number as text": ({"fp16": {"enabled": True, "hysteresis": "2"}}, {"fp16": True}),
+    "half a step": ({"fp16": {"enabled": True, "loss_scale_window": 1.5}}, "Input should be a valid integer"),
+    "a switch for a section": ({"bf16": True}, "must be a mapping, not bool"),
+    "ZeRO 5": ({"zero_optimization": {"stage": 5}}, "Input should be 0, 1, 2, 3"),
+    "a key of ZeRO": ({"zero_optimization": {"stage": 1, "overlap_com": True}}, "Extra inputs are not permitted"),
+    "a long name of the reduction": ({"communication_data_type": "float32"}, "Invalid communication_data_type"),
+    "the reduction in capitals": ({"communication_data_type": "FP32"}, {"bf16": False}),
+    "no dtype of autocast": ({"torch_autocast": {"enabled": True, "dtype": "bfloat61"}}, "is not a valid DtypeEnum"),
+    "a long dtype of autocast": (
+        {"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}, {"torch_autocast_on": True},
+    ),
     "power of 64": ({"fp16": {"enabled": True, "initial_scale_power": 64}}, {"fp16": True}),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +153,7 @@ def test_keys_of_loose_sections_are_what_is_looked_up(real: dict[str, Any], sect
     assert set(real["ran"][0][section]) == SECTIONS[section]
 
 
-@pytest.mark.parametrize("section", ["bf16", "fp16"])
+@pytest.mark.parametrize("section", ["bf16", "fp16", "zero_optimization"])
 def test_keys_of_strict_sections_are_their_fields(real: dict[str, Any], section: str) -> None:
     assert set(real[section]) == SECTIONS[section]
     assert section in STRICT
@@ -154,3 +173,6 @@ def test_behaviour(real: dict[str, Any], name: str) -> None:
         assert expected in seen["raised"]
     else:
         assert {key: seen.get(key) for key in expected} == expected
+    if name not in ("fp16 and bf16", "amp", "amp that is off"):  # which are two keys, and a removed section
+        document = parse(json.dumps({"train_micro_batch_size_per_gpu": 1, **CASES[name][0]}), "ds.json")
+        assert bool(list(validation.deepspeed_problems(document))) == ("raised" in seen)

@@ -13,9 +13,9 @@ from mpguard.lint import (
     accelerate_config,
     accelerate_keys,
     any_of,
-    config_edits,
     did_you_mean,
     lazy_pattern,
+    misspelling_of,
 )
 
 if TYPE_CHECKING:
@@ -120,15 +120,8 @@ mixed_precision: bf16
                 message="`dynamo_config`: nothing reads it under `DEEPSPEED`, and nothing is compiled",
                 help="compile the model in the code, and remove the section",
             )
-        for key, wrong in (
-            (mp_yaml.ALLOW, mp_yaml.unknown_deviation),
-            (mp_yaml.MODULES, mp_yaml.wrong_modules),
-            (mp_yaml.WATCH, mp_yaml.unknown_watch_level),
-        ):
-            own = document.entry(key)
-            if own is not None and own.value is not None and (reason := wrong(own.value)):
-                yield self.at(own, message=f"`{key}`: {reason}", help="", versions={})
         entries = list(document.entries())
+        yield from self._own(document)
         present: dict[str, dict[str, object]] = {}
         for entry in entries:
             if len(entry.path) == 2 and entry.path[0] in accelerate_keys.SECTIONS:
@@ -145,6 +138,18 @@ mixed_precision: bf16
                 help = "name a field of the policy; docs/recipes.md lists them"
                 yield self.at(entry, section=mp_yaml.OVERRIDES, key=entry.key, hint=hint, help=help, versions={})
 
+    def _own(self, document: Document) -> Iterator[Diagnostic]:
+        """Report wrong values of mpguard's own keys. MPG865 reports the name of a recipe, `check` unknown names."""
+        from mpguard.lint import FIELD_NAMES, mp_yaml, validation
+
+        for problem in validation.own_problems(document):
+            entry = document.entry(problem.key)
+            if entry is None or (problem.key == mp_yaml.RECIPE and isinstance(entry.value, str) and entry.value):
+                continue
+            unknown = len(entry.path) == 2 and entry.key not in mp_yaml.KEYS
+            if not unknown and (len(entry.path) != 3 or entry.key in FIELD_NAMES):
+                yield self.at(entry, message=f"`{problem.key}`: {problem.reason}", help="", versions={})
+
     def _key(
         self, document: Document, entry: Entry, section: accelerate_keys.Section, present: dict[str, object]
     ) -> Iterator[Diagnostic]:
@@ -159,7 +164,7 @@ mixed_precision: bf16
                 hint = did_you_mean(entry.key, own)
                 yield self.at(entry, section=name, key=entry.key, hint=hint, help=help, versions={})
             return
-        meant = section.renamed.get(bare) or config_edits.likely_key(bare, section.keys, cutoff=0.9)
+        meant = section.renamed.get(bare) or misspelling_of(bare, section.keys)
         if meant is not None and meant in present and present[meant] == entry.value:  # what it asks for is in force
             return
         if entry.value in _DEFAULTS.get(meant or "", ()) or (meant is None and not _is_about_precision(entry)):

@@ -25,7 +25,7 @@ class WrongConfigValue(ConfigRule, form_of="MPG813"):
     def check(self, document: Document) -> Iterator[Diagnostic]:
         if document.data.get("compute_environment") == "AMAZON_SAGEMAKER" or "distributed_type" not in document.data:
             return
-        for problem in validation.wrong_values(document.data):
+        for problem in validation.accelerate_values(document):
             entry = document.entry(problem.key)
             if entry is not None:
                 yield self.at(entry, key=problem.key, reason=problem.reason)

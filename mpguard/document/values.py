@@ -1,0 +1,104 @@
+"""The kinds of values that programs parse in their configs, for checks without the program."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mpguard.core.errors import did_you_mean, near
+from mpguard.targets.settings import show
+
+if TYPE_CHECKING:
+    from mpguard.document import Document, Entry
+
+#: Characters of a value that a template fills in.
+_TEMPLATE = "${<"
+#: The words that pydantic, YAML 1.1 and accelerate parse as booleans.
+BOOLEAN_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "t", "f", "1", "0"})
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueKind:
+    """A kind of values. needed: a clause for messages. parses: True for a value that the program can parse."""
+
+    needed: str
+    parses: Callable[[Any], bool]
+    words: tuple[str, ...] = ()
+
+
+def is_filled_in(value: object) -> bool:
+    """Return True for text with the marks of a template, which is not known before a run."""
+    return isinstance(value, str) and any(mark in value for mark in _TEMPLATE)
+
+
+def _switch(value: Any) -> bool:
+    return value in (0, 1) if isinstance(value, (bool, int, float)) else str(value).lower() in BOOLEAN_WORDS
+
+
+def number(value: Any) -> float | None:
+    """Return the number that a value is or spells; None for another value, a boolean too."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+def _whole(value: Any) -> bool:
+    found = number(value)
+    return found is not None and math.isfinite(found) and found == int(found)
+
+
+def _scale(value: Any) -> bool:
+    found = number(value)
+    return found is not None and math.isfinite(found) and found >= 0
+
+
+def one_of(*words: str, fold: bool = False) -> ValueKind:
+    """Return the kind of the values that are one of some words. fold: in upper or lower case."""
+    known = frozenset(words)
+    return ValueKind(
+        f"it is one of {', '.join(words)}",
+        lambda value: isinstance(value, str) and (value.lower() if fold else value) in known,
+        words,
+    )
+
+
+BOOLEAN = ValueKind("true or false is needed, and text counts as true", lambda value: isinstance(value, (bool, int)))
+SWITCH = ValueKind("true or false is needed", _switch)
+SWITCH_OR_AUTO = ValueKind("auto, true or false is needed", lambda value: value == "auto" or _switch(value))
+WHOLE = ValueKind("a whole number is needed", _whole)
+SCALE = ValueKind("a number from 0 is needed", _scale)
+SECTION = ValueKind("a section is needed", lambda value: isinstance(value, Mapping))
+
+
+def wrong_values(
+    document: Document, kinds: Mapping[str, ValueKind], absent: tuple[Any, ...] = (None,)
+) -> Iterator[tuple[Entry, str]]:
+    """Yield the entries whose values their program cannot parse, each with the reason.
+
+    kinds: dotted key -> the kind of its value. absent: values that stand for no value.
+    Values that a template fills in, and those that are unknown in Python code, are not checked.
+    """
+    for key, kind in kinds.items():
+        entry = document.entry(key)
+        if entry is None or entry.value in absent or is_filled_in(entry.value):
+            continue
+        value = entry.value
+        if not isinstance(value, (bool, int, float, str, list, dict)) or kind.parses(value):
+            continue
+        meant = did_you_mean(value, kind.words) if isinstance(value, str) and near(value, kind.words) else ""
+        yield entry, f"is {show(value)}{meant or f'; {kind.needed}'}"
+
+
+def misspelling_of(key: str, known: Collection[str]) -> str | None:
+    """Return the known key of which another one is clearly a misspelling: nearly the same letters, or swapped ones."""
+    if key in known:
+        return None
+    letters = sorted(key.replace("_", ""))
+    swapped = next((each for each in sorted(known) if sorted(each.replace("_", "")) == letters), None)
+    return swapped or next(iter(difflib.get_close_matches(key, known, 1, 0.9)), None)

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpguard.lint import ConfigRule, Diagnostic, any_of, validation
+
+if TYPE_CHECKING:
+    from mpguard.lint import Document
+
+
+class WrongDeepspeedValue(ConfigRule, form_of="MPG823"):
+    """A value of a DeepSpeed config that DeepSpeed 0.19.8 cannot parse: each process stops.
+
+    Checked are the sections `bf16`, `fp16`, `torch_autocast` and `data_types`, the ZeRO stage, and
+    `communication_data_type`, which has three names of dtypes only: `float32` is refused there.
+
+    Values that a template or the Trainer fills in (`"auto"`) are unknown. A dict that is set on another library's
+    config is read by that library, and not reported.
+    """
+
+    message = "`{key}`: {reason}"
+    help = "write a value that DeepSpeed parses"
+    kinds = ("deepspeed",)
+    triggers = (any_of(b"bf16", b"fp16", b"stage", b"data_type", b"bfloat16", b"torch_autocast"),)
+
+    def check(self, document: Document) -> Iterator[Diagnostic]:
+        if document.attribute:
+            return
+        for problem in validation.deepspeed_problems(document):
+            entry = document.entry(problem.key)
+            if entry is not None and not problem.unknown:
+                yield self.at(entry, key=problem.key, reason=problem.reason)
