@@ -145,9 +145,13 @@ class ExitHooks:
         def hook(kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
             self.crashed = True
             if isinstance(error, NotInForce):
+                if self.guard.alone:
+                    lost_ranks.publish(error)
                 print_failure(self.guard, error)
             else:
                 lost_ranks.describe(error)
+                if lost_ranks.refusal() is not None:
+                    return  # the collective that has failed is no cause: `finish` prints the line that names it
                 former(kind, error, without_wrappers(error).__traceback__)
                 print_cause(error)
 

@@ -15,9 +15,10 @@ import time
 from typing import Any
 
 from mpguard.core.console import print_line
+from mpguard.core.errors import NotInForce
 from mpguard.runtime.plan_exchange import place, place_of
 from mpguard.runtime.proof.consensus import default_store
-from mpguard.runtime.proof.verdict import names_of
+from mpguard.runtime.proof.verdict import NOT_PROVEN, Failure, FailureKind, names_of, read_failure
 from mpguard.runtime.ranks import had_group, rank
 
 #: Seconds that a rank whose collective has failed waits for the error of the rank that ended first.
@@ -37,8 +38,14 @@ _LENGTH = 200
 
 _KEY = "mpguard/lost"
 
+#: Why the store of a process group no longer exists.
+_GONE = "the node of rank 0 was lost, or its launcher ended"
+
 
 _last_line: str | None = None
+
+#: The failure with which another rank was refused alone; None if this rank does not end because of one.
+_refused: Failure | None = None
 
 
 def describe(error: BaseException) -> str | None:
@@ -52,13 +59,14 @@ def describe(error: BaseException) -> str | None:
         publish(error)
         return None
     try:
-        found = _lost_rank(default_store())
+        found, refused = _lost_rank(default_store())
     except Exception:  # the store is gone, and with it the process that hosts it
         address = f"{os.environ.get('MASTER_ADDR', 'its address')}:{os.environ.get('MASTER_PORT', '')}"
-        found = f"the process group's store at {address} is gone: the node of rank 0 was lost, or its launcher ended"
+        found, refused = f"the process group's store at {address} is gone: {_GONE}", None
     if found is None:
         return None
-    global _last_line  # noqa: PLW0603  a process ends once
+    global _last_line, _refused  # noqa: PLW0603  a process ends once
+    _refused = refused
     _last_line = f"mpguard: rank {rank()} ({place()}) ended because of another one: {found}"
     return _last_line
 
@@ -69,15 +77,25 @@ def print_last_line() -> None:
         print_line(_last_line)
 
 
+def refusal() -> Failure | None:
+    """Return the failure with which another rank was refused alone, so that this one ends; None if it does not."""
+    return _refused
+
+
 def publish(error: BaseException) -> None:
     """Publish the error that this rank ends with, for the ranks that wait for it in a collective."""
     if not had_group():
         return
     with contextlib.suppress(Exception):
         store = default_store()
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:_LENGTH]
+        how, failure = f"ended with {type(error).__name__}: {error}", None
+        if isinstance(error, NotInForce):
+            how = f"was refused: {error.verdict}: {error.reasons}"
+            kind = FailureKind.UNPROVEN if error.verdict == NOT_PROVEN else FailureKind.WRONG
+            failure = Failure(kind, error.reasons, ranks=(rank(),)).data()
+        text = f"rank {rank()} ({place()}) {' '.join(how.split())[:_LENGTH]}"
         if not store.check([f"{_KEY}/cause"]):  # the first one is the cause
-            store.set(f"{_KEY}/cause", json.dumps(f"rank {rank()} ({place()}) ended with {text}"))
+            store.set(f"{_KEY}/cause", json.dumps({"text": text, "failure": failure}))
 
 
 def _is_of_a_peer(error: BaseException) -> bool:
@@ -88,8 +106,11 @@ def _is_of_a_peer(error: BaseException) -> bool:
     return (of_library or (known is not None and isinstance(error, known))) and _PEER.search(text) is not None
 
 
-def _lost_rank(store: Any) -> str | None:
-    """Return which rank has ended first, and how. Raises torch's error if the store no longer exists."""
+def _lost_rank(store: Any) -> tuple[str | None, Failure | None]:
+    """Return which rank has ended first, and how, and its failure if it was refused.
+
+    Raises torch's error if the store no longer exists.
+    """
     size = world_of()
     store.set(f"{_KEY}/failed/{rank()}", "")
     first = store.add(f"{_KEY}/failed", 1) == 1
@@ -97,22 +118,23 @@ def _lost_rank(store: Any) -> str | None:
     while time.monotonic() < deadline:
         for key in ("cause", "found"):
             if store.check([f"{_KEY}/{key}"]):
-                return str(json.loads(store.get(f"{_KEY}/{key}")))
+                known = json.loads(store.get(f"{_KEY}/{key}"))
+                return str(known["text"]), read_failure(known["failure"]) if known.get("failure") else None
         if size and store.add(f"{_KEY}/failed", 0) >= size:
-            return None  # all have failed in the same way, and none before the others
+            return None, None  # all have failed in the same way, and none before the others
         time.sleep(0.1)
     if not first:
-        return None
+        return None, None
     # One rank asks for all: the others read what it finds.
     lost = [each for each in range(size) if not store.check([f"{_KEY}/failed/{each}"])]
     if not lost:
-        return None
+        return None, None
     where = "; ".join(dict.fromkeys(place_of(store, each) for each in lost[:4]))
     # A rank that waits for one of those that have failed has not failed yet.
     one_of = "one of " if len(lost) > 1 else ""
     found = f"{one_of}{names_of(lost)} ({where}) was killed, or does not answer any more"
-    store.set(f"{_KEY}/found", json.dumps(found))
-    return found
+    store.set(f"{_KEY}/found", json.dumps({"text": found}))
+    return found, None
 
 
 def world_of() -> int:

@@ -7,6 +7,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING
 
+from mpguard.runtime import lost_ranks
 from mpguard.runtime.containment import has_failed
 from mpguard.runtime.guard import Guard
 from mpguard.runtime.inspection import Inspection
@@ -17,6 +18,7 @@ from mpguard.runtime.proof.verdict import (
     Failure,
     FailureKind,
     Refusal,
+    verdict_of,
 )
 from mpguard.runtime.reporter import unproven_at_exit
 
@@ -37,6 +39,10 @@ def finalize(guard: Guard, status: int) -> None:
         guard.script.prove_at_the_end()
     if guard.plan.enforce == "warn":
         _add_warnings_of_others(guard)
+    if guard.proof is not None and (failure := lost_ranks.refusal()) is not None:
+        guard.proof = dataclasses.replace(guard.proof, verdict=verdict_of([failure]), failures=(failure,))
+        guard.reporter.update_proof(guard.proof, guard.run)
+        return
     if guard.proof is not None:
         _finalize_unrecorded(guard, status)
         _finalize_alone(guard, status)

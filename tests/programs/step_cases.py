@@ -138,6 +138,22 @@ def by_hand_in_fp32() -> None:
 
 
 @case()
+def by_hand_with_a_bias_of_one_element() -> None:
+    """Its gradient is reduced in a collective of its own."""
+    model = nn.Sequential(net(), nn.Linear(32, 1).to(DEVICE))
+    for each in model.parameters():
+        dist.broadcast(each.data, 0)
+    optimizer = adam(model)
+    for inputs in batches():
+        loss_of(model, inputs).backward()
+        for own in model.parameters():
+            dist.all_reduce(own.grad)
+            own.grad /= 2
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case()
 def by_hand_in_bf16() -> None:
     _by_hand(torch.bfloat16, DDP(net()), imported_before)
 
@@ -584,6 +600,47 @@ def throws_away_the_gradients_of_a_first_pass() -> None:
         loss_of(model, inputs).backward()
         with torch.no_grad():
             torch._foreach_sub_(parameters, moved)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _perturb(enabled: bool) -> None:
+    """Estimate gradients from calls of the model at two points, as evolution strategies do: no backward pass."""
+    model = net()
+    optimizer, parameters = adam(model), list(model.parameters())
+    for inputs in batches():
+        noise, losses = [torch.randn_like(own) for own in parameters], []
+        with torch.no_grad():
+            for moved in (0.01, -0.02):
+                torch._foreach_add_(parameters, noise, alpha=moved)
+                losses.append(loss_of(model, inputs, enabled))
+            torch._foreach_add_(parameters, noise, alpha=0.01)
+        for own, each in zip(parameters, noise, strict=True):
+            own.grad = (losses[0] - losses[1]) / 0.02 * each
+        optimizer.step()
+
+
+@case("single")
+def estimates_gradients() -> None:
+    _perturb(enabled=True)
+
+
+@case("single")
+def estimates_gradients_in_fp32() -> None:
+    _perturb(enabled=False)
+
+
+@case("single")
+def penalizes_gradients_in_fp32() -> None:
+    """As WGAN-GP does: the penalty is differentiated twice, without autocast."""
+    model = net()
+    optimizer = adam(model)
+    for inputs in batches():
+        loss = loss_of(model, inputs)
+        mixed = inputs.clone().requires_grad_()
+        with torch.autocast(DEVICE, enabled=False):
+            (made,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
+        (loss + (made.norm(dim=1) - 1).pow(2).mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
 

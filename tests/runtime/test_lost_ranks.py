@@ -11,7 +11,9 @@ pytest.importorskip("torch", reason="the real store is used")
 
 import torch.distributed as dist
 
+from mpguard.core.errors import NotInForce
 from mpguard.runtime import lost_ranks
+from mpguard.runtime.proof.verdict import Failure, FailureKind
 
 CLOSED = RuntimeError("[/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
 
@@ -42,6 +44,14 @@ def test_the_error_of_the_first_rank_is_named(monkeypatch: pytest.MonkeyPatch) -
     for rank in (0, 2):
         line = f"mpguard: rank {rank} (node {rank}) ended because of another one: rank 1 (node 1) ended with "
         assert found[rank] == f"{line}ValueError: no data"
+
+
+def test_a_rank_that_was_refused_alone_is_no_crash_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_ranks, "_refused", None)
+    found = described(monkeypatch, {1: NotInForce("step 8: compute: fp32", override="  (use ...)"), 0: CLOSED}, 2)
+    assert str(found[0]).endswith("rank 1 (node 1) was refused: not in force: step 8: compute: fp32")
+    assert lost_ranks.refusal() == Failure(FailureKind.WRONG, "step 8: compute: fp32", ranks=(1,))
+    assert described(monkeypatch, {1: ValueError("no"), 0: CLOSED}, 2)[0] and lost_ranks.refusal() is None
 
 
 def test_a_rank_without_an_error_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:

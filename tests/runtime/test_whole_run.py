@@ -519,7 +519,7 @@ ONE_RANK = "train(m, o, 10); train(m, o, 10, enabled=rank == 0)"
     [
         (RANK_0_EVALUATES, 0, "in force at steps 1-16 of 18 (6 checks)"),
         (UNEVEN, 0, "rank 1 did not reach applied step 16 of SGD; from here each rank checks its steps for itself"),
-        (ONE_RANK, 1, "rank 1 (NODE) ended with NotInForce: step 12: compute: fp32; asked: bf16"),
+        (ONE_RANK, 1, "rank 1 (NODE) was refused: not in force: step 12: compute: fp32; asked: bf16"),
     ],
 )
 def test_ranks_look_together_and_none_waits_for_one_that_stops(
@@ -565,6 +565,14 @@ def test_what_another_rank_was_warned_about_is_in_the_proof(tmp_path: Path) -> N
 def test_a_rank_that_fails_alone_reports_it(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text(f"{HEAD}{DISTRIBUTED}train(m, o, 3)\nif rank: m.half()\ntrain(m, o, 1){END}")
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
-    ended = ranks_in_fork(["--config", config, "t.py"], cwd=tmp_path, timeout=seconds(60))
+    words = ["--config", config, "--proof-json", tmp_path / "proof.json", "t.py"]
+    ended = ranks_in_fork(words, cwd=tmp_path, timeout=seconds(60))
     assert ended[1].returncode == 1, transcript(ended[1])
     assert "mpguard: rank 1: not in force: weights: t.py" in ended[1].stderr, transcript(ended[1])
+    last = ended[0].stderr.splitlines()[-1]
+    assert (
+        last.startswith("mpguard: rank 0 (") and "rank 1 (" in last and "was refused: not in force: weights: t" in last
+    )
+    assert "Traceback" not in ended[0].stderr and "in force at" not in ended[0].stderr, transcript(ended[0])
+    made = proof(tmp_path / "proof.json")
+    assert made["verdict"] == "not in force" and "rank 1: weights: t.py" in str(made["failures"]), made

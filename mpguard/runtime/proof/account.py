@@ -116,6 +116,8 @@ class _Forward:
         self._opaque.update(found.opaque)
         self._likely.update(found.likely)
         self._origins.append(found.origins)
+        for node, source in found.derived.items():
+            found.origins[node] = _placed(found.origins[node], self._origin(source))
         while len(self._origins) > 1 and sum(map(len, self._origins)) > REMEMBERED_NODES:
             del self._origins[0]
 

@@ -53,7 +53,8 @@ class Collective:
 
     name: of the operator. tensors: floating-point tensors of more than one element that this rank contributes. group:
     the name of the process group. origin: who called it, see `origin`. outputs: of a reduce-scatter, the tensors that
-    get this rank's part of the sums. integers: other tensors that this rank contributes.
+    get this rank's part of the sums. integers: other tensors that this rank contributes. single: floating-point
+    tensors of one element, mostly losses and metrics.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Collective:
     origin: str
     outputs: list[Any] = dataclasses.field(default_factory=list)
     integers: list[Any] = dataclasses.field(default_factory=list)
+    single: list[Any] = dataclasses.field(default_factory=list)
 
     @property
     def reduces(self) -> bool:
@@ -140,12 +142,14 @@ class CollectiveListener:
         return kernel
 
     def _observe(self, args: tuple[Any, ...], position: int, name: str) -> None:
-        several = [each for each in _leaves(args[position]) if each.numel() > 1]
-        if several:
+        found = list(_leaves(args[position]))
+        single = [each for each in found if each.numel() == 1 and each.is_floating_point()]
+        several = [each for each in found if each.numel() > 1]
+        if several or single:
             tensors = [each for each in several if each.is_floating_point()]
             integers = [each for each in several if not each.is_floating_point()]
             outputs = list(_leaves(args[0])) if "reduce_scatter" in name else []
-            self._record(Collective(name, tensors, _group_name(args), origin(), outputs, integers))
+            self._record(Collective(name, tensors, _group_name(args), origin(), outputs, integers, single))
 
     @contextlib.contextmanager
     def ignoring(self) -> Iterator[None]:

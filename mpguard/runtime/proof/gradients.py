@@ -195,6 +195,12 @@ class Gradients:
         if call.origin == "script" and is_capturing():
             return False
         found = False
+        for tensor in call.single if call.origin == "script" else ():
+            if owners := next(
+                filter(None, (_sharing_memory(tensor, _with_gradient(order)) for order in self._orders())), []
+            ):
+                self.add_sent(owners, short(tensor.dtype), 1, call.group)
+                found = True
         for tensor in call.integers if call.origin == "script" else ():
             self.unread[short(tensor.dtype)] += tensor.numel()
         for tensor in call.tensors:
@@ -241,8 +247,7 @@ class Gradients:
         has added up in buffers of its own. known: ids of parameters that are not asked for.
         """
         orders = [[each for each in order if id(each) not in known] for order in self._orders()]
-        for parameters in orders:
-            with_gradient = [each for each in parameters if each.grad is not None and not each.grad.is_sparse]
+        for with_gradient in map(_with_gradient, orders):
             if sharing := _sharing_memory(tensor, with_gradient):
                 return sharing, None
             if alike := _resembling(tensor, with_gradient):
@@ -282,6 +287,11 @@ class Gradients:
         if own and leaves and not {id(leaf) for leaf in leaves} & {id(each) for order in own for each in order}:
             # The optimizers have copies: the order of the leaves is that of the graph, and scripts take the model's.
             yield [each for model in models_of(leaves) for each in model.parameters()]
+
+
+def _with_gradient(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the parameters that have a dense gradient."""
+    return [each for each in parameters if each.grad is not None and not each.grad.is_sparse]
 
 
 def _is_parameter(leaf: Any) -> bool:

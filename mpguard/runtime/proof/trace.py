@@ -100,8 +100,9 @@ class OperatorTrace:
 
     forward: work of the forward pass, each with the nodes that it belongs to (none: without gradient) and its FLOPs.
     backward: FLOPs in the nodes that were evaluated. evaluated: these nodes. origins: where the nodes were created.
-    opaque: FLOPs of the kernels that are no operators, by their nodes; their backward does twice as much. likely: those
-    that multiply by a trained matrix if their node has taken one: all of their operands have the shape of one.
+    derived: of those that a backward pass has created, the node whose backward that was. opaque: FLOPs of the kernels
+    that are no operators, by their nodes; their backward does twice as much. likely: those that multiply by a trained
+    matrix if their node has taken one: all of their operands have the shape of one.
     converted: elements that were copied to another dtype in backward, by the dtypes before and after. overflows:
     numbers that do not fit. unaligned: FP8 matmuls of the backward pass, with the node that they belong to. eager:
     True if there are matmuls outside of compiled graphs whose name has a hash. unknown: True if something was recorded
@@ -112,6 +113,7 @@ class OperatorTrace:
     backward: list[tuple[Work, GraphNode | None, int]] = dataclasses.field(default_factory=list)
     evaluated: set[GraphNode] = dataclasses.field(default_factory=set)
     origins: dict[GraphNode, Work] = dataclasses.field(default_factory=dict)
+    derived: dict[GraphNode, GraphNode] = dataclasses.field(default_factory=dict)
     opaque: dict[GraphNode, tuple[Work, int]] = dataclasses.field(default_factory=dict)
     likely: dict[GraphNode, tuple[Work, int]] = dataclasses.field(default_factory=dict)
     converted: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
@@ -256,6 +258,8 @@ def read(
     for node, event in creators.items():
         place = event.place
         trace.origins[node] = _work(None, place)
+        if place.backward is not None:
+            trace.derived[node] = place.backward
     return trace
 
 

@@ -73,9 +73,11 @@ RIGHT = {
         "momentum_that_begins_again", "throws_away_the_gradients_of_a_first_pass",
         "projects_the_gradients_of_two_tasks", "clips_by_hand", "a_hook_bounds", "weights_whose_memory_is_replaced",
         "weights_that_are_bounded_and_normalized", "divides_by_the_ranks_that_it_would_have", "unscales_and_clips",
+        "estimates_gradients", "penalizes_gradients_in_fp32",
     ),
     2: (
-        "ddp", "ddp_on_the_same_data", "ddp_compresses_as_asked", "by_hand_in_fp32", "ddp_accumulates",
+        "ddp", "ddp_on_the_same_data", "ddp_compresses_as_asked", "by_hand_in_fp32",
+        "by_hand_with_a_bias_of_one_element", "ddp_accumulates",
         "flat_in_fp32_and_a_metric_in_bf16", "tensor_parallel", "ddp_ignores_a_weight_of_each_rank",
         "head_outside_reduced_by_hand", "a_part_outside_for_which_ranks_exchange_activations",
         "a_part_outside_of_a_sharded_classifier", "ddp_clears_gradients_in_its_step", "ddp_updates_by_hand",
@@ -125,6 +127,7 @@ WRONG = {
         "updates_weights_in_bf16_by_returned_gradients": "optimizer: the script's own update, weights bf16",
         "updates_two_models_in_turn_one_in_fp32": "compute: fp32",
         "functional_in_fp32": "compute: fp32",
+        "estimates_gradients_in_fp32": "no backward pass was seen, and the calls of the model without one ran in fp32",
         "updates_by_hand_and_forgets": "not proven: the run computed gradients without an optimizer of torch",
         "tf32_by_the_new_names": "tf32: none: the model is on the CPU",
         "bf16_in_onednn": "tf32: off; oneDNN matmuls in bf16",
@@ -186,6 +189,7 @@ def test_every_program_is_right_or_wrong(proven: Proven) -> None:
 def test_rows_show_more_than_one_engine_and_dimension(proven: Proven) -> None:
     cases = proven(2)[0]
     assert cases["tensor_parallel"]["rows"]["reduction"].startswith("fp32 over tp (the collective)")
+    assert "coverage" not in cases["by_hand_with_a_bias_of_one_element"]["rows"]
     assert "by the script" in cases["head_outside_reduced_by_hand"]["rows"]["coverage"]
     assert cases["ddp_ignores_a_weight_of_each_rank"]["rows"]["coverage"].startswith(
         "1.09 k by DDP, by nothing: 2.weight"
