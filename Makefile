@@ -60,6 +60,11 @@ test-lint: $(LINT_INSTALLED)
 		$$venv/bin/python -m pytest -n auto --dist worksteal || exit 1; \
 	done
 
+# Extensions that are built with other versions of torch, DeepSpeed's operators, have a folder of their own.
+test-newest: export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(NEWEST_VENV)/torch_extensions
+test-newest-short: export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(SHORT_VENV)/torch_extensions
+test-oldest: export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(OLDEST_VENV)/torch_extensions
+
 # Without constraints: what `pip install` brings today.
 test-newest:
 	$(PYTHON) -m venv $(NEWEST_VENV)
@@ -82,7 +87,7 @@ test-newest-short: $(SHORT_VENV)/.installed
 test-oldest:
 	$(PYTHON) -m venv $(OLDEST_VENV)
 	env -u PIP_CONSTRAINT $(OLDEST_VENV)/bin/python -m pip install --quiet --editable '.[transformers,deepspeed,test]' \
-		'torch==2.7.*' 'accelerate==1.15.*' 'deepspeed==0.19.*' 'transformers==5.0.*'
+		torch==2.7.0 accelerate==1.15.0 deepspeed==0.19.0 transformers==5.0.0
 	$(OLDEST_VENV)/bin/python -m pytest $(VERSION_TESTS)
 
 test: check

@@ -16,6 +16,7 @@ import importlib.util
 import inspect
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -64,8 +65,13 @@ def readme(text: str) -> str:
     def shown(match: re.Match[str]) -> str:
         command = match["command"]
         printed = io.StringIO()
-        with contextlib.chdir(DOCS.parent), contextlib.redirect_stdout(printed):
-            cli.main([*command.split()[1:], "--no-cache"])
+        before = Path.cwd()
+        os.chdir(DOCS.parent)  # contextlib.chdir is not in Python 3.10
+        try:
+            with contextlib.redirect_stdout(printed):
+                cli.main([*command.split()[1:], "--no-cache"])
+        finally:
+            os.chdir(before)
         return (
             f"<!-- output of: {command} -->\n```console\n$ {command}\n{printed.getvalue()}```\n<!-- end of output -->"
         )

@@ -133,6 +133,7 @@ class _Composer:
         node = Node("mapping", event.start_mark.index, event.end_mark.index, flow=bool(event.flow_style))
         self._check_tag(event, "map")
         merged: dict[Hashable, Pair] = {}
+        ambiguous: dict[Hashable, Pair] = {}
         while not self._loader.check_event(yaml.MappingEndEvent):
             plain = self._loader.check_event(yaml.ScalarEvent) and self._loader.peek_event().implicit[0]
             text = self._loader.peek_event().value if plain else None
@@ -144,7 +145,9 @@ class _Composer:
             node.size += pair.value.size
             node.end = max(node.end, pair.end)
             if merges:
-                merged.update(reversed(self._merged(pair.value)))
+                members = self._merged(pair.value)
+                ambiguous.update(_ambiguous(pair, members))
+                merged.update(reversed(members))
             elif key.target.kind != "scalar":
                 self._problem("a mapping or list is used as a key. Use a plain name", *key.span)
             else:
@@ -153,6 +156,13 @@ class _Composer:
                     self.problems.append(Problem(message, pair.key_span, pair.name))
                 node.members[pair.key] = pair
         self._close(node, self._loader.get_event())
+        for name, pair in ambiguous.items():
+            if name not in node.members:
+                message = (
+                    f"`{name}` has different values in the mappings of this list: PyYAML 6.0.4 takes the last, other "
+                    "versions the first. Write the key next to `<<`"
+                )
+                self.problems.append(Problem(message, pair.key_span, str(name)))
         node.members = {**merged, **node.members}
         return node
 
@@ -181,6 +191,17 @@ class _Composer:
     def _close(node: Node, event: Any) -> None:
         if node.flow:
             node.end = event.end_mark.index
+
+
+def _ambiguous(pair: Pair, members: list[tuple[Hashable, Pair]]) -> dict[Hashable, Pair]:
+    """Return the keys that `<<` merges with different values, of which readers do not take the same one.
+
+    PyYAML 6.0.4 has reversed the precedence in a list of mappings (yaml/pyyaml#953).
+    """
+    values: dict[Hashable, set[str]] = {}
+    for key, each in members:
+        values.setdefault(key, set()).add(repr(each.value.plain()))
+    return {key: pair for key, found in values.items() if len(found) > 1}
 
 
 def _loader(text: str) -> Any:

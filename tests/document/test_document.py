@@ -17,9 +17,10 @@ from mpguard.document import Document, parse, read
 
 lenient = settings(max_examples=400, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 
-#: Pieces of which YAML and JSON are made, right and wrong.
+#: Pieces of which YAML and JSON are made, right and wrong. Names have two letters: PyYAML 6.0.4 merges a key of one
+#: letter in another way (yaml/pyyaml#953), and no config has one.
 PIECES = (
-    "a", "b", "no", "true", "1", "1.5", "-1", "1e5", "~", "<<", "=", ":", ": ", ",", ", ", "-", "- ", "? ", "[", "]",
+    "aa", "bb", "no", "true", "1", "1.5", "-1", "1e5", "~", "<<", "=", ":", ": ", ",", ", ", "-", "- ", "? ", "[", "]",
     "{", "}", "&x ", "*x", "!!str ", "!!int ", "!t ", "!!python/object:os.system ", "|\n", ">\n", "#c", " # c", "'",
     '"', "\\", "\n", "\r\n", "\n  ", "\n    ", "  ", "\t", "---\n", "...\n", "%YAML 1.1\n", "null", "NaN", "{}", "[]",
     '"k":', "2001-01-01", "é",
@@ -42,9 +43,11 @@ def same(one: Any, other: Any) -> bool:
 
 @lenient
 @given(texts)
-@example("a: &x {b: 1}\nc: {<<: *x, b: 2}\n")
-@example("a: &x {b: 1}\nd: &y {b: 2, e: 3}\nc: {<<: [*x, *y]}\n")
-@example("a: &x {b: 1}\nd: &y {b: 2, e: 3}\nc: {<<: *x, <<: *y}\n")
+@example("a: &x {bb: 1}\nc: {<<: *x, bb: 2}\n")
+@example("a: &x {bb: 1}\nd: &y {bb: 2, e: 3}\nc: {<<: [*x, *y]}\n")
+@example("a: &x {bb: 1}\nd: &y {bb: 2, e: 3}\nc: {<<: [*x, *y], bb: 3}\n")
+@example("a: &x {bb: 1}\nd: &y {bb: 1, e: 3}\nc: {<<: [*x, *y]}\n")
+@example("a: &x {bb: 1}\nd: &y {bb: 2, e: 3}\nc: {<<: *x, <<: *y}\n")
 @example("\ufeffa: 1\n")
 def test_yaml_is_what_accelerate_reads_or_a_problem(text: str) -> None:
     """accelerate reads with `yaml.safe_load`: without a problem the data are the same."""
@@ -54,6 +57,17 @@ def test_yaml_is_what_accelerate_reads_or_a_problem(text: str) -> None:
     if document.problems:
         return
     assert same(document.data, yaml.safe_load(text)), document.data
+
+
+@pytest.mark.parametrize("use", ["{<<: [*x, *y]}", "{<<: [*y, *x], own: 1}", "{<<: [{<<: *x}, *y]}"])
+def test_a_list_of_merged_mappings_that_differ_is_a_problem(use: str) -> None:
+    """PyYAML 6.0.3 takes the first, 6.0.4 the last (yaml/pyyaml#953)."""
+    text = f"a: &x {{precision: fp16, same: 1}}\nb: &y {{precision: bf16, same: 1}}\nc: {use}\n"
+    [problem] = parse(text, "mp.yaml").problems
+    assert problem.message.startswith("`precision` has different values in the mappings of this list: PyYAML 6.0.4")
+    assert text[slice(*problem.span)] == "<<"
+    written = parse(text.replace("{<<", "{precision: fp32, <<"), "mp.yaml")
+    assert not written.problems and written.data["c"]["precision"] == "fp32"
 
 
 @lenient

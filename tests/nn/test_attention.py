@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers", reason="the real library runs
 
 from torch import nn
 from transformers import masking_utils
+from transformers.models.falcon import modeling_falcon
 
 from mpguard.nn import attention
 from mpguard.runtime.patches import table
@@ -59,7 +60,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "GPT2": ("LMHeadModel", GPT2, {"is_causal"}),
     "GPTNeoX": ("ForCausalLM", SIZES, {"is_causal"}),
     "Phi": ("ForCausalLM", GROUPED, {"is_causal"}),
-    "Falcon": ("ForCausalLM", SIZES, {"mask"}),
+    "Falcon": ("ForCausalLM", SIZES, {"mask"} if hasattr(modeling_falcon, "create_causal_mask") else {"is_causal"}),
     "OPT": ("ForCausalLM", {**SIZES, "ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0}, {"is_causal"}),
     "Mixtral": ("ForCausalLM", {**GROUPED, "num_local_experts": 2, "sliding_window": None}, {"is_causal"}),
     "Olmo2": ("ForCausalLM", GROUPED, {"is_causal"}),

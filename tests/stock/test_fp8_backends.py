@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-pytest.importorskip("torch", reason="the real library runs here")
+pytest.importorskip("torchao", reason="the real library runs here")
 
 import torch
 from accelerate.utils import AORecipeKwargs, dataclasses

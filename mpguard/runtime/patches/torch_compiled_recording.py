@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from mpguard.core.patches import AnyFunction, adjustment, patch
+from mpguard.core.tested import TESTED, Window
 from mpguard.nn import attention, cuda_graphs
 from mpguard.nn.fp8 import first_batch
 from mpguard.runtime import guard as guards
@@ -131,6 +132,7 @@ def _leave_to_dynamo() -> None:
     "torch._functorch.config.backward_pass_autocast",
     reason="compiled, backward of a custom Function or operator runs under the forward's autocast; not in eager (S35)",
     lost="compiled backward passes of custom functions run under autocast",
+    tested=Window("2.9", TESTED["torch"].newest),  # torch 2.7 has no such option
 )
 def _compiled_backward(config: ModuleType) -> str | None:
     """Compile backward passes as eager ones run: outside of the autocast region of the forward pass."""

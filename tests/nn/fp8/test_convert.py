@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="the real library runs here")
+pytest.importorskip("torchao", reason="the real library runs here")
 
 import torch
 import torch.distributed as dist

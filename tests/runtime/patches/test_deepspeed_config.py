@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 pytest.importorskip("deepspeed", reason="the real library runs here")
 
@@ -20,6 +22,11 @@ PROGRAM = PROGRAMS / "deepspeed_config.py"
 BF16 = {"bf16": {"enabled": True}}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+
+#: DeepSpeed 0.19.0 takes convolutions in Muon, and fails in its first step with momentum in BF16.
+current_muon = pytest.mark.skipif(
+    Version(importlib.metadata.version("deepspeed")) < Version("0.19.8"), reason="Muon of DeepSpeed 0.19.8"
+)
 
 
 def zero(stage: int, **keys: Any) -> dict[str, Any]:
@@ -117,6 +124,7 @@ def test_muon_under_zero_1_is_proven(tmp_path: Path) -> None:
     assert "MuonWithAuxAdam, weights fp32, states fp32" in made.stderr
 
 
+@current_muon
 def test_muon_that_deepspeed_refuses_with_the_policy_names_what_was_changed(tmp_path: Path) -> None:
     made = run({**zero(1), **BF16, **MUON, "conv": True}, tmp_path)
     assert made.returncode != 0, transcript(made)
@@ -124,6 +132,7 @@ def test_muon_that_deepspeed_refuses_with_the_policy_names_what_was_changed(tmp_
     assert "data_types.grad_accum_dtype: (absent) -> fp32" in made.stderr
 
 
+@current_muon
 def test_momentum_in_bf16_is_refused_before_the_first_step_or_accepted(tmp_path: Path) -> None:
     config = {**zero(2), **BF16, **MUON}
     made = run(config, tmp_path)

@@ -92,4 +92,7 @@ def test_the_installed_libraries_are_inside_and_every_patch_applies() -> None:
     import sys
 
     for found in windows.inspect(windows.installed_versions(), sys.path):
-        assert found.line() is None
+        for fit in found.lost:  # a patch of a later version than the oldest: `make test-oldest` has one of those
+            window = fit.patch.window
+            assert window is not None and window.place(found.version) == "older", fit
+        assert found.place == "inside" and (found.line() is None) == (not found.lost)
