@@ -58,6 +58,7 @@ _KEPT = {
     "MPG529": _TEST,
     "MPG603": _TEST,
     "MPG617": _TEST,
+    "MPG618": _TEST,
     "MPG848": "what `mpguard apply` cannot check",
     "MPG865": "what `mpguard apply` would change",
 }

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.behaviour.trace_steps import StepKind as StepKind
     from mpguard.lint.facts.behaviour.trace_steps import Trace as Trace
     from mpguard.lint.facts.behaviour.trace_steps import TraceStep as TraceStep
+    from mpguard.lint.facts.domain import adapters as adapters
     from mpguard.lint.facts.domain import autocast_cache as autocast_cache
     from mpguard.lint.facts.domain import backends as backends
     from mpguard.lint.facts.domain import fp8
@@ -219,6 +220,7 @@ _MODULES = {
     "accelerate_keys": "mpguard.document.schemas.accelerate",
     "accelerate_precision": "mpguard.lint.facts.behaviour.accelerate_precision",
     "input_casts": "mpguard.lint.facts.domain.input_casts",
+    "adapters": "mpguard.lint.facts.domain.adapters",
     "autocast_cache": "mpguard.lint.facts.domain.autocast_cache",
     "autocast_ops": "mpguard.lint.facts.behaviour.autocast_ops",
     "axolotl_keys": "mpguard.document.schemas.axolotl",

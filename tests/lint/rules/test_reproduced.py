@@ -1,6 +1,6 @@
 """The failures that rules name, where neither public code nor docs/findings.md shows them: each as a small program.
 
-MPG417, MPG529, MPG603 and MPG617 are on by default because of these.
+MPG417, MPG529, MPG603, MPG617 and MPG618 are on by default because of these.
 """
 
 from __future__ import annotations
@@ -70,3 +70,12 @@ def test_a_model_that_the_accelerator_has_not_prepared_computes_in_fp32() -> Non
     with accelerator.autocast():
         frozen(torch.randn(2, 8))
     assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+def test_rounded_times_are_few_and_other_ones() -> None:
+    """MPG618: BF16 leaves 128 times of [0.5, 1), and makes others of most integers that a scheduler draws."""
+    drawn = torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 0.5 + 0.5
+    assert drawn.unique().numel() > 90_000
+    assert drawn.bfloat16().unique().numel() <= 129
+    steps = torch.arange(1_000)
+    assert float((steps.bfloat16().long() != steps).float().mean()) > 0.6

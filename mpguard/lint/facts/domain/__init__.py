@@ -6,6 +6,7 @@ training.py            what is known of one of them
 optimizers.py          what trains: optimizers, the parameters that they take, Trainers
 wrapped_loads.py       models that are loaded into an attribute of a module
 master_weights.py      FP32 master weights and loss scaling by other means than torch.amp
+adapters.py            adapters of peft in the low-precision dtype of their model
 unscaled_steps.py      optimizer steps that apply FP16 gradients without loss scaling
 scaler_dtype.py        the dtype of the losses that a GradScaler scales
 wrappers.py            objects wrapped by Accelerate, DeepSpeed or FSDP

@@ -23,6 +23,7 @@ from mpguard.lint.facts.syntax.records import Binding, Call, Record, Return
 
 if TYPE_CHECKING:
     from mpguard.document import Document
+    from mpguard.lint.facts.behaviour.events import Event
     from mpguard.lint.facts.domain.view import DomainView
 
 _MAX_DEPTH = 8
@@ -335,6 +336,17 @@ class _Search:
         key = dotted(node)
         bindings = self.facts.values.reaching(key, at.scope, at.order, at.guard) if key else []
         return any(isinstance(binding.value, (cst.List, cst.Tuple)) for binding in bindings)
+
+
+def policies_of(wrap: Wrap) -> list[tuple[Event, PathCondition]]:
+    """Return the policies that a sharded model may have: the events that create them, each with its path condition."""
+    given = wrap.call.argument(None, "mixed_precision" if wrap.kind == "fsdp1" else "mp_policy")
+    found = []
+    for each in wrap.facts.evaluate(given, wrap.call) if given is not None else ():
+        made = each.atom.call if isinstance(each.atom, Object) else None
+        events = wrap.facts.of(made).events("policy") if made is not None else ()
+        found += [(event, each.guard) for event in events if event.call is made]
+    return found
 
 
 def policy_of(wrap: Wrap) -> tuple[Call, str] | None:

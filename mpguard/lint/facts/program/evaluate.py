@@ -183,7 +183,9 @@ class _Attributes:
         if isinstance(atom, Module):
             atom.facts.need(name)
             module = atom.facts.module
-            if name in module.bindings:
+            if name not in module.bindings:
+                atom.facts.need("*")
+            if name in module.bindings or "*" in module.bindings:
                 return self._at(module).lookup(name, module, 1 << 60)
             return NOTHING_KNOWN
         if isinstance(atom, (Class, Object)):

@@ -59,7 +59,8 @@ class FsdpNeedsShardedScaler(Rule):
     code, name = "MPG211", "fsdp-needs-sharded-scaler"
     severity = "error"
     message = "{what}"
-    triggers = (any_of(b"FullyShardedDataParallel"), any_of(b"autocast", b"float16", b"half"), any_of(b".backward("))
+    triggers = (any_of(b"FullyShardedDataParallel"), any_of(b".backward("))
+    triggers_nearby = (any_of(b"autocast", b"float16", b"half"),)
     examples = (
         Bad(
             """\
@@ -181,10 +182,8 @@ def brain(net, loader):
         for region, guard in regions:
             for low in region.may_be(Dtype.FP16):
                 yield low.joined(guard)
-        policy_argument = wrappers.policy_of(wrap)
-        for policy in facts.events("policy") if policy_argument is not None and not regions else ():
-            if policy_argument is not None and policy.call is policy_argument[0]:
-                yield from policy.may_be(Dtype.FP16)
+        for policy, chosen in wrappers.policies_of(wrap) if not regions else ():
+            yield from (low.joined(chosen) for low in policy.may_be(Dtype.FP16))
 
     def _never_made(self, backward: Event, guard: PathCondition, facts: Facts) -> bool:
         """True if the scalers of the other branches are all made under conditions in which nothing is sharded."""

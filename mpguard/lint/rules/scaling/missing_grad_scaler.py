@@ -245,10 +245,9 @@ def never(model, loader, optimizer):
                 if both.possible and self._weights(load, backward, both, facts):
                     yield None, load.call, both, load.call
         for model, wrap in facts.wrappers.differentiated(backward.subject, backward.call, "fsdp2"):
-            made, _ = wrappers.policy_of(wrap) or (None, "")
-            for policy in (each for each in facts.events("policy") if each.call is made):
+            for policy, chosen in wrappers.policies_of(wrap):
                 for guard in policy.may_be(Dtype.FP16):
-                    both = guard.joined(wrap.guard, backward.guard, facts.guard_of(model))
+                    both = guard.joined(chosen, wrap.guard, backward.guard, facts.guard_of(model))
                     if both.possible:
                         yield None, policy.call, both, policy.call
 
