@@ -73,9 +73,9 @@ def test_a_model_that_the_accelerator_has_not_prepared_computes_in_fp32() -> Non
 
 
 def test_rounded_times_are_few_and_other_ones() -> None:
-    """MPG618: BF16 leaves 128 times of [0.5, 1), and makes others of most integers that a scheduler draws."""
+    """MPG618: BF16 leaves 128 times of [0.5, 1), and makes others of half the integers that a scheduler draws."""
     drawn = torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 0.5 + 0.5
     assert drawn.unique().numel() > 90_000
     assert drawn.bfloat16().unique().numel() <= 129
     steps = torch.arange(1_000)
-    assert float((steps.bfloat16().long() != steps).float().mean()) > 0.6
+    assert float((steps.bfloat16().long() != steps).float().mean()) > 0.4
