@@ -895,6 +895,16 @@ def rounds_and_clips_by_hand() -> None:
     _changed(after_clipping=lambda model: _scales_by_hand(model, torch.float16))
 
 
+@case("single")
+def clips_in_bf16() -> None:
+    def clip(model: nn.Module) -> None:
+        norm = torch.stack([each.grad.norm() for each in model.parameters()]).norm()  # type: ignore[union-attr]
+        for each in model.parameters():
+            each.grad.copy_(each.grad.bfloat16() * (0.05 / norm).bfloat16())  # type: ignore[union-attr]
+
+    _changed(after_clipping=clip)
+
+
 def _to_grid(values: torch.Tensor, levels: int, dim: int | None = None) -> torch.Tensor:
     largest = values.abs().max() if dim is None else values.abs().amax(dim, keepdim=True)
     return (values * levels / largest).round() * (largest / levels)

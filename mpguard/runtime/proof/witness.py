@@ -8,6 +8,7 @@ compared, not bits: NaN equals NaN, and -0 equals 0.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,9 @@ NARROW = {"bf16": 16, "fp16": 13}
 
 #: Other ways than to the nearest value: a mask over the bits, and stochastic rounding.
 CUT_OFF, EITHER = " towards zero", ", up or down"
+
+#: A multiplication by one factor whose results are in 16 bits.
+PRODUCT = " in a multiplication"
 
 #: Neighbours in FP32 of a factor, or a scale, that was computed from one element.
 NEIGHBOURS = 2
@@ -75,7 +79,8 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def rounded(left: torch.Tensor, found: torch.Tensor) -> Match | None:
     """Return a match if `found` is `left` rounded to 16 bits, and then multiplied by one factor or not.
 
-    Rounded to the nearest value, towards zero, or, without a factor, to one of the two values around each.
+    Rounded to the nearest value, towards zero, or, without a factor, to one of the two values around each; or rounded
+    again after the multiplication.
     """
     if not _are_alike(left, found, 1) or factors(left, found):
         return None
@@ -85,6 +90,7 @@ def rounded(left: torch.Tensor, found: torch.Tensor) -> Match | None:
             _narrowed(name, left, _to(left, name), found)
             or _narrowed(name + CUT_OFF, left, below, found)
             or _rounded_to_either(name, left, below, found)
+            or _multiplied_in(name, left, found)
         )
         if match is not None:
             return match
@@ -155,6 +161,43 @@ def _rounded_to_either(name: str, left: torch.Tensor, below: torch.Tensor, found
     enough = min(int(changed.sum()), _different(left[changed]), _different(found[changed])) >= LEAST
     fits = (found == below) | (found == above) | (found.isnan() & left.isnan())
     return _match(name + EITHER, 1.0, changed, left, found) if enough and bool(fits.all()) else None
+
+
+def _multiplied_in(name: str, left: torch.Tensor, found: torch.Tensor) -> Match | None:
+    """Return a match if `found` is `left`, rounded or not, times one factor with the results in a narrow dtype."""
+    if not same(_to(found, name), found):
+        return None
+    for source in (left, _to(left, name)):
+        for factor in _factors_in(name, source, found):
+            product = (source.double() * factor).float()
+            changed = (product != found) & left.isfinite() & found.isfinite()
+            enough = int(changed.sum()) >= LEAST and _different(found[changed]) >= LEAST
+            if enough and same(_to(product, name), found):
+                return _match(name + PRODUCT, factor, changed, left, found)
+    return None
+
+
+def _factors_in(name: str, values: torch.Tensor, found: torch.Tensor) -> Iterator[float]:
+    """Yield a factor with which all `values` round to what was found, in as few bits as it may have; none if none does.
+
+    Each value bounds it: its product is nearer to what was found than to the neighbours of that in the narrow dtype. A
+    power of two is none, because it rounds nothing.
+    """
+    import torch
+
+    used = (values != 0) & (found != 0) & values.isfinite() & found.isfinite()
+    if not bool(used.any()):
+        return
+    narrow = found[used].abs().to(torch.bfloat16 if name == "bf16" else torch.float16)
+    exact, bits = narrow.double(), narrow.view(torch.int16)
+    below, above = ((bits + step).view(narrow.dtype).double() for step in (-1, 1))
+    ratio = values[used].double() * found[used].sign().double()
+    least = float(((exact + below) / 2 / ratio.abs()).max())
+    most = float(((exact + above) / 2 / ratio.abs()).min())
+    one_sign = bool((ratio > 0).all()) or bool((ratio < 0).all())
+    if one_sign and 0 < least <= most and math.frexp(least)[1] == math.frexp(most)[1] and math.frexp(least)[0] > 0.5:
+        middle = torch.tensor((least + most) / 2 * (1 if float(ratio[0]) > 0 else -1), dtype=torch.float64)
+        yield from dict.fromkeys((float(_to(middle, name)), float(middle.float()), float(middle)))
 
 
 def _match(to: str, factor: float, changed: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> Match:

@@ -193,7 +193,10 @@ def test_weights_that_were_cast_and_replaced_are_not_blamed_on_the_cast(tmp_path
             "holds in the thread that has entered it, and modules were called in another one",
         ),
         ("train(m, o, enabled=False)", "is switched off (`enabled=False`): enable it around the forward pass"),
-        ("y = m(x)\nwith amp(): loss = y.pow(2).mean()\nloss.backward(); o.step()", "these matmuls ran outside of it"),
+        (
+            "y = m(x)\nwith amp(): loss = y.pow(2).mean()\nloss.backward(); o.step()",
+            "in force where these matmuls ran",
+        ),
         ("m(x).pow(2).mean().backward(); o.step()", "No autocast region was entered around the forward pass"),
         (
             "torch.set_default_dtype(torch.bfloat16); m = net(); train(m, adam(m))",

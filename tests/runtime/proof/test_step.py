@@ -101,6 +101,7 @@ WRONG = {
         "rounds_one_matrix_at_the_step": "gradients: fp32, rounded to bf16 before the step: `2.weight`[",
         "rounds_and_scales_at_the_step": "gradients: fp32, rounded to bf16 before the step: `",
         "rounds_and_clips_by_hand": "gradients: fp32, rounded to fp16 before the step: `",
+        "clips_in_bf16": "gradients: fp32, rounded to bf16 in a multiplication before the step: `",
         "gradients_on_a_grid": "gradients: fp32, put on a grid of int8 before the step: `",
         "weights_on_a_grid_for_each_row": "optimizer: AdamW, weights fp32 put on a grid of int8",
         "weights_on_a_grid_of_one_scale": "optimizer: AdamW, weights fp32 put on a grid of int8",

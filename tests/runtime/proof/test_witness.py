@@ -60,6 +60,23 @@ def test_values_that_a_mask_cuts_off_or_that_were_rounded_stochastically(name: s
         assert witness.rounded(exact, exact.clamp(-1, 1)) is None
 
 
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("factor", [0.29, -3.1, 0.9, 1e-2])
+def test_a_multiplication_whose_results_are_in_16_bits(name: str, factor: float) -> None:
+    narrow = DTYPES[name]
+    for seed in range(20):
+        for left in (values(seed), values(seed).to(narrow).float()):  # in the matmuls of autocast they are exact
+            for product in (
+                left.to(narrow) * factor,
+                left.to(narrow) * torch.tensor(factor, dtype=narrow),
+                (left * factor).to(narrow),
+            ):
+                match = witness.rounded(left, product.float())
+                assert match is not None and match.to.startswith(name) and witness.is_allowed(match.to, 16)
+        exact = values(seed).to(narrow).float()
+        assert witness.rounded(exact, exact * 0.25) is None and witness.rounded(exact, exact * factor) is None
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -79,6 +96,8 @@ def test_values_that_a_mask_cuts_off_or_that_were_rounded_stochastically(name: s
         lambda left: torch.where(left > 0, left.bfloat16().float(), left),
         lambda left: left * torch.nan,
         lambda left: (left * 0.3).bfloat16().float() + left,
+        lambda left: left.sign() * 2.0**-7,
+        lambda left: (left + 0.01 * left.flip(0)).bfloat16().float(),
     ],
 )
 def test_other_changes_are_no_rounding(change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -41,7 +41,10 @@ def _outside(seen: Observed) -> str:
             f"{entered} holds in the thread that has entered it, and modules were called in another one: enter it in "
             "the function that this thread runs"
         )
-    return f"{entered} was entered, and these matmuls ran outside of it: run the forward pass inside it"
+    return (
+        f"{entered} was entered, and was not in force where these matmuls ran: run the whole forward pass inside it, "
+        "and switch autocast off nowhere in it"
+    )
 
 
 def other_sixteen_bits(seen: Observed, policy: Policy, found: str) -> str:
