@@ -74,9 +74,9 @@ class Inspection:
         """True if the ranks agree at a later step, which may be another one on each."""
         return self.progress is not None and self.progress.applied > self.applied
 
-    def without(self, why: str) -> list[Failure]:
+    def without(self, why: str, advice: str = "") -> list[Failure]:
         """Return the failures of this rank where others are missing. why: what these did not do."""
-        return [*self.failures, Failure(FailureKind.UNPROVEN, why)]
+        return [*self.failures, Failure(FailureKind.UNPROVEN, why, advice=advice)]
 
     def conclude(self, everywhere: list[Failure]) -> Proof:
         """Return the proof. everywhere: the failures of all ranks."""

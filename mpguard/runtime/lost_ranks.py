@@ -90,9 +90,10 @@ def publish(error: BaseException) -> None:
         store = default_store()
         how, failure = f"ended with {type(error).__name__}: {error}", None
         if isinstance(error, NotInForce):
-            how = f"was refused: {error.verdict}: {error.reasons}"
+            reasons = error.reasons.removeprefix(f"{NOT_PROVEN}: ")
+            how = f"was refused: {error.verdict}: {reasons}"
             kind = FailureKind.UNPROVEN if error.verdict == NOT_PROVEN else FailureKind.WRONG
-            failure = Failure(kind, error.reasons, ranks=(rank(),)).data()
+            failure = Failure(kind, reasons, ranks=(rank(),)).data()
         text = f"rank {rank()} ({place()}) {' '.join(how.split())[:_LENGTH]}"
         if not store.check([f"{_KEY}/cause"]):  # the first one is the cause
             store.set(f"{_KEY}/cause", json.dumps({"text": text, "failure": failure}))

@@ -250,6 +250,13 @@ class Reporter:
             on_rank = f"rank {rank()}: " if rank() else ""
             print_last(f"mpguard: {on_rank}the run was {refusal.verdict} and continued (--enforce): {refusal.summary}")
 
+    def report_idle_gradients(self) -> None:
+        """Print that a rank which is declared idle has computed gradients."""
+        print_line(
+            f"mpguard: rank {rank()} is one of idle_ranks, and has computed gradients: what it computed in is no part "
+            "of the proof"
+        )
+
     def report_no_training(self) -> None:
         """Print that a run ended without training in this process."""
         if rank() == 0:

@@ -20,6 +20,7 @@ from mpguard.runtime.proof.verdict import (
     Refusal,
     verdict_of,
 )
+from mpguard.runtime.ranks import is_idle
 from mpguard.runtime.reporter import unproven_at_exit
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def finalize(guard: Guard, status: int) -> None:
                 guard.count_unread(progress, but_last=False)
     if not status:
         guard.script.prove_at_the_end()
+    if is_idle() and guard.recorder.backwards:
+        guard.reporter.report_idle_gradients()
     if guard.plan.enforce == "warn":
         _add_warnings_of_others(guard)
     if guard.proof is not None and (failure := lost_ranks.refusal()) is not None:

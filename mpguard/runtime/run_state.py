@@ -44,6 +44,13 @@ if TYPE_CHECKING:
 guard_numbers = itertools.count()
 
 
+#: What to do about ranks that never step an optimizer.
+NEVER_STEP = (
+    "If some ranks only act, generate or serve, or compute gradients that another rank applies (a parameter server), "
+    "declare these: mpguard_allow: [{idle_ranks: 1-3}]. What they compute in is not proven then"
+)
+
+
 @dataclasses.dataclass
 class OptimizerState:
     """What is known about one optimizer. Held by a weak reference to it."""
@@ -210,8 +217,8 @@ class RunState:
             plan_exchange.check_settled(self.plan, self.refuse)
         if everywhere is None:
             self.alone = True
-            missing = inspection.missing()
-            everywhere = inspection.without(f"no result from {missing}: no step of this optimizer was applied there")
+            why = f"no result from {inspection.missing()}: no step of this optimizer was applied there"
+            everywhere = inspection.without(why, NEVER_STEP)
         proof = inspection.conclude(everywhere)
         first = self.proof is None
         if first or not proof.in_force:

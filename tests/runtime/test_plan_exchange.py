@@ -237,6 +237,7 @@ def test_two_ranks_that_differ(tmp_path: Path, differs: str, trained: bool, mess
     elif differs == "inactive":
         assert [each.returncode for each in ended] == [1, 0], shown
         assert "rank 1 did not publish a plan within 2 s: mpguard is not active there" in ended[0].stderr, shown
+        assert "(a parameter server), declare these: mpguard_allow: [{idle_ranks: 1-3}]" in ended[0].stderr, shown
     else:
         assert [each.returncode for each in ended] == [1, 1], shown
         assert errors.count("not in force: ") == 1, shown
