@@ -22,6 +22,7 @@ from mpguard.core.console import Line, printable, write_lines
 from mpguard.core.errors import ConfigError, PolicyError
 from mpguard.core.text_edits import apply_edits, write_atomically
 from mpguard.document import Document, dialects, mp_yaml, parse, read, validation
+from mpguard.document.schemas import deepspeed
 from mpguard.policy import hardware, recipes
 from mpguard.policy.policy import Policy
 from mpguard.targets import capabilities
@@ -121,7 +122,8 @@ def _documents(paths: list[Path]) -> list[Document]:
             if Path(document.path).suffix.lower() in _SUFFIXES:
                 wrong.append(str(error))
             else:
-                wrong.append(f"{document.path}: is not a config; a YAML or JSON file is needed")
+                reason = dialects.other_file(Path(document.path)) or "is not a config; a YAML or JSON file is needed"
+                wrong.append(f"{document.path}: {reason}")
             continue
         if document.kind is None:
             wrong.append(f"{document.path}: {dialects.unread(document)}")
@@ -199,6 +201,8 @@ def _job(document: Document, recipe: str, policy: Policy, documents: list[Docume
         changes = targets.differences(document.data, policy, kind)
         if kind == "accelerate":
             changes = [*mp_yaml.changes(document.data, recipe, given or _overrides(document, recipe)), *changes]
+        if all(change.implied for change in changes):
+            changes = []  # the file has the recipe: its program's defaults are the other values
         strategy = target.read_strategy(document.data)
         capabilities.require_supported(kind, policy, strategy)
         text = apply_edits(document.text, document.edits(changes))
@@ -211,6 +215,8 @@ def _job(document: Document, recipe: str, policy: Policy, documents: list[Docume
     if other is not None and not any(_names(document, each) for each in documents):
         notes.append(f"the precision is set in {other}; pass that file to `mpguard apply` too")
     after = parse(text, document.path)
+    if kind == "deepspeed" and (line := deepspeed.other_optimizer(document.data, after.data)):
+        notes.append(line)
     problems = list(validation.problems(after))
     if (unknown := dialects.unknown_keys(after, {each.key for each in problems})) is not None:
         notes.append(unknown)

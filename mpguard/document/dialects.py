@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from mpguard.core.lazy_pattern import lazy_pattern
@@ -107,11 +109,30 @@ def other_program(data: object) -> str | None:
     return next((name for name, has in OTHERS.items() if has(data)), None)
 
 
+def other_file(path: Path) -> str | None:
+    """Return what a TOML file is, for the end of a message, if it is a config of another program; None otherwise."""
+    if path.suffix.lower() != ".toml":
+        return None
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        name = other_program(tomllib.loads(path.read_text("utf-8")))
+    except (OSError, ValueError):
+        return None
+    return None if name is None else _of(name)
+
+
+def _of(name: str) -> str:
+    return f"is a config of {name}, which mpguard does not read; it reads those of {KNOWN}"
+
+
 def unread(document: Document) -> str:
     """Return why a config of no known kind cannot be read, for the end of a message."""
     name = other_program(document.data)
     if name is not None:
-        return f"is a config of {name}, which mpguard does not read; it reads those of {KNOWN}"
+        return _of(name)
     names = [f"`{key}`" for key in document.data]
     keys = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "none"
     return f"is no config of {KNOWN}, nor one that another plugin recognizes; its keys are {keys}"

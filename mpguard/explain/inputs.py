@@ -160,6 +160,8 @@ def _kind(path: Path) -> str:
             title = dialects.DIALECTS[document.kind].title
             raise ConfigError(f"{path}: a config of {title} is explained alone; give no other file, and no --launch")
         raise ConfigError(f"{path}: {dialects.unread(document)}")
+    if other := dialects.other_file(path):
+        raise ConfigError(f"{path}: {other}")
     raise ConfigError(
         f"{path}: `explain` reads accelerate's config, a DeepSpeed JSON, a Python script, and launch lines in .sh, "
         "Makefile, .md"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mpguard.core.errors import MpguardError, PolicyError
 from mpguard.document import Document, validation
+from mpguard.document.schemas.deepspeed import other_optimizer
 from mpguard.explain import accelerate, deepspeed, launch, policy
 from mpguard.explain.inputs import RunInputs
 from mpguard.explain.model import Explanation, Resolved
@@ -20,6 +21,7 @@ from mpguard.runtime.launch import preflight
 from mpguard.runtime.plan import Plan
 from mpguard.targets.capabilities import require_supported
 from mpguard.targets.inject import differences
+from mpguard.targets.settings import Setting, merged
 
 
 def explain(run: RunInputs, machine: hardware.Hardware | None = None) -> Explanation:
@@ -40,7 +42,7 @@ def _explain(run: RunInputs, machine: hardware.Hardware | None, refused: list[st
     """Return the explanation. refused: what a launch refuses in the config, which may make the rest unreadable."""
     if run.config is not None and any(validation.own_problems(run.config)):
         run = dataclasses.replace(run, launcher="accelerate", stock=True)  # there is no policy to read
-    engine = launch.engine(run)
+    engine, notes = launch.engine(run), [*run.notes, *_notes(run)]
     mode = accelerate.mode(run, machine)
     document = deepspeed.document_of(run)[0]
     direct = deepspeed.direct(run)
@@ -57,6 +59,7 @@ def _explain(run: RunInputs, machine: hardware.Hardware | None, refused: list[st
         settings = _under_policy(run, engine, mode, of_engine, enforced)
         if policy.converts_models(in_force.policy, strategy) or in_force.policy.low_bit_recipe is None:
             settings = [each for each in settings if not each.key.startswith("fp8_config.")]
+        notes += _other_optimizer(of_engine, settings, config, strategy)
         stops = list(_refused(run, in_force.policy, engine, strategy))
         in_use = next(each for each in settings if each.key == "mixed_precision")
         stops = stops or list(deepspeed.stops(run, in_use, of_engine, guarded=True))
@@ -75,8 +78,27 @@ def _explain(run: RunInputs, machine: hardware.Hardware | None, refused: list[st
         settings=tuple(settings),
         unread=tuple(unread(run, facts, document, direct)),
         stops=tuple(dict.fromkeys([*refused, *launch.stops(run, guarded=in_force is not None), *stops])),
-        notes=(*run.notes, *_notes(run)),
+        notes=tuple(notes),
     )
+
+
+def _other_optimizer(
+    stock: list[Resolved], policy: list[Resolved], config: Mapping[str, Any] | None, strategy: str | None
+) -> Iterator[str]:
+    """Yield the line of another optimizer class that DeepSpeed builds because of the policy's settings."""
+    if config is None or not (strategy or "").startswith("deepspeed-zero"):
+        return
+    zero = config.get("zero_optimization") or {"stage": int(str(strategy)[-1])}
+    before, after = (
+        merged({"zero_optimization": zero}, {each.key: Setting(each.value) for each in settings if "." in each.key})
+        for settings in (stock, [each for each in policy if each.key.partition(".")[0] in _OF_ENGINE])
+    )
+    if line := other_optimizer(before, after):
+        yield line
+
+
+#: The sections of DeepSpeed's config that select the class of its optimizer.
+_OF_ENGINE = ("bf16", "fp16", "data_types")
 
 
 def _invalid(run: RunInputs) -> Iterator[str]:

@@ -43,6 +43,7 @@ def accelerate(policy: Policy, strategy: str | None) -> Settings:
         mode, reason = policy.compute_dtype.short, f"{unsupported}; mpguard converts the model itself"
     settings: dict[str, Any] = {
         "mixed_precision": Setting(mode, reason, equivalent=_is(mode)),
+        "fp16": Setting(ABSENT, "the old key, ignored next to mixed_precision", equivalent=lambda found: not found),
         "deepspeed_config.mixed_precision": Setting(ABSENT, "it silently overrides the top-level mixed_precision"),
         "fsdp_config.mixed_precision_policy": Setting(ABSENT, "accelerate reads no such key"),
         "fsdp_config.fsdp_mixed_precision_policy": Setting(ABSENT, "accelerate reads no such key"),
@@ -169,12 +170,28 @@ def _deepspeed(strategy: str | None) -> bool:
 
 
 @accelerate.adapter
-def with_deepspeed_file(settings: dict[str, Setting], config: Mapping[str, Any]) -> dict[str, Setting]:
-    """Remove `mixed_precision` from a config that names a DeepSpeed file."""
+def adapted(settings: dict[str, Setting], config: Mapping[str, Any]) -> dict[str, Setting]:
+    """Keep the spellings of the config, and remove `mixed_precision` from one that names a DeepSpeed file."""
+    settings = _as_spelled(settings, config)
     if lookup(config, "deepspeed_config.deepspeed_config_file") in (ABSENT, None):
         return settings
     why = "accelerate refuses it with deepspeed_config_file, which sets it"
     return {**settings, "mixed_precision": Setting(ABSENT, why)}
+
+
+def _as_spelled(settings: dict[str, Setting], config: Mapping[str, Any]) -> dict[str, Setting]:
+    """Return settings with the keys of `fp8_config` as the config spells them: with the prefix `fp8_` or without.
+
+    The first setting of a key and its twin has the value, the second removes the other spelling.
+    """
+    found: dict[str, Setting] = {}
+    for key, setting in settings.items():
+        section, _, name = key.partition(".")
+        other = f"{section}.{name[4:] if name.startswith('fp8_') else f'fp8_{name}'}"
+        only_other = lookup(config, key) is ABSENT and lookup(config, other) is not ABSENT
+        renamed = section == "fp8_config" and setting.value is not ABSENT and only_other
+        found.setdefault(other if renamed else key, setting)
+    return found
 
 
 @accelerate.detector
@@ -223,7 +240,7 @@ def strategy_of(config: Mapping[str, Any]) -> str | None:
 @accelerate.reader
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the policy fields that an accelerate YAML sets, without those that accelerate leaves to defaults."""
-    mode = str(config.get("mixed_precision", "no")).lower()
+    mode = str(config.get("mixed_precision", "fp16" if config.get("fp16") else "no")).lower()
     found: dict[str, Any] = {}
     if mode in ("bf16", "fp16"):
         found[mode] = True

@@ -75,13 +75,13 @@ def _reduction(policy: Policy, zero: bool) -> dict[str, Any]:
             "fp32", f"DeepSpeed would keep the reduced gradients in {engine}", equivalent=_means(Dtype.FP32)
         )
         return {
-            "communication_data_type": Setting("fp32", reason, equivalent=_means(Dtype.FP32)),
+            "communication_data_type": Setting("fp32", reason, equivalent=_reduces(Dtype.FP32)),
             # Without ZeRO, DeepSpeed refuses two different dtypes here.
             **({"data_types.grad_accum_dtype": stored} if zero and policy.master_dtype is Dtype.FP32 else {}),
         }
     return {
         "communication_data_type": Setting(
-            ABSENT, f"the policy reduces in {reduce}, the default", equivalent=_means(reduce)
+            ABSENT, f"the policy reduces in {reduce}, the default", equivalent=_reduces(reduce)
         ),
         **({"data_types.grad_accum_dtype": Setting(ABSENT, equivalent=_means(reduce))} if zero else {}),
     }
@@ -150,6 +150,11 @@ def _off(found: Any) -> bool:
 def _means(dtype: Dtype) -> Callable[[Any], bool]:
     """Return a function that is true for any spelling of a dtype."""
     return lambda found: isinstance(found, str) and Dtype.spelled(found) is dtype
+
+
+def _reduces(dtype: Dtype) -> Callable[[Any], bool]:
+    """The same for `communication_data_type`, where DeepSpeed parses the short names only."""
+    return lambda found: isinstance(found, str) and found.lower() == dtype.short
 
 
 @deepspeed.detector

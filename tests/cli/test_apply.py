@@ -344,3 +344,50 @@ def test_auto_needs_a_gpu_for_a_trainer_that_mpguard_does_not_launch(
     assert main(["apply", "auto", "axolotl.yml"]) == 2
     assert "`auto` is decided by the GPU, and this machine has none. Name a recipe" in capsys.readouterr().err
     assert Path("axolotl.yml").read_text() == AXOLOTL_FSDP2
+
+
+ACCELERATE = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 2\n"
+TORCHTITAN = "[job]\n[training]\nmixed_precision_param = 'bfloat16'\n[parallelism]\ndata_parallel_shard_degree = -1\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "recipe", "shown", "absent"),
+    [
+        (
+            "ds.json",
+            '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "communication_data_type": "fp32",'
+            ' "data_types": {"grad_accum_dtype": "float32"}}',
+            "bf16_mixed", "matches bf16_mixed", "fp16.enabled",
+        ),
+        (
+            "ds.json",
+            '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}, "communication_data_type": "float32"}',
+            "bf16_mixed", "communication_data_type: float32 -> fp32", "in place of BF16_Optimizer",
+        ),
+        (
+            "ds.json", '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}}', "bf16_mixed",
+            "DeepSpeed builds BF16_Optimizer in place of DeepSpeedZeroOptimizer, because of data_types",
+            "problem",
+        ),
+        (
+            "mp.yaml", ACCELERATE + "fp16: true\n", "bf16_mixed",
+            "fp16: true -> (removed) (the old key, ignored next to mixed_precision)", "problem",
+        ),
+        (
+            "mp.yaml",
+            ACCELERATE + "mixed_precision: fp8\nfp8_config:\n  fp8_backend: TE\n  fp8_format: E4M3\n"
+            "  fp8_amax_compute_algo: max\n",
+            "bf16_with_fp8_delayed_scaling_mixed", "fp8_config.fp8_format: E4M3 -> HYBRID", "another spelling",
+        ),
+        ("llama3.toml", TORCHTITAN, "bf16_mixed", "is a config of torchtitan, which mpguard does not read", "matches"),
+        ("setup.toml", "[project]\n", "bf16_mixed", "is not a config; a YAML or JSON file is needed", "matches"),
+    ],
+)  # fmt: skip
+def test_what_a_file_has_in_another_form_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, recipe: str, shown: str, absent: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    main(["apply", "--check", recipe, str(path)])
+    printed = capsys.readouterr()
+    assert shown in printed.out + printed.err and absent not in printed.out

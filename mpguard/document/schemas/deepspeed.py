@@ -8,8 +8,11 @@ keys that the installed DeepSpeed looks up, and with the values that it refuses.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from mpguard.document.values import SCALE, SECTION, SWITCH, WHOLE, ValueKind, one_of
+from mpguard.policy.dtype import Dtype
+from mpguard.targets.settings import lookup, show
 
 VERSION = "0.19.8"
 
@@ -97,3 +100,33 @@ VALUES: Mapping[str, ValueKind] = {
     "data_types.buffer_dtype": _DTYPES,
     "zero_optimization.stage": ValueKind("it is one of 0, 1, 2, 3", lambda value: str(value) in ("0", "1", "2", "3")),
 }
+
+
+def optimizer_class(config: Mapping[str, Any]) -> str | None:
+    """Return the class of the optimizer that DeepSpeed builds for a config; None if it is the script's own.
+
+    From deepspeed 0.19.8, `DeepSpeedEngine._do_optimizer_sanity_check`.
+    """
+    accumulated = lookup(config, "data_types.grad_accum_dtype")
+    stage = lookup(config, "zero_optimization.stage")
+    if stage == 3:
+        return "DeepSpeedZeroOptimizer_Stage3"
+    if stage in (1, 2):
+        offload = lookup(config, "zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
+        separate = lookup(config, "bf16.enabled") is True and Dtype.spelled(str(accumulated)) is Dtype.FP32
+        return "BF16_Optimizer" if separate and stage == 1 and not offload else "DeepSpeedZeroOptimizer"
+    low = any(lookup(config, f"{name}.enabled") is True for name in ("bf16", "fp16"))
+    return "FP16_Optimizer (FP16_UnfusedOptimizer, if it is not FusedAdam)" if low else None
+
+
+def other_optimizer(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+    """Return a line that names the other optimizer class that a changed config selects; None if it is the same."""
+    one, other = optimizer_class(before), optimizer_class(after)
+    if one == other:
+        return None
+    switches = [f"{name}.enabled" for name in ("bf16", "fp16")]
+    changed = [key for key in switches if (lookup(before, key) is True) != (lookup(after, key) is True)]
+    if lookup(before, "data_types.grad_accum_dtype") != lookup(after, "data_types.grad_accum_dtype"):
+        changed.append("data_types.grad_accum_dtype")
+    why = " and ".join(f"{key}: {show(lookup(after, key))}" for key in changed)
+    return f"DeepSpeed builds {other or 'no wrapper'} in place of {one or 'no wrapper'}, because of {why}"

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.core.errors import ConfigError
 from mpguard.document import read
+from mpguard.document.schemas.deepspeed import other_optimizer
 from mpguard.policy.allow import STATES
 from mpguard.policy.dtype import Dtype
 from mpguard.runtime.plan import deepspeed_file, with_first_scale
 from mpguard.runtime.proof.verdict import Refusal
 from mpguard.targets.inject import Change, differences
 from mpguard.targets.plugin import get
-from mpguard.targets.settings import ABSENT, Setting, lookup, merged, show
+from mpguard.targets.settings import ABSENT, Setting, merged, show
 
 if TYPE_CHECKING:
     from mpguard.runtime.guard import Guard
@@ -98,26 +99,8 @@ def _consequences(before: Mapping[str, Any], after: Mapping[str, Any], changes: 
     added = [each for each in changes if not each.overrides and each.reason and each.new is not ABSENT]
     if added:
         yield "added " + ", ".join(f"{each.key}: {show(each.new)} ({each.reason})" for each in added)
-    one, other = optimizer_class(before), optimizer_class(after)
-    if one != other:
-        accumulated = show(lookup(after, "data_types.grad_accum_dtype"))
-        yield f"DeepSpeed builds {other} in place of {one}, because of data_types.grad_accum_dtype: {accumulated}"
-
-
-def optimizer_class(config: Mapping[str, Any]) -> str | None:
-    """Return the class of the optimizer that DeepSpeed builds for a config; None without ZeRO.
-
-    From deepspeed 0.19.8, `DeepSpeedEngine._do_optimizer_sanity_check`.
-    """
-    accumulated = lookup(config, "data_types.grad_accum_dtype")
-    stage = lookup(config, "zero_optimization.stage")
-    if stage == 3:
-        return "DeepSpeedZeroOptimizer_Stage3"
-    if stage in (1, 2):
-        offload = lookup(config, "zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
-        separate = lookup(config, "bf16.enabled") is True and Dtype.spelled(str(accumulated)) is Dtype.FP32
-        return "BF16_Optimizer" if separate and stage == 1 and not offload else "DeepSpeedZeroOptimizer"
-    return None
+    if line := other_optimizer(before, after):
+        yield line
 
 
 def muon_states(engine: Any, guard: Guard) -> Refusal | None:

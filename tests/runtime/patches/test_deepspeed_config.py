@@ -15,8 +15,8 @@ pytest.importorskip("deepspeed", reason="the real library runs here")
 from paths import PROGRAMS
 from processes import free_port, in_fork, launch_in_forks, mp_yaml, results, run_python, transcript
 
+from mpguard.document.schemas.deepspeed import optimizer_class
 from mpguard.explain import explain, gather
-from mpguard.runtime.patches.deepspeed_config import optimizer_class
 
 PROGRAM = PROGRAMS / "deepspeed_config.py"
 BF16 = {"bf16": {"enabled": True}}
@@ -114,9 +114,13 @@ def test_the_optimizer_class_is_the_one_that_deepspeed_builds(tmp_path: Path) ->
         {**zero(1), **BF16, **accumulated},
         {**zero(2), **BF16, **accumulated},
         {**zero(3), **BF16},
+        {**zero(0), **BF16},
+        zero(0),
     ]
     made = run(configs, tmp_path, None)
-    assert [each["class"] for each in results(made)] == [optimizer_class(each) for each in configs], transcript(made)
+    *built, wrapper, own = [each["class"] for each in results(made)]
+    assert built == [optimizer_class(each) for each in configs[:4]], transcript(made)
+    assert wrapper in str(optimizer_class(configs[4])) and optimizer_class(configs[5]) is None and own == "AdamW"
 
 
 def test_muon_under_zero_1_is_proven(tmp_path: Path) -> None:
