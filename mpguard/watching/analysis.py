@@ -17,8 +17,9 @@ from mpguard.runtime.ranks import rank, world_size
 from mpguard.watching import detect, drift, gradients, suggest
 from mpguard.watching.fp8_report import Fp8Report
 from mpguard.watching.output import JsonLines, Terminal, Trackers, WatchEvent, plain
-from mpguard.watching.replay import FINITE, LOSS, CapturedCall, Captures, Located, name_in_owner, replay
+from mpguard.watching.replay import EXPLODED, FINITE, CapturedCall, Captures, name_in_owner, replay
 from mpguard.watching.rounds import Part, StepRound
+from mpguard.watching.trace import LOSS, Located
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,6 +30,9 @@ UNDERFLOW_SHARE = 0.3
 #: Checks in a row at which all gradients are zero, and the share of weights that a step leaves as they are, from which
 #: it is an event; the fewest sampled weights with gradients.
 ZERO_LOOKS, STUCK_SHARE, FEWEST_MOVED = 5, 0.9, 64
+
+#: Checks in a row at which all gradients of a module are zero, and those of others are not, from which it is an event.
+DEAD_LOOKS = 20
 
 #: Modules whose shares are written, those that underflow most first.
 WRITTEN_MODULES = 16
@@ -52,6 +56,7 @@ class Analysis:
         self._was_bad = False
         self._autocast = ""  # the dtype of autocast around the model
         self._zeros = 0  # checks in a row at which all gradients were zero
+        self._dead: dict[str, int] = {}  # the same, for each module
         self._stuck_reported = False
         self._jumps, self._divergence, self._collapse = detect.NormJumps(), detect.Divergence(), detect.ScaleCollapse()
         self._losses: deque[float] = deque(maxlen=drift.COMPARE_EVERY)
@@ -130,7 +135,7 @@ class Analysis:
         self._replays += 1
         found = Located(None)
         for batch in _suspects(batches, losses, captures.dropped):
-            found = replay(batch)
+            found = replay(batch, bad_loss=bool(losses))
             if found.module is not None and batch.first:
                 found = dataclasses.replace(found, module=name_in_owner(batch.module(), found.module))
             if found.module is not None or not found.replayed:
@@ -139,6 +144,8 @@ class Analysis:
             return _by_order(losses, norms, found.reason)
         if found.module in (None, LOSS) and losses:
             return Located(LOSS, "forward", _kind_of(losses), found.inputs)
+        if found.reason.startswith(EXPLODED):
+            return found
         if found.reason == FINITE and world_size()[0] > 1:
             return Located(None, "backward", reason="the batch of this rank is finite: another rank made it")
         return found if found.module is not None else _by_order(losses, norms, found.reason)
@@ -148,6 +155,9 @@ class Analysis:
         loss = {"loss": losses[0] if losses else None}
         value = {**found.value(), **loss, "parameters": bad[:8], "parameters_total": len(bad)}
         what = "the loss is not finite" if losses else "gradients are not finite"
+        if found.reason.startswith(EXPLODED):
+            text = f"the gradient norm is not finite: {found.reason}"
+            return WatchEvent("nonfinite", current.step, None, value, suggest.for_divergence(self.policy), text)
         text = (
             f"{what}; the module is not known: {found.reason}" if found.module is None else f"{what}: {_text_of(found)}"
         )
@@ -158,19 +168,27 @@ class Analysis:
             if self.level != "full" and found.reason == SEEN_LATE:
                 return suggest.FOR_LATE
             return suggest.for_loss() if losses else suggest.for_jump()
+        dtype = found.inputs[0]["dtype"] if found.inputs else self._autocast
         if found.phase == "input":
-            return suggest.for_batch()
+            return suggest.for_batch(dtype)
         if found.phase == "weights":
             return suggest.for_weights(found.module)
         if found.module == LOSS:
-            return suggest.for_loss()
+            return suggest.for_loss(dtype, backward=found.phase == "backward")
+        if found.buffers:
+            return suggest.for_buffers(found.module, found.buffers)
         computed = found.computed
         if computed is not None and computed.tried and computed.largest is not None:
             return suggest.for_overflow(found.module, self.policy, self._modules, computed.dtype, computed.weights)
         # What is not finite in FP32 either, or was computed in it, has another cause than the precision.
         in_fp32 = computed is not None and (computed.tried or computed.dtype == "float32")
         overflowed = found.kind == "inf"
-        return suggest.for_module(found.module, self.policy, self._modules, overflowed=overflowed, in_fp32=in_fp32)
+        if found.phase == "backward" and dtype in ("float32", "bfloat16"):
+            in_fp32 = in_fp32 or overflowed or dtype == "float32"  # BF16 has the range of FP32
+        return suggest.for_module(
+            found.module, self.policy, self._modules, overflowed=overflowed, in_fp32=in_fp32, phase=found.phase,
+            between=bool(found.before),
+        )  # fmt: skip
 
     # -- rounds ------------------------------------------------------------------------------
 
@@ -240,6 +258,24 @@ class Analysis:
             value = {"parameters": len(norms), "loss_scale": scale, "format": kind}
             hint = suggest.for_zeros(kind, scale)
             self._emit(WatchEvent("zero_gradients", current.step, None, value, hint, text))
+        elif not self._zeros and not current.sharded:  # a shard may be of rows that no batch has
+            self._look_at_dead(current, scale)
+
+    def _look_at_dead(self, current: StepRound, scale: float | None) -> None:
+        """Report modules whose gradients are all zero at many checks in a row, while others train."""
+        alive: dict[str, bool] = {}
+        for name, values in current.rows("norm").items():
+            module = name.rpartition(".")[0] or name
+            alive[module] = alive.get(module, False) or bool(values[0])
+        self._dead = {module: self._dead.get(module, 0) + 1 for module, lives in alive.items() if not lives}
+        dead = [module for module, count in self._dead.items() if count == DEAD_LOOKS]
+        if dead:
+            kind = self._format(scale)
+            more = f" and {len(dead) - 1} other modules" if len(dead) > 1 else ""
+            text = f"all gradients of `{dead[0]}`{more} are exactly zero, at {DEAD_LOOKS} checks in a row"
+            value = {"modules": dead[:WRITTEN_MODULES], "total": len(dead), "loss_scale": scale, "format": kind}
+            hint = suggest.for_dead(kind, scale)
+            self._emit(WatchEvent("zero_gradients", current.step, dead[0], value, hint, text))
 
     def _look_at_movement(self, current: StepRound, skipped: bool) -> None:
         """Report once that a step leaves nearly all weights as they are, though they have gradients."""
@@ -372,8 +408,12 @@ def _text_of(found: Located) -> str:
     if found.phase == "weights":
         return f"the weights of {named} have {kind} ({found.reason})"
     got = f", from {'gradients' if found.phase == 'backward' else 'inputs'}: {ranges}" if ranges else ""
+    named += f", before it calls `{found.before}`," if found.before else ""
+    buffers = f"; its buffer {', '.join(found.buffers)} is not finite" if found.buffers else ""
     by_order = "" if found.replayed else f" (from the order of the parameters, not replayed: {found.reason})"
-    return f"the first {kind} is made by {named} in the {found.phase} pass{got}{_computed_text(found)}{by_order}"
+    return (
+        f"the first {kind} is made by {named} in the {found.phase} pass{got}{_computed_text(found)}{by_order}{buffers}"
+    )
 
 
 #: The largest number of the 16-bit formats.

@@ -25,6 +25,9 @@ RECENT, RISE_DEVIATIONS = 25, 6.0
 #: The loss diverges if it has lost this share of what it had gained since its start.
 LOST_SHARE = 0.5
 
+#: First losses, and how many times their median the loss must be to have exploded before it fell.
+FIRST_LOSSES, EXPLODED_TIMES = 3, 1000.0
+
 #: Steps skipped in a row, and a dynamic loss scale, at which the loss scale collapses.
 SKIPPED_IN_A_ROW, LOWEST_SCALE = 8, 1.0
 
@@ -75,11 +78,12 @@ class Divergence:
     """Finds a loss that has lost half of what it had gained, and stays so.
 
     Medians of `RECENT` steps are compared, so that single losses do not matter. A loss that never fell cannot diverge
-    before it is above its start by as much.
+    before it is above its start by as much, or has exploded in the first steps.
     """
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=RECENT)
+        self._first: list[float] = []
         self._start: float | None = None
         self._best = math.inf
         self._spread = 0.0
@@ -92,11 +96,17 @@ class Divergence:
             return None
         self._steps += 1
         self._recent.append(loss)
+        if len(self._first) < FIRST_LOSSES:
+            self._first.append(loss)
         if len(self._recent) < RECENT or self._steps % COMPARED_EVERY:
             return None
         now = statistics.median(self._recent)
         if self._start is None:
             self._start = now
+            first = min(self._first)
+            if 0 < EXPLODED_TIMES * first < now:
+                self._best, self._diverged = first, True
+                return now, first
         if now < self._best:
             self._best = now
             self._spread = max(deviation(self._recent), 1e-3 * abs(now))

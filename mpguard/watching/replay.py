@@ -12,11 +12,23 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.watching.containment import CONTAINMENT
+from mpguard.watching.trace import (
+    LOSS,
+    Located,
+    ReplayTrace,
+    autocast_kinds,
+    bad_kind,
+    kind_in,
+    on_gradient,
+    ranges_of,
+    short,
+    tensors_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -33,11 +45,11 @@ KEPT_CALLS = 8
 #: Why a replay, forward and backward, has found nothing.
 FINITE = "the replay of the batch was finite"
 
+#: Gradients that are finite, and so large that their norm is not: FP32 holds the squares of numbers below this.
+EXPLODED, SQUARE_OVERFLOWS = "the gradients are finite, but too large for the sum of their squares in FP32", 1e18
+
 #: Why a model of TorchScript has no replay.
 SCRIPTED = "it has a ScriptModule, which takes no hooks"
-
-#: What the code between modules is called: the loss, if it is computed outside of the model.
-LOSS = "the loss function"
 
 
 class CapturedCall:
@@ -53,7 +65,7 @@ class CapturedCall:
         self.args, self.kwargs = args, kwargs
         self.random = torch.get_rng_state()
         self.device_random = _device_random()
-        self.autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in _autocast_kinds()]
+        self.autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in autocast_kinds()]
         self.training = module.training
         self.gradients: dict[int, torch.Tensor] = {}
         self.first = False  # it was kept before the models of the optimizers were known
@@ -61,13 +73,13 @@ class CapturedCall:
 
     def follow(self, outputs: Any) -> None:
         """Keep the gradients of the outputs when they are computed."""
-        leaves = _tensors(outputs)
+        leaves = tensors_of(outputs)
         if len(leaves) == 1:  # nearly every model: nothing to choose from
             (leaf,) = leaves
             if leaf.requires_grad:
                 self.scalar = leaf.numel() == 1
                 if leaf.numel() * leaf.element_size() <= KEPT_BYTES:
-                    _register(leaf, functools.partial(self._keep, 0))
+                    on_gradient(leaf, functools.partial(self._keep, 0))
             return
         with_graph = [(index, leaf) for index, leaf in enumerate(leaves) if leaf.requires_grad]
         self.scalar = any(leaf.numel() == 1 for _, leaf in with_graph)
@@ -77,16 +89,11 @@ class CapturedCall:
                 continue
             kept += leaf.numel() * leaf.element_size()
             if kept <= KEPT_BYTES:
-                _register(leaf, functools.partial(self._keep, index))
+                on_gradient(leaf, functools.partial(self._keep, index))
 
     def _keep(self, index: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None:  # compiled code has outputs of which the loss uses only others
             self.gradients[index] = gradient.detach() if gradient.requires_grad else gradient
-
-
-def _register(tensor: Any, hook: Callable[[torch.Tensor | None], None]) -> None:
-    """Call a hook with the gradient of a tensor, None if there is none."""
-    tensor.register_hook(CONTAINMENT.contained_hook(hook, "the watch of a model's gradients"))
 
 
 def _device_random() -> Any:
@@ -95,49 +102,6 @@ def _device_random() -> Any:
 
     cuda: Any = torch.cuda
     return cuda.get_rng_state() if cuda.is_initialized() and not cuda.is_current_stream_capturing() else None
-
-
-def _autocast_kinds() -> list[str]:
-    import torch
-
-    return [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    """Return the floating-point tensors of a nested structure."""
-    import torch
-
-    plain: list[torch.Tensor] = []
-    if _collect(tree, plain):
-        return plain
-    from torch.utils._pytree import tree_leaves
-
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, Mapping)):
-        tree = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
-    return [
-        leaf
-        for leaf in tree_leaves(dict(tree) if isinstance(tree, Mapping) else tree)
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    ]
-
-
-def _collect(tree: Any, found: list[torch.Tensor]) -> bool:
-    """Add the floating-point tensors of plain tuples, lists and dicts; False if there is anything else in them.
-
-    It is run at each step, and takes a fifth of what torch's own function does.
-    """
-    import torch
-
-    kind = type(tree)
-    if kind is tuple or kind is list:
-        return all(_collect(each, found) for each in tree)
-    if kind is dict:
-        return all(_collect(each, found) for each in tree.values())
-    if isinstance(tree, torch.Tensor):
-        if tree.is_floating_point():
-            found.append(tree)
-        return True
-    return tree is None or kind in (bool, int, float, str)
 
 
 # -- capture -------------------------------------------------------------------------------------
@@ -239,11 +203,11 @@ class Captures:
 
     def _keep(self, batch: CapturedCall) -> None:
         """Keep a call, and drop the oldest where there are too many or too large ones."""
-        self.dtype = _short(batch.autocast[0][1]) if batch.autocast else ""
+        self.dtype = short(batch.autocast[0][1]) if batch.autocast else ""
         if not self.batches:
             self.batches.append(batch)
             return
-        size = sum(each.numel() * each.element_size() for each in _tensors((batch.args, batch.kwargs)))
+        size = sum(each.numel() * each.element_size() for each in tensors_of((batch.args, batch.kwargs)))
         room = KEPT_CALLS if size * KEPT_CALLS <= KEPT_BYTES else 1
         self.dropped += max(0, len(self.batches) + 1 - room)
         self.batches = [*self.batches, batch][-room:]
@@ -287,46 +251,6 @@ def plain_module(module: Any) -> Any:
 # -- replay --------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class NarrowResult:
-    """How a module computed results that are not finite.
-
-    dtype: what it computed in: that of autocast, or of its results. weights: the dtype of its weights; empty without.
-    largest: the largest magnitude of its results in FP32, from the same inputs; None if these are not finite either.
-    tried: True if it was computed in FP32.
-    """
-
-    dtype: str
-    weights: str = ""
-    largest: float | None = None
-    tried: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Located:
-    """The first module with NaN or Inf.
-
-    module: its name; None if it was not found, then `reason` says why. phase: forward, backward, weights or input.
-    kind: nan or inf. inputs: ranges of its inputs (backward: of the gradients that it got). replayed: False
-    without a replay, at least of the forward pass. computed: how the module computed, where that is known.
-    """
-
-    module: str | None
-    phase: str = "forward"
-    kind: str = "nan"
-    inputs: tuple[dict[str, Any], ...] = ()
-    reason: str = ""
-    replayed: bool = True
-    computed: NarrowResult | None = None
-
-    def value(self) -> dict[str, Any]:
-        """Return what the JSONL file has."""
-        facts: dict[str, Any] = {"phase": self.phase, "kind": self.kind, "inputs": list(self.inputs)}
-        if self.computed is not None:
-            facts |= {"computed": dataclasses.asdict(self.computed)}
-        return {**facts, "reason": self.reason} if self.reason else facts
-
-
 def _is_scripted(module: Any) -> bool:
     """True for a module of `torch.jit.script` or `torch.jit.load`."""
     return any(base.__name__ == "RecursiveScriptModule" for base in type(module).__mro__)
@@ -366,8 +290,11 @@ def cannot_replay(module: nn.Module) -> str:
     return ""
 
 
-def replay(batch: CapturedCall) -> Located:
-    """Run a batch again with hooks on all modules, and return the first that makes NaN or Inf from finite inputs."""
+def replay(batch: CapturedCall, *, bad_loss: bool = False) -> Located:
+    """Run a batch again with hooks on all modules, and return the first that makes NaN or Inf from finite inputs.
+
+    bad_loss: the loss of the batch is not finite, so it is made in the forward pass.
+    """
     model = plain_module(batch.module())
     if model is None:
         return Located(None, reason="the model no longer exists", replayed=False)
@@ -377,13 +304,13 @@ def replay(batch: CapturedCall) -> Located:
     damaged = bad_weights(model)
     if damaged:
         # Bad gradients spread from the module that made them to all before it, so the last in their order is that one.
-        kind = _kind_in(list(model.get_submodule(damaged[-1]).parameters(recurse=False)))
+        kind = kind_in(list(model.get_submodule(damaged[-1]).parameters(recurse=False)))
         total = sum(1 for own in model.modules() if own._parameters)
         which = f"{len(damaged)} of {total} modules have such weights"
         return Located(plain_name(damaged[-1]) or type(model).__name__, "weights", kind, reason=which)
-    trace = _Trace(model)
+    trace = ReplayTrace(model)
     try:
-        return _replay(model, batch, trace)
+        return _replay(model, batch, trace, bad_loss)
     except _NeedsOtherRanks as error:
         reason = f"{error} would wait for the other ranks"
     except Exception as error:  # too little memory, or a model that does not take the same batch twice
@@ -410,31 +337,33 @@ def _without_collectives() -> contextlib.AbstractContextManager[Any]:
     return cast("contextlib.AbstractContextManager[Any]", mode())
 
 
-def _replay(model: nn.Module, batch: CapturedCall, trace: _Trace) -> Located:
+def _replay(model: nn.Module, batch: CapturedCall, trace: ReplayTrace, bad_loss: bool) -> Located:
     import torch
 
     with _isolated(model, batch), trace, _without_collectives():
         args, kwargs = _copies((batch.args, batch.kwargs))
-        if (kind := _kind_in(_tensors((args, kwargs)))) != "":
-            return Located("the batch", "input", kind, _ranges(_tensors((args, kwargs))))
+        if (kind := bad_kind(tensors_of((args, kwargs)))) != "":
+            return Located("the batch", "input", kind, ranges_of(tensors_of((args, kwargs))))
         with contextlib.ExitStack() as stack:
             for device, dtype in batch.autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype))
             outputs = model(*args, **kwargs)
         if trace.forward is not None:
             return dataclasses.replace(trace.forward, computed=trace.computed())
+        if bad_loss:
+            return Located(LOSS, "forward", inputs=ranges_of(tensors_of(outputs)))
         return _backward(model, batch, trace, outputs)
 
 
 def bad_weights(model: nn.Module) -> list[str]:
     """Return the modules whose own parameters are not finite, in their order."""
-    return [name for name, module in model.named_modules() if _kind_in(list(module.parameters(recurse=False)))]
+    return [name for name, module in model.named_modules() if kind_in(list(module.parameters(recurse=False)))]
 
 
-def _backward(model: nn.Module, batch: CapturedCall, trace: _Trace, outputs: Any) -> Located:
+def _backward(model: nn.Module, batch: CapturedCall, trace: ReplayTrace, outputs: Any) -> Located:
     import torch
 
-    leaves = _tensors(outputs)
+    leaves = tensors_of(outputs)
     pairs = [
         (leaves[index], gradient)
         for index, gradient in batch.gradients.items()
@@ -444,16 +373,20 @@ def _backward(model: nn.Module, batch: CapturedCall, trace: _Trace, outputs: Any
         reason = "the gradients of the model's outputs were not kept: they are larger than 64 MiB"
         return Located(None, "backward", reason=reason)
     gradients = [gradient for _, gradient in pairs]
-    if (kind := _kind_in(gradients)) != "":
-        finite = not _kind_in([leaf for leaf, _ in pairs])
-        return Located(LOSS, "backward" if finite else "forward", kind, _ranges([leaf for leaf, _ in pairs]))
+    if (kind := kind_in(gradients)) != "":
+        finite = not kind_in([leaf for leaf, _ in pairs])
+        return Located(LOSS, "backward" if finite else "forward", kind, ranges_of([leaf for leaf, _ in pairs]))
     parameters = {name: own for name, own in model.named_parameters() if own.requires_grad}
     found = torch.autograd.grad([leaf for leaf, _ in pairs], list(parameters.values()), gradients, allow_unused=True)
     bad = [
-        name for name, gradient in zip(parameters, found, strict=True) if gradient is not None and _kind_in([gradient])
+        name for name, gradient in zip(parameters, found, strict=True) if gradient is not None and kind_in([gradient])
     ]
-    own = _ranges([leaf for leaf, _ in pairs])
-    return trace.backward(bad) or Located(None, "backward", inputs=own, reason=FINITE)
+    own = ranges_of([leaf for leaf, _ in pairs])
+    if (located := trace.backward(bad)) is not None:
+        return located
+    largest = max((float(each.abs().max()) for each in found if each is not None and each.numel()), default=0.0)
+    reason = f"{EXPLODED}, up to {largest:.3g}" if largest > SQUARE_OVERFLOWS else FINITE
+    return Located(None, "backward", inputs=own, reason=reason)
 
 
 @contextlib.contextmanager
@@ -509,172 +442,3 @@ def _copies(tree: Any) -> Any:
         return own.requires_grad_(leaf.requires_grad) if own.is_floating_point() else own
 
     return tree_map(copy, tree)
-
-
-@dataclasses.dataclass
-class _Call:
-    """One call of a module in the replay. outputs: gradients of its outputs were finite, as far as they came."""
-
-    name: str
-    depth: int
-    inputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    arguments: tuple[Any, Any] = ((), {})
-    autocast: tuple[tuple[str, str], ...] = ()
-    outputs_finite: bool = True
-    got: tuple[dict[str, Any], ...] = ()
-
-
-class _Trace:
-    """Hooks on all modules of a model, and what they saw."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._hooks: list[Any] = []
-        self._open: list[_Call] = []
-        self.forward: Located | None = None
-        self._maker: tuple[nn.Module, _Call, torch.Tensor] | None = None
-        #: The first gradient that is not finite: the calls that it is an input, and an output, of.
-        self._bad: int | None = None
-        self._bad_kind = ""
-        self._consumers: list[_Call] = []
-        self._producers: list[_Call] = []
-        self._calls: dict[str, _Call] = {}
-
-    def __enter__(self) -> _Trace:
-        import torch
-
-        for name, module in self._model.named_modules():
-            own = plain_name(name)
-
-            def before(_module: Any, args: Any, kwargs: Any, own: str = own) -> None:
-                autocast = tuple((kind, _short(torch.get_autocast_dtype(kind))) for kind in _autocast_kinds())
-                depth = own.count(".") + bool(own)
-                call = _Call(own, depth, _tensors((args, kwargs)), (args, kwargs), autocast)
-                self._open.append(call)
-                for tensor in call.inputs:
-                    if tensor.requires_grad:
-                        _register(tensor, self._listener(call, id(tensor), is_input=True))
-
-            def after(module: Any, _args: Any, outputs: Any) -> None:
-                call = self._open.pop()
-                if self.forward is not None:  # what follows has bad inputs
-                    return
-                self._calls[call.name] = call
-                leaves = _tensors(outputs)
-                if kind := _kind_in(leaves):
-                    self.forward = Located(self._named(call.name), "forward", kind, _ranges(call.inputs))
-                    self._maker = (module, call, next(each for each in leaves if _kind_in([each])))
-                for tensor in leaves:
-                    if tensor.requires_grad:
-                        _register(tensor, self._listener(call, id(tensor), is_input=False))
-
-            # First and last, so that the user's own hooks are seen as a part of the module.
-            self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-            self._hooks.append(module.register_forward_hook(after))
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _listener(self, call: _Call, key: int, *, is_input: bool) -> Callable[[torch.Tensor | None], None]:
-        """Return a hook that records the gradient of an input or output of a call. key: the id of that tensor."""
-
-        def seen(gradient: torch.Tensor | None) -> None:
-            if gradient is None:
-                return
-            kind = _kind_in([gradient])
-            if not is_input:
-                call.outputs_finite &= not kind
-                call.got = call.got or _ranges([gradient])
-            if kind and self._bad in (None, key):
-                self._bad, self._bad_kind = key, kind
-                (self._consumers if is_input else self._producers).append(call)
-
-        return seen
-
-    def computed(self) -> NarrowResult | None:
-        """Return how the module that made NaN or Inf forward computed, and what it gives in FP32."""
-        if self._maker is None:
-            return None
-        module, call, bad = self._maker
-        own = next((each for each in module.parameters() if each.is_floating_point()), None)
-        weights = _short(own.dtype) if own is not None else ""
-        dtype = dict(call.autocast).get(bad.device.type, "") if next(module.children(), None) is not None else ""
-        dtype = dtype or _short(bad.dtype)  # of a module that has others inside, the last one may have given FP32
-        if dtype not in ("float16", "bfloat16"):
-            return NarrowResult(dtype, weights)
-        try:
-            largest = _largest_in_fp32(module, *call.arguments)
-        except Exception as error:  # the module insists on its dtype
-            log.debug("mpguard: a module cannot be computed in FP32", exc_info=error)
-            return NarrowResult(dtype, weights)
-        return NarrowResult(dtype, weights, largest, tried=True)
-
-    def backward(self, bad_parameters: Sequence[str]) -> Located | None:
-        """Return the module whose backward pass made NaN or Inf. bad_parameters: whose gradients are not finite."""
-        wrong = [call for call in self._consumers if call.outputs_finite]
-        if wrong:
-            call = max(wrong, key=lambda each: each.depth)
-            return Located(self._named(call.name), "backward", self._bad_kind, call.got)
-        for name in bad_parameters:
-            call_of = self._calls.get(plain_name(name).rpartition(".")[0])
-            if call_of is not None and call_of.outputs_finite:
-                return Located(self._named(call_of.name), "backward", "inf", call_of.got)
-        if self._producers:
-            made = self._producers[0]
-            outside = self._named(made.name.rpartition(".")[0]) if made.name else LOSS
-            return Located(outside, "backward", self._bad_kind, made.got)
-        return None
-
-    def _named(self, name: str) -> str:
-        """Return the name of a module; for the model itself, whose own code it is then, its class."""
-        return name or type(self._model).__name__
-
-
-def _largest_in_fp32(module: nn.Module, args: Any, kwargs: Any) -> float | None:
-    """Return the largest magnitude that a module computes in FP32 from the same inputs; None if it is not finite."""
-    import torch
-    from torch.utils._pytree import tree_map
-
-    def widened(leaf: Any) -> Any:
-        narrow = isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
-        return leaf.detach().float() if narrow else leaf
-
-    own = {name: widened(each) for name, each in (*module.named_parameters(), *module.named_buffers())}
-    args, kwargs = tree_map(widened, (args, kwargs))
-    with torch.no_grad(), contextlib.ExitStack() as stack:
-        for kind in ("cuda", "cpu"):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        leaves = _tensors(torch.func.functional_call(module, own, args, kwargs))
-    if not leaves or _kind_in(leaves):
-        return None
-    return max(float(each.abs().max()) for each in leaves if each.numel())
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _kind_in(tensors: Sequence[torch.Tensor]) -> str:
-    """Return `nan` or `inf` if some elements are that; empty if all are finite."""
-    import torch
-
-    kind = ""
-    for tensor in tensors:
-        own = tensor.detach()
-        own = own.float() if own.element_size() == 1 else own
-        if not bool(torch.isfinite(own).all()):
-            kind = "nan" if bool(torch.isnan(own).any()) else (kind or "inf")
-    return kind
-
-
-def _ranges(tensors: Sequence[torch.Tensor]) -> tuple[dict[str, Any], ...]:
-    """Return smallest and largest values of up to four tensors."""
-    found = []
-    for tensor in tensors[:4]:
-        if tensor.numel():
-            low, high = tensor.detach().float().aminmax()
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            found.append({"min": float(low), "max": float(high), "dtype": dtype, "shape": list(tensor.shape)})
-    return tuple(found)

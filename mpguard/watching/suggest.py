@@ -9,15 +9,31 @@ from mpguard.policy.policy import Policy
 
 
 def for_module(
-    module: str, policy: Policy | None, names: Collection[str], *, overflowed: bool, in_fp32: bool = False
+    module: str,
+    policy: Policy | None,
+    names: Collection[str],
+    *,
+    overflowed: bool,
+    in_fp32: bool = False,
+    phase: str = "forward",
+    between: bool = False,
 ) -> str:
     """Return what to do about a module whose results are not finite.
 
-    names: all modules of the model. overflowed: True if it made infinities, not NaN. in_fp32: True if its inputs have
-    that dtype already.
+    names: all modules of the model. overflowed: True if it made infinities, not NaN. in_fp32: True if FP32 would not
+    help, or if it computed in that. phase: forward or backward. between: True if its own code made them, between calls
+    of other modules.
     """
+    if in_fp32 and phase == "backward":
+        return (
+            f"check {module} for sqrt(0), a norm of zeros, log(0) and 1/0, whose gradients are infinite, and for a "
+            "learning rate that is too high; an epsilon or clipping helps, another dtype does not"
+        )
     if in_fp32:
-        cause = "log(0), 1/0 and exp of a large number" if overflowed else "0/0, log(0) and sqrt(0)"
+        nan = (
+            "0/0, log(0), sqrt(0) and a softmax over rows that are all masked" if between else "0/0, log(0) and sqrt(0)"
+        )
+        cause = "log(0), 1/0 and exp of a large number" if overflowed else nan
         return f"check {module} for {cause}; an epsilon or a bound helps, another dtype does not"
     if policy is not None and policy.low_bit_recipe is not None:
         return f"keep {module} out of FP8: {_out_of_fp8(module, names)}"
@@ -61,14 +77,38 @@ def _out_of_fp8(module: str, names: Collection[str]) -> str:
 FOR_LATE = "run it again from the last checkpoint with `--watch full`, which checks each step before it is applied"
 
 
-def for_loss() -> str:
-    """Return what to do about a loss that is not finite although the model's outputs are."""
-    return "compute the loss in FP32 (`logits.float()`), and check it for log(0), 0/0 and labels that are all ignored"
+def for_loss(dtype: str = "", *, backward: bool = False) -> str:
+    """Return what to do about a loss that is not finite although the model's outputs are. dtype: of these outputs.
+
+    backward: the loss is finite, and its gradient is not.
+    """
+    if backward:
+        check = "check it for sqrt(0), a norm of zeros, log(0) and 0/0, whose gradients are infinite"
+    else:
+        check = "check it for log(0), 0/0, labels that are all ignored, and NaN in the targets"
+    if dtype != "float16":
+        return f"{check}; an epsilon helps, another dtype does not"
+    return f"compute the loss in FP32 (`logits.float()`): FP16 ends at 65504; else {check}"
 
 
-def for_batch() -> str:
-    """Return what to do about inputs that are not finite."""
-    return "check the data: the batch itself has NaN or Inf"
+def for_batch(dtype: str) -> str:
+    """Return what to do about inputs that are not finite. dtype: of the inputs."""
+    if dtype not in ("float16", "bfloat16"):
+        return "check the data: the batch itself has NaN or Inf"
+    kind = "FP16" if dtype == "float16" else "BF16"
+    return (
+        f"check the data, or what computed it in {kind}: compute an encoder (a VAE) that runs before the model under "
+        "autocast in FP32 (`with torch.autocast(..., enabled=False)` around it)"
+    )
+
+
+def for_buffers(module: str, buffers: Collection[str]) -> str:
+    """Return what to do about buffers that are not finite: statistics of a batch norm that took a bad batch."""
+    names = ", ".join(buffers)
+    return (
+        f"{names} of {module} took NaN or Inf from an earlier batch, or was loaded so: load the last checkpoint, or "
+        "reset it (`reset_running_stats()` of a batch norm)"
+    )
 
 
 def for_weights(module: str) -> str:
@@ -110,12 +150,20 @@ def for_divergence(policy: Policy | None) -> str:
 def for_zeros(kind: str, scale: float | None) -> str:
     """Return what to do about gradients that are all zero. kind: the format that computed them."""
     loss = "check for a loss that is detached or multiplied by 0"
-    if kind != "fp16":
-        return loss
+    return f"{_for_fp16_zeros(scale)}; else {loss}" if kind == "fp16" else loss
+
+
+def for_dead(kind: str, scale: float | None) -> str:
+    """Return what to do about modules whose gradients are all zero while others train."""
+    dead = "check for ReLUs or gates after it that are always 0, and for a branch that is masked or multiplied by 0"
+    return f"{_for_fp16_zeros(scale)}; else {dead}" if kind == "fp16" else dead
+
+
+def _for_fp16_zeros(scale: float | None) -> str:
     scaler = (
         f"raise the loss scale, which is {scale:g}" if scale is not None else "scale the loss (torch.amp.GradScaler)"
     )
-    return f"they may be below the smallest number of FP16: {scaler}, or use BF16; else {loss}"
+    return f"they may be below the smallest number of FP16: {scaler}, or use BF16"
 
 
 def for_stuck() -> str:

@@ -6,6 +6,7 @@ One line per case: {"kind": ..., "found": [events with a text]}.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,14 +27,71 @@ class Ratio(nn.Module):
         return (x - x) / (x - x)
 
 
+class Attention(nn.Module):
+    """Attention over the batch: its matmuls and its softmax are code between the calls of its layers."""
+
+    gain = 1.0
+    masked = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = (q * self.gain) @ k.t()
+        if self.masked:
+            mask = torch.ones_like(scores, dtype=torch.bool)
+            mask[0] = False
+            scores = scores.masked_fill(~mask, float("-inf"))
+        return self.out(scores.softmax(-1) @ v)  # type: ignore[no-any-return]
+
+
+def attention(*, gain: float = 1.0, masked: bool = False) -> Attention:
+    found = Attention()
+    found.gain, found.masked = gain, masked
+    return found
+
+
+def batch_norm_with_nan() -> nn.BatchNorm1d:
+    found = nn.BatchNorm1d(32).eval()
+    found.running_var.fill_(float("nan"))  # type: ignore[union-attr]
+    return found
+
+
+def dead() -> nn.Module:
+    """Return a ReLU that no value reaches: what is before it gets gradients of zero."""
+    found = nn.Sequential(nn.Linear(32, 32), nn.ReLU())
+    with torch.no_grad():
+        found[0].bias.fill_(-1e3)
+    return found
+
+
+def mse(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(out.float(), x.sum(1, keepdim=True))
+
+
+def squares_in_fp16(out: torch.Tensor, _x: torch.Tensor) -> torch.Tensor:
+    return ((out * 1e3) ** 2).sum()
+
+
+def norm_of_zero(out: torch.Tensor, _x: torch.Tensor) -> torch.Tensor:
+    return (out.float() - out.float().detach()).norm(dim=1).mul(2).sum() + (out.float() * 0).sum().sqrt()
+
+
+def nan_in_targets(out: torch.Tensor, _x: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(out.float(), torch.full_like(out, float("nan"), dtype=torch.float32))
+
+
 def train(
     kind: str, middle: nn.Module, *, autocast: torch.dtype | None = None, factor: float = 1.0, loss_factor: float = 1.0,
     rate: float = 1e-3, weights: torch.dtype = torch.float32, scale: float | None = None, steps: int = 12,
+    loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = mse, sgd: bool = False,
 ) -> None:  # fmt: skip
     """Train, and print the events. factor: of the batch at step 7."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), middle, nn.Linear(32, 1)).to(weights)
-    optimizer = torch.optim.AdamW(model.parameters(), rate)
+    optimizer = torch.optim.SGD(model.parameters(), rate) if sgd else torch.optim.AdamW(model.parameters(), rate)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None, growth_interval=10**6)
     file = Path("watch.jsonl")
     mpguard.watch(model, jsonl=str(file))
@@ -41,7 +99,7 @@ def train(
         x = torch.randn(32, 16) * (factor if step == 7 else 1.0)
         with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
             out = model(x.to(weights))
-        loss = F.mse_loss(out.float(), x.sum(1, keepdim=True)) * loss_factor
+        loss = loss_of(out, x) * loss_factor
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -65,3 +123,12 @@ train("weights that do not move", same, weights=torch.bfloat16, rate=1e-6)
 train("weights that move in BF16", same, weights=torch.bfloat16, rate=1e-2)
 train("a learning rate of 0", same, weights=torch.bfloat16, rate=0.0)
 train("clean", same, autocast=torch.bfloat16)
+train("overflow of attention in FP16", attention(gain=3e5), autocast=torch.float16)
+train("rows that are all masked", attention(masked=True), autocast=torch.bfloat16)
+train("NaN in a buffer", batch_norm_with_nan(), autocast=torch.bfloat16)
+train("a loss in FP16", same, autocast=torch.float16, loss_of=squares_in_fp16)
+train("the gradient of a norm of zeros", same, loss_of=norm_of_zero)
+train("NaN in the targets", same, autocast=torch.bfloat16, loss_of=nan_in_targets)
+train("gradients whose squares overflow", same, loss_factor=1e20, sgd=True, rate=0.0)
+train("a loss that explodes", same, rate=10.0, steps=30)
+train("modules whose gradients are zero", dead(), steps=25)

@@ -52,6 +52,54 @@ def test_gradients_that_are_all_zero(events: Events) -> None:
     assert event["suggestion"].startswith("check for a loss that is detached")
 
 
+def test_code_between_calls_is_named_by_the_module_around_it(events: Events) -> None:
+    """Attention's own matmul overflows: its layer `out` gets NaN, and does not make it."""
+    event = events["overflow of attention in FP16"][0]
+    assert (event["module"], event["value"]["before"], event["value"]["computed"]["dtype"]) == ("2", "out", "float16")
+    assert event["value"]["computed"]["largest"] is not None and "compute 2 in FP32" in event["suggestion"]
+    event = events["rows that are all masked"][0]
+    assert (event["module"], event["value"]["before"]) == ("2", "out")
+    assert "a softmax over rows that are all masked" in event["suggestion"]
+
+
+def test_buffers_that_are_not_finite(events: Events) -> None:
+    event = events["NaN in a buffer"][0]
+    assert (event["module"], event["value"]["buffers"]) == ("2", ["running_var"])
+    assert event["suggestion"].startswith("running_var of 2 took NaN")
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase", "advice"),
+    [
+        ("a loss in FP16", "forward", "compute the loss in FP32"),
+        ("the gradient of a norm of zeros", "backward", "check it for sqrt(0), a norm of zeros"),
+        ("NaN in the targets", "forward", "NaN in the targets; an epsilon helps, another dtype does not"),
+    ],
+)
+def test_a_loss_outside_of_the_model(kind: str, phase: str, advice: str, events: Events) -> None:
+    event = events[kind][0]
+    assert (event["event"], event["step"], event["module"]) == ("nonfinite", 1, "the loss function")
+    assert event["value"]["phase"] == phase and advice in event["suggestion"]
+
+
+def test_gradients_that_are_finite_and_whose_norm_is_not(events: Events) -> None:
+    event = events["gradients whose squares overflow"][0]
+    assert (event["event"], event["module"]) == ("nonfinite", None)
+    assert "too large for the sum of their squares" in event["value"]["reason"]
+    assert event["suggestion"].startswith("lower the learning rate")
+
+
+def test_a_loss_that_explodes_in_the_first_steps(events: Events) -> None:
+    (event,) = [each for each in events["a loss that explodes"] if each["event"] == "loss_divergence"]
+    assert event["step"] == 25 and event["value"]["now"] > 1000 * event["value"]["best"]
+
+
+def test_modules_whose_gradients_are_all_zero(events: Events) -> None:
+    (event,) = [each for each in events["modules whose gradients are zero"] if each["event"] == "zero_gradients"]
+    assert (event["step"], event["value"]["modules"]) == (20, ["0", "2.0"])
+    assert event["suggestion"].startswith("check for ReLUs or gates")
+
+
 def test_gradients_below_fp16_without_a_loss_scale(events: Events) -> None:
     (event,) = events["subnormal without a scaler"]
     assert event["event"] == "underflow" and event["value"]["format"] == "fp16"
