@@ -21,7 +21,7 @@ from mpguard import targets
 from mpguard.core.console import Line, printable, write_lines
 from mpguard.core.errors import ConfigError, PolicyError
 from mpguard.core.text_edits import apply_edits, write_atomically
-from mpguard.document import Document, dialects, mp_yaml, parse, read, validation
+from mpguard.document import Document, deepspeed_file, dialects, mp_yaml, parse, read, validation
 from mpguard.document.schemas import deepspeed
 from mpguard.policy import hardware, recipes
 from mpguard.policy.policy import Policy
@@ -155,17 +155,24 @@ def _policy(
     """
     if given:
         return policy.replace(**given)
-    sources = [document] if document.kind == "accelerate" else [each for each in documents if _names(each, document)]
-    for source in sources:
+    named_in = [each for each in documents if each.kind == "accelerate" and _names(each, document)]
+    for source in [document] if document.kind == "accelerate" else named_in:
         stored = mp_yaml.stored(source)
         if stored.fields and stored.recipe is not None and stored.recipe.replace("-", "_") == recipe:
             return mp_yaml.policy_of(source) or policy
     return policy
 
 
+def _deepspeed_file(document: Document) -> str | None:
+    """Return the DeepSpeed file that a config names, as written; None without one."""
+    if document.kind == "accelerate":
+        return mp_yaml.deepspeed_file(document.data)
+    return deepspeed_file.named_file(document)
+
+
 def _names(document: Document, other: Document) -> bool:
-    """True if an accelerate config names another file, relative to the current folder or to its own."""
-    named_file = mp_yaml.deepspeed_file(document.data) if document.kind == "accelerate" else None
+    """True if a config names another file, relative to the current folder or to its own."""
+    named_file = _deepspeed_file(document)
     if named_file is None:
         return False
     candidates = (Path(named_file), Path(document.path).parent / named_file)
@@ -211,17 +218,23 @@ def _job(document: Document, recipe: str, policy: Policy, documents: list[Docume
     except ConfigError as error:
         where = "" if str(error).startswith(document.path) else f"{document.path}: "
         raise ConfigError(f"{where}{error}") from None
-    other = mp_yaml.deepspeed_file(document.data) if kind == "accelerate" else None
-    if other is not None and not any(_names(document, each) for each in documents):
-        notes.append(f"the precision is set in {other}; pass that file to `mpguard apply` too")
     after = parse(text, document.path)
+    refused: list[str] = []
+    if (other := _deepspeed_file(document)) is not None and not any(_names(document, each) for each in documents):
+        notes.append(f"the precision is set in {other} too; pass that file to `mpguard apply`")
+        named = deepspeed_file.read_named(after)
+        refused = _mismatches(after, named) if named is not None else []
     if kind == "deepspeed" and (line := deepspeed.other_optimizer(document.data, after.data)):
         notes.append(line)
     problems = list(validation.problems(after))
     if (unknown := dialects.unknown_keys(after, {each.key for each in problems})) is not None:
         notes.append(unknown)
-    messages = tuple(each.message(after) for each in problems)
+    messages = (*(each.message(after) for each in problems), *refused)
     return Job(document, kind, policy, strategy, tuple(changes), text, tuple(notes), messages)
+
+
+def _mismatches(document: Document, named: Document) -> list[str]:
+    return [f"{document.where(key)}: {reason}" for key, reason in deepspeed_file.mismatches(document, named)]
 
 
 def _overrides(document: Document, recipe: str) -> dict[str, Any] | None:

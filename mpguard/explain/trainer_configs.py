@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mpguard.core.errors import PolicyError
-from mpguard.document import Document, validation
+from mpguard.document import Document, deepspeed_file, validation
 from mpguard.document.dialects import DIALECTS
 from mpguard.explain.inputs import origin_of
-from mpguard.explain.model import Explanation, Origin, Resolved, UnreadKey
+from mpguard.explain.model import Explanation, Origin, Resolved, ShadowedValue, UnreadKey
 from mpguard.policy.policy import Policy
 from mpguard.targets.plugin import get
+from mpguard.targets.settings import lookup
 
 
 def explain_config(document: Document) -> Explanation:
@@ -33,16 +34,41 @@ def explain_config(document: Document) -> Explanation:
         for entry in dialect.entries(document)
         if entry.path not in unknown and not isinstance(entry.value, dict)
     ]
+    other = deepspeed_file.read_named(document)
+    if other is not None:
+        stops += [f"{document.where(key)}: {reason}" for key, reason in deepspeed_file.mismatches(document, other)]
+        stops += [problem.message(other) for problem in validation.deepspeed_problems(other)]
+        written += _deepspeed(document, other)
     notes = [f"The keys are those of {dialect.title} {dialect.version}. `mpguard apply` writes a recipe into them."]
     if dialect.overrides and not policy and not stops:
         notes.append("The file sets no precision: the config in Python that it overrides decides.")
+    if other is None and (name := deepspeed_file.named_file(document)) is not None:
+        notes.append(f"`{name}`, DeepSpeed's config, is not here: its precision must be that of this file.")
     return Explanation(
-        title=f"{Path(document.path).as_posix()} · {dialect.title} · without mpguard",
+        title=f"{_names(document, other)} · {dialect.title} · without mpguard",
         settings=(*written, *policy),
         unread=tuple(_unread(document, kind)),
         stops=tuple(stops),
         notes=tuple(notes),
     )
+
+
+def _names(*documents: Document | None) -> str:
+    return ", ".join(Path(each.path).as_posix() for each in documents if each is not None)
+
+
+def _deepspeed(document: Document, other: Document) -> Iterator[Resolved]:
+    """Yield the precision of the DeepSpeed file that a config names, with what the Trainer fills in."""
+    for key, value, filled in deepspeed_file.in_force(document, other):
+        origin = origin_of(other, key, "DeepSpeed JSON")
+        if not filled:
+            yield Resolved(key, value, origin)
+            continue
+        shadowed = ShadowedValue("auto", origin, "the Trainer fills in its own value")
+        yield Resolved(key, value, origin_of(document, key.partition(".")[0]), (shadowed,))
+    reduce = lookup(other.data, "communication_data_type")
+    if isinstance(reduce, str):
+        yield Resolved("communication_data_type", reduce, origin_of(other, "communication_data_type", "DeepSpeed JSON"))
 
 
 def _policy(document: Document, kind: str) -> Iterator[Resolved]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mpguard.core.text_edits import Span as Span
     from mpguard.document import Document as Document
     from mpguard.document import Entry as Entry
+    from mpguard.document import deepspeed_file as deepspeed_file
     from mpguard.document import dialects as dialects
     from mpguard.document import mp_yaml as mp_yaml
     from mpguard.document import validation as validation
@@ -228,6 +229,7 @@ _MODULES = {
     "backends": "mpguard.lint.facts.domain.backends",
     "capabilities": "mpguard.targets.capabilities",
     "config_edits": "mpguard.lint.configs.config_edits",
+    "deepspeed_file": "mpguard.document.deepspeed_file",
     "deepspeed_keys": "mpguard.document.schemas.deepspeed",
     "dialects": "mpguard.document.dialects",
     "document": "mpguard.document",

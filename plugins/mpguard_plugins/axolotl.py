@@ -43,7 +43,7 @@ def axolotl(policy: Policy, strategy: str | None) -> Settings:
     settings: dict[str, Any] = {
         "bf16": Setting(
             policy.bf16 and not full,
-            "bfloat16 trains without FP32 weights" if full else "BF16 on every GPU, which auto is not",
+            "bfloat16 trains without FP32 weights" if full else "on every GPU; auto is decided by the GPU",
         ),
         "fp16": _switch(policy.fp16),
         "bfloat16": _switch(full),
