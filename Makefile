@@ -90,8 +90,15 @@ test-oldest:
 		torch==2.7.0 accelerate==1.15.0 deepspeed==0.19.0 transformers==5.0.0
 	$(OLDEST_VENV)/bin/python -m pytest $(VERSION_TESTS)
 
-test: check
-	$(BIN)/python -m pytest -n auto --dist worksteal
+# mypy runs next to the tests, on a core that they leave idle while they start; what it found is printed after them.
+test: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	@$(BIN)/mypy > $(VENV)/mypy.log 2>&1 & types=$$!; \
+	echo "$(BIN)/python -m pytest -n auto --dist worksteal"; \
+	$(BIN)/python -m pytest -n auto --dist worksteal; tested=$$?; \
+	wait $$types; typed=$$?; echo "$(BIN)/mypy"; cat $(VENV)/mypy.log; \
+	exit $$((tested | typed))
 
 test-nodes: install
 	$(BIN)/python -m pytest tests/nodes

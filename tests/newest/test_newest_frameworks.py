@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import seconds
 
 pytest.importorskip("lightning", reason="installed by `make test-newest-short`")
 
@@ -114,7 +115,7 @@ def test_a_program_of_each_framework_is_proven(tmp_path: Path, framework: str, p
     (tmp_path / "mp.yaml").write_text(f"distributed_type: {kind}\nuse_cpu: true\nnum_processes: {processes}\n{recipe}")
     command = ["launch", "--config", "mp.yaml", "--proof-json", "proof.json", "train.py"]
     run = subprocess.run(
-        [sys.executable, "-m", "mpguard", *command], cwd=tmp_path, capture_output=True, text=True, timeout=500,
+        [sys.executable, "-m", "mpguard", *command], cwd=tmp_path, capture_output=True, text=True, timeout=seconds(500),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]

@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from limits import seconds
 from lsprotocol import types
 from pygls.lsp.client import LanguageClient
 
-TIMEOUT = 60
+TIMEOUT = seconds(60)
 
 
 class Editor(LanguageClient):

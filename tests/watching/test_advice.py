@@ -18,9 +18,7 @@ Events = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def events(tmp_path_factory: pytest.TempPathFactory) -> Events:
-    run = in_fork(
-        [PROGRAMS / "watch_advice.py"], cwd=tmp_path_factory.mktemp("advice"), program=run_python, timeout=300
-    )
+    run = in_fork([PROGRAMS / "watch_advice.py"], cwd=tmp_path_factory.mktemp("advice"), program=run_python)
     assert run.returncode == 0 and "its own code failed" not in run.stderr, transcript(run)
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"kind"')]
     return {line["kind"]: line["found"] for line in lines}

@@ -17,7 +17,7 @@ from mpguard.compare.readers import read_run
 
 
 def test_five_clean_runs_and_a_failure(tmp_path: Path) -> None:
-    run = in_fork([PROGRAMS / "watch_clean.py"], cwd=tmp_path, program=run_python, timeout=300)
+    run = in_fork([PROGRAMS / "watch_clean.py"], cwd=tmp_path, program=run_python)
     assert run.returncode == 0, transcript(run)
     found = {line["kind"]: line for line in results(run)}
     failure, fp8 = found.pop("failure"), found.pop("fp8")

@@ -52,7 +52,7 @@ def found(run: subprocess.CompletedProcess[str]) -> dict[str, list[dict[str, Any
 
 
 def test_the_first_bad_module_is_named(tmp_path: Path) -> None:
-    run = in_fork([PROGRAM], cwd=tmp_path, program=run_python, timeout=300)
+    run = in_fork([PROGRAM], cwd=tmp_path, program=run_python)
     events = found(run)
     named = {
         kind: [(each["module"], each["value"]["phase"]) for each in own if each["step"] == 4]
@@ -69,7 +69,7 @@ def test_the_first_bad_module_is_named(tmp_path: Path) -> None:
 
 def test_a_fault_of_one_rank_is_named_by_that_rank(tmp_path: Path) -> None:
     """After the reduction all ranks have bad gradients; only one of them has made them."""
-    ranks = [found(run) for run in ranks_in_fork([PROGRAM], cwd=tmp_path, program=run_python, timeout=200)]
+    ranks = [found(run) for run in ranks_in_fork([PROGRAM], cwd=tmp_path, program=run_python)]
     for own in ranks:  # a replay that would wait for the other rank is refused
         (event,) = own["a collective in the model"]
         assert event["module"] is None and "`allreduce_` would wait" in event["value"]["reason"], event

@@ -44,7 +44,7 @@ def test_plain_and_accelerate(tmp_path: Path) -> None:
 def test_deepspeed(tmp_path: Path) -> None:
     """DeepSpeed's `BF16_Optimizer` skips a step without any message."""
     pytest.importorskip("deepspeed")
-    found = reports(in_fork([PROGRAM, "deepspeed"], cwd=tmp_path, program=run_python, timeout=300))
+    found = reports(in_fork([PROGRAM, "deepspeed"], cwd=tmp_path, program=run_python))
     assert len(found) == 6 and any(kind.endswith("BF16_Optimizer") for kind in found), list(found)
     for kind, line in found.items():
         check(kind, line)

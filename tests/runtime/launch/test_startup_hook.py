@@ -140,28 +140,21 @@ def test_the_hook_imports_no_patches(bare: Environment) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("accelerate", "launch", "--config", "mp.yaml"),
-        ("python", "-m", "accelerate.commands.launch", "--config", "mp.yaml"),
-    ],
-)
-def test_accelerate_launch_puts_the_policy_in_force(
-    hooked: Environment, tmp_path: Path, words: tuple[str, ...]
+def test_accelerate_launch_puts_the_policy_in_force_in_each_process_of_the_config(
+    hooked: Environment, tmp_path: Path
 ) -> None:
-    mp_yaml(tmp_path)
-    run = hooked.run(*words, SCRIPT, "--lr", "0.01", cwd=tmp_path)
-    assert run.returncode == 0, transcript(run)
-    (found,) = results(run)
-    assert found["arguments"] == ["--lr", "0.01"] and found["compute"] == "torch.bfloat16"
-    assert run.stderr.count("recipe bf16_mixed") == 2 and "proven in force" in run.stderr
+    mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
+    run = hooked.run("accelerate", "launch", "--config", "mp.yaml", SCRIPT, "--lr", "0.01", cwd=tmp_path)
+    assert run.returncode == 0 and [found["world"] for found in results(run)] == [2, 2], transcript(run)
+    for found in results(run):
+        assert found["arguments"] == ["--lr", "0.01"] and found["compute"] == "torch.bfloat16"
+    assert run.stderr.count("recipe bf16_mixed") == 2 and "proven in force on all 2 ranks" in run.stderr
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ("accelerate", "launch", "--config=mp.yaml"),
+        ("python", "-m", "accelerate.commands.launch", "--config=mp.yaml"),
         ("accelerate", "launch", "--config_file", "mp.yaml"),
         ("accelerate-launch", "--num_cpu_threads_per_process", "1", "--config", "mp.yaml"),
     ],
@@ -172,13 +165,6 @@ def test_other_forms_hand_the_policy_to_the_script(hooked: Environment, tmp_path
     assert run.returncode == 0, transcript(run)
     assert run.stdout == f"['--lr', '0.01'] {POLICY}\n"
     assert run.stderr.startswith("mpguard ") and "recipe bf16_mixed" in run.stderr
-
-
-def test_accelerate_launch_starts_the_number_of_processes_in_the_config(hooked: Environment, tmp_path: Path) -> None:
-    mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
-    run = hooked.run("accelerate", "launch", "--config", "mp.yaml", SCRIPT, cwd=tmp_path)
-    assert run.returncode == 0 and [found["world"] for found in results(run)] == [2, 2], transcript(run)
-    assert "proven in force on all 2 ranks" in run.stderr
 
 
 def test_accelerate_launch_refuses_what_mpguard_launch_refuses(hooked: Environment, tmp_path: Path) -> None:
