@@ -85,7 +85,7 @@ def skip_causal_mask(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _ignore_causal_mask_sdpa(*args: Any, **kwargs: Any) -> Any:
         if _applies(torch):
-            given = dict(zip(names, args, strict=False), **kwargs)
+            given = dict(zip(names[: len(args)], args, strict=True), **kwargs)  # torch 2.7 traces no other zip
             length, window = given.get("kv_length"), given.get("local_attention_size")
             plain = not isinstance(given.get("q_offset"), torch.Tensor) and length == given.get(queries)
             if plain and (window is None or length < window):
@@ -165,8 +165,10 @@ def _skip_if_alone(context: Any) -> None:
     from torch._dynamo.exc import SkipFrame
 
     try:
-        alone = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().parent is None
-    except AttributeError as error:
+        from torch._dynamo.symbolic_convert import InstructionTranslator  # not that of an inlined call
+
+        alone = isinstance(context._i_will_not_complain_if_bc_breaks_InstructionTranslator(), InstructionTranslator)
+    except (AttributeError, ImportError) as error:
         log.debug("mpguard: attention: the function that dynamo traces is not known", exc_info=error)
         return
     if alone:

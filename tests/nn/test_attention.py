@@ -18,9 +18,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="the real library runs here")
 transformers = pytest.importorskip("transformers", reason="the real library runs here")
 
+from packaging.version import Version
 from torch import nn
 from transformers import masking_utils
-from transformers.models.falcon import modeling_falcon
 
 from mpguard.nn import attention
 from mpguard.runtime.patches import table
@@ -60,12 +60,15 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "GPT2": ("LMHeadModel", GPT2, {"is_causal"}),
     "GPTNeoX": ("ForCausalLM", SIZES, {"is_causal"}),
     "Phi": ("ForCausalLM", GROUPED, {"is_causal"}),
-    "Falcon": ("ForCausalLM", SIZES, {"mask"} if hasattr(modeling_falcon, "create_causal_mask") else {"is_causal"}),
+    "Falcon": ("ForCausalLM", SIZES, {"mask"}),
     "OPT": ("ForCausalLM", {**SIZES, "ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0}, {"is_causal"}),
     "Mixtral": ("ForCausalLM", {**GROUPED, "num_local_experts": 2, "sliding_window": None}, {"is_causal"}),
     "Olmo2": ("ForCausalLM", GROUPED, {"is_causal"}),
     "Cohere": ("ForCausalLM", GROUPED, {"is_causal"}),
 }  # fmt: skip
+
+#: What transformers 5.0 has of its own: Falcon makes its mask itself, layer drop and experts branch on tensors.
+NOT_IN_OLD = ("Falcon", "OPT", "Mixtral") if Version(transformers.__version__) < Version("5.17") else ()
 
 
 def made(architecture: str, **changes: Any) -> nn.Module:
@@ -145,6 +148,8 @@ def fixed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_attention_takes_what_it_takes_in_eager_code(architecture: str) -> None:
+    if architecture in NOT_IN_OLD:
+        pytest.skip("its code in transformers 5.0 is not one graph, or makes the mask itself")
     model = Compiled(made(architecture), {"fullgraph": architecture != "GPT2"})  # which logs
     expected = ARCHITECTURES[architecture][2]
     assert model.check() == expected
@@ -316,16 +321,50 @@ def test_models_without_causal_attention_and_encoder_decoders() -> None:
     bert = {**SIZES, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
     models = (  # with what they take where mpguard is switched off
         (transformers.BartForConditionalGeneration(transformers.BartConfig(**bart)), {"is_causal", "mask"}),
-        (transformers.T5ForConditionalGeneration(transformers.T5Config(**t5)), {"mask"}),
+        (
+            transformers.T5ForConditionalGeneration(transformers.T5Config(**t5)),
+            {"mask"} if transformers.T5PreTrainedModel._supports_sdpa else set(),
+        ),
         (transformers.BertForMaskedLM(transformers.BertConfig(**bert)), {"mask"}),
     )
     for model, kinds in models:
         assert Compiled(model.train()).check(attention_mask=ONES.clone()) == kinds, type(model).__name__
     states = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
     decoder = Compiled(made("GPT2", add_cross_attention=True))
-    assert decoder.check(encoder_hidden_states=states) == {"is_causal", "neither"}
+    # transformers 5.0 makes a mask of ones for the encoder's states.
+    assert decoder.check(encoder_hidden_states=states) == {"is_causal", "mask" if NOT_IN_OLD else "neither"}
     padded = torch.tensor([[1, 1, 1, 1, 0]] * 2)
     assert decoder.check(encoder_hidden_states=states, encoder_attention_mask=padded) == {"is_causal", "mask"}
+
+
+def of_5_0(
+    padding_mask: Any, query_length: int, kv_length: int, kv_offset: int, local_attention_size: Any = None
+) -> bool:
+    return False
+
+
+def of_5_17(
+    padding_mask: Any, q_length: int, kv_length: int, q_offset: int, kv_offset: int, local_attention_size: Any = None
+) -> bool:
+    return False
+
+
+@pytest.mark.parametrize(("original", "offsets"), [(of_5_0, (0,)), (of_5_17, (0, 0))])
+def test_the_parameters_of_the_versions_that_differ(original: Callable[..., bool], offsets: tuple[int, ...]) -> None:
+    """transformers renamed the number of queries between 5.0 and 5.17, and added their offset."""
+    wrapped = attention.skip_causal_mask(original)
+
+    def skips(states: Any, queries: int, window: int | None) -> Any:
+        given = {"local_attention_size": window}
+        return states + int(wrapped(None, queries, LENGTH, *offsets, **given))
+
+    compiled = torch.compile(skips, backend="eager", fullgraph=True)
+    zero = torch.zeros(())
+    decisions = {
+        (queries, window): int(compiled(zero, queries, window)) for queries in (LENGTH, 5) for window in (None, 8)
+    }
+    assert decisions == {(LENGTH, None): 1, (LENGTH, 8): 0, (5, None): 0, (5, 8): 0}
+    assert int(skips(zero, LENGTH, None)) == 0, "eager code decides itself"
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
