@@ -52,6 +52,8 @@ _contents: dict[str, tuple[Status, str]] = {}
 #: The statuses that this run has seen.
 _statuses: dict[str, os.stat_result | None] = {}
 _overlay: dict[str, bytes] = {}
+#: How files are opened: without waiting, for a FIFO until there is a writer, and on Windows without a change of lines.
+_READS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,15 +231,19 @@ def read_regular_file(path: str | Path) -> bytes:
     """Return the content of a regular file. Raises `OSError`, also for a FIFO or a device, which might never end."""
     if _overlay and (data := _overlay.get(os.path.abspath(path))) is not None:
         return data
-    with open(path, "rb", opener=_open_nonblocking) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    # By the system's calls: a run over one file of a large project reads thousands, and `open` takes 1.5 times as long.
+    file = os.open(path, os.O_RDONLY | _READS)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is a FIFO or a device, not a regular file, and is not read", str(path))
-        return file.read()
-
-
-def _open_nonblocking(path: str, flags: int) -> int:
-    """Open a file without waiting: for a FIFO, until there is a writer."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+        data = part = os.read(file, status.st_size + 1)
+        while part and len(data) != status.st_size:  # it grows while it is read, or is larger than one read may be
+            part = os.read(file, 1 << 20)
+            data += part
+        return data
+    finally:
+        os.close(file)
 
 
 def read(path: str | Path) -> bytes:
