@@ -58,14 +58,13 @@ def _scale(value: Any) -> bool:
     return found is not None and math.isfinite(found) and found >= 0
 
 
-def one_of(*words: str, fold: bool = False) -> ValueKind:
-    """Return the kind of the values that are one of some words. fold: in upper or lower case."""
-    known = frozenset(words)
-    return ValueKind(
-        f"it is one of {', '.join(words)}",
-        lambda value: isinstance(value, str) and (value.lower() if fold else value) in known,
-        words,
-    )
+def one_of(*words: str, fold: bool = False, also: tuple[Any, ...] = ()) -> ValueKind:
+    """Return the kind of the values that are one of some words. fold: in upper or lower case. also: other values."""
+
+    def parses(value: Any) -> bool:
+        return (value.lower() if fold else value) in words if isinstance(value, str) else value in also
+
+    return ValueKind(f"it is one of {', '.join(words)}", parses, words)
 
 
 BOOLEAN = ValueKind("true or false is needed, and text counts as true", lambda value: isinstance(value, (bool, int)))

@@ -306,6 +306,7 @@ def test_a_deepspeed_file_of_a_folder_beside_is_shown_by_its_shortest_path(capsy
     [
         ("from trl import SFTConfig\nargs = SFTConfig(output_dir='o')\n", "bf16", 2),
         ("from trl import GRPOConfig\nargs = GRPOConfig(output_dir='o', fp16=False)\n", "bf16", 2),
+        ("from trl import DistillationConfig\nargs = DistillationConfig(output_dir='o')\n", "bf16", 2),
         ("from trl import DPOConfig\nargs = DPOConfig(output_dir='o', bf16=False)\n", "fp8", None),
         ("from trl import DPOConfig\nargs = DPOConfig(output_dir='o', fp16=True)\n", "fp16", 2),
         ("from trl import SFTConfig, TrlParser\nargs = TrlParser((SFTConfig,)).parse()\n", "bf16", 2),

@@ -128,9 +128,9 @@ TRAINERS = {
         '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}, "bf16": {"enabeld": true}}',
         "bf16_mixed", "`bf16.enabeld`: DeepSpeed has no such key, and stops; did you mean `enabled`?",
     ),
-    "a number for the text of a dtype": (
-        DEEPSPEED % ', "communication_data_type": "float32", "optimizer": {}', "fp32",
-        "`communication_data_type`: is float32; did you mean",
+    "the long name of a dtype": (
+        DEEPSPEED % ', "seq_parallel_communication_data_type": "float32"', "fp32",
+        "`seq_parallel_communication_data_type`: is float32; did you mean",
     ),
     "a key of ZeRO": (
         '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2, "overlap_com": true}}', "bf16_mixed",

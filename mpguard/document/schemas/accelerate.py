@@ -121,7 +121,8 @@ DYNAMO_BACKENDS = (
     "no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt",
     "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm", "hpu_backend", "neuron",
 )  # fmt: skip
-_DYNAMO = one_of(*DYNAMO_BACKENDS, fold=True)
+#: An unquoted `no` is MPG802's: the flag `--dynamo_backend` replaces it.
+_DYNAMO = one_of(*DYNAMO_BACKENDS, fold=True, also=(False,))
 #: Dotted key -> the values that accelerate can parse there, whatever is launched.
 VALUES: Mapping[str, ValueKind] = {
     "use_cpu": SWITCH, "dynamo_config.dynamo_backend": _DYNAMO, "dynamo_config.backend": _DYNAMO,

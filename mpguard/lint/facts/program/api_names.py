@@ -95,8 +95,14 @@ OVERFLOWS_FP16 = lazy_pattern(
     r"(?:google/|google-t5/)?(?:t5-(?:large|3b|11b|v1_1-\w+)|u?mt5-\w+|byt5-\w+|flan-t5-\w+|(?:flan-)?ul2)"
     r"|bigscience/(?:T0(?:_3B|pp|p)?|mt0-[\w-]+)|google/gemma-3-[\w-]+"
 )
-#: The settings of TRL's trainers, which derive from transformers' `TrainingArguments`.
-TRL_CONFIGS = frozenset({"SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig"})
+#: The settings of TRL's trainers whose base is its `_BaseConfig` (trl 1.16), which derives from `TrainingArguments` and
+#: sets `bf16` unless `fp16` is given.
+TRL_CONFIGS = frozenset({
+    "A2POConfig", "AsyncDistillationConfig", "AsyncGRPOConfig", "CPOConfig", "DPOConfig", "DistillationConfig",
+    "GKDConfig", "GMPOConfig", "GOLDConfig", "GRPOConfig", "IWOPDConfig", "KTOConfig", "ORPOConfig",
+    "OnlineDPOConfig", "RLOOConfig", "RewardConfig", "SDFTConfig", "SDPOConfig", "SFTConfig",
+    "ServerDistillationConfig", "TPOConfig",
+})  # fmt: skip
 #: Optimizers of a Trainer of transformers (`optim=`) that update the weights directly.
 TRAINER_PLAIN_OPTIMIZERS = lazy_pattern(
     r"(?:paged_)?(?:adamw|lion|sgd|rmsprop|adagrad)(?:_torch|_hf|_fused|_bnb|_8bit|_32bit)*$"
