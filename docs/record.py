@@ -127,6 +127,7 @@ def picture(lines: list[str], theme: TerminalTheme, name: str) -> str:
         console = Console(record=True, width=COLUMNS, file=nothing, force_terminal=True)
         console.print(Text.from_ansi("\n".join(lines)))
         svg = console.export_svg(title="mpguard launch", theme=theme, unique_id=name)
+    svg = svg.replace("rgba(255,255,255,0.35)", "rgba(128,128,128,0.5)")  # a frame that shows on white, too
     return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
 
 

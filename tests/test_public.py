@@ -151,8 +151,8 @@ def test_that_test_can_fail() -> None:
 
 def test_not_carried_names_field_value_target_and_carriers() -> None:
     warning = errors.NotCarried("hysteresis", 4, "torch", ["deepspeed", "megatron"])
-    assert str(warning) == "torch: has no place for `hysteresis=4` of the policy; carried by deepspeed, megatron"
-    assert str(errors.NotCarried("fuse", True, "torch", [])).endswith("; no target carries it")
+    assert str(warning) == "torch: has no setting for `hysteresis=4` of the policy; supported by deepspeed, megatron"
+    assert str(errors.NotCarried("fuse", True, "torch", [])).endswith("; no target supports it")
     assert (warning.field, warning.value, warning.target, warning.carriers) == (
         "hysteresis", 4, "torch", ("deepspeed", "megatron"),
     )  # fmt: skip

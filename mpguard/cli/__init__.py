@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpguard.core.console import print_message
+from mpguard.cli.help_texts import HelpFormatter, fitted
+from mpguard.core.console import columns, print_message
 from mpguard.core.errors import MpguardError, NotInForce, did_you_mean, near
 
 #: Error numbers of a write that fails: disk full, quota exceeded, file too large, I/O error.
@@ -101,7 +102,7 @@ def _run(arguments: list[str]) -> int:
         print(f"mpguard {__version__}")
         return 0
     if "-h" in leading or "--help" in leading or not arguments:
-        print(_overview())
+        print(fitted(_overview(), columns()))
         return 0 if arguments else 2
     if command is None:
         return _error(f"there is no option `{leading[0]}`{did_you_mean(leading[0], ('--help', '--version'))}")
@@ -113,7 +114,7 @@ def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog=f"mpguard {command}",
         description=(module.__doc__ or "").strip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     module.configure(parser)
@@ -172,7 +173,7 @@ def _overview() -> str:
         "",
         "commands:",
     ]
-    lines += [f"  {name:12}{text}" for name, text in COMMANDS.items()]
+    lines += [f"  {name:13}{text}" for name, text in COMMANDS.items()]
     lines += [
         "",
         "`mpguard COMMAND --help` lists the options of a command, `mpguard --version` prints the version.",

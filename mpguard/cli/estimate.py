@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from mpguard.core.console import Line, print_message, printable, write_lines
+from mpguard.core.console import Line, columns, folded, print_message, printable, wrapped, write_lines
 from mpguard.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(found.as_json(), indent=2))
     else:
         options_that_fit = [] if found.fits(request.gpu) else estimate.what_fits(request)
-        write_lines(_lines(found, estimate.fitting(request), estimate.largest_batch(request), options_that_fit))
+        lines = _lines(found, estimate.fitting(request), estimate.largest_batch(request), options_that_fit)
+        write_lines(part for line in lines for part in folded(line, 2, columns()))
     return 0
 
 
@@ -128,7 +129,7 @@ def _adapters(options: argparse.Namespace) -> Adapters | None:
     if options.lora is None:
         for name in ("targets", "quantize"):
             if getattr(options, name) is not None:
-                raise ConfigError(f"--{name} is about the frozen base of adapters: give their rank, such as --lora 16")
+                raise ConfigError(f"--{name} needs adapters: give their rank, such as --lora 16")
         return None
     names = tuple(name.strip() for name in (options.targets or "all-linear").split(",") if name.strip())
     return Adapters(options.lora, names, options.quantize)
@@ -141,7 +142,8 @@ def _print_list(form: str) -> None:
         print(json.dumps({"version": 1, "models": list(built_in()), "architectures": list(FAMILIES)}, indent=2))
         return
     print("Built-in models:\n  " + "\n  ".join(built_in()))
-    print("Architectures of a config.json (`model_type`) that need no torch:\n  " + ", ".join(FAMILIES))
+    print("Architectures (`model_type`) that need no torch:")
+    print(wrapped(f"  {', '.join(FAMILIES)}", 2, columns()))
     print("Others: those that an installed transformers has.")
 
 
@@ -159,11 +161,11 @@ def _lines(found: MemoryEstimate, fitting: Mapping[str, list[str]], largest: int
             *_adapter_words(request), *extras]  # fmt: skip
     yield [(" · ".join(what), "dim")]
     yield [("", "")]
-    most = max(found.per_gpu.values())
+    most, width = max(found.per_gpu.values()), min(_WIDTH, max(10, (columns() or 80) - 29))
     for part in PARTS:
         if size := found.per_gpu[part]:
             name, color = _PARTS[part]
-            yield [(f"{name:16}{_size(size):>10}  ", ""), (_bar(size, most), color)]
+            yield [(f"{name:16}{_size(size):>10}  ", ""), (_bar(size, most, width), color)]
     yield [("", "")]
     for moment, parts in found.moments.items():
         total = sum(parts.values()) + found.per_gpu["context"]
@@ -192,7 +194,7 @@ def _answer(found: MemoryEstimate, options: list[str]) -> Iterator[Line]:
     if options:
         yield [(f"  what would make it fit: {'; or '.join(options)}", "")]
     else:
-        yield [("  no option that was tried makes it fit: a smaller model, or more GPUs", "")]
+        yield [("  no option that was tried makes it fit; take a smaller model or more GPUs", "")]
 
 
 def _adapter_words(request: Request) -> list[str]:
@@ -213,8 +215,8 @@ def _fits(fitting: Mapping[str, list[str]]) -> Iterator[Line]:
         yield [(f"{strategy:16}", ""), (where, "green" if gpus else "red")]
 
 
-def _bar(size: int, most: int) -> str:
-    eighths = max(1, round(8 * _WIDTH * size / most))
+def _bar(size: int, most: int, width: int) -> str:
+    eighths = max(1, round(8 * width * size / most))
     whole, rest = divmod(eighths, 8)
     return "█" * whole + " ▏▎▍▌▋▊▉"[rest : rest + 1].strip()
 

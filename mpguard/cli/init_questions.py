@@ -117,7 +117,7 @@ def _model(answer: str) -> None:
 def _one_of(known: Sequence[str]) -> Callable[[str], None]:
     def check(answer: str) -> None:
         if answer not in known:
-            raise ConfigError(f"`{answer}` is none of the answers{did_you_mean(answer, known)}")
+            raise ConfigError(f"`{answer}` is not one of the answers{did_you_mean(answer, known)}")
 
     return check
 
@@ -136,17 +136,19 @@ def _recipe(answers: Answers) -> tuple[str, str]:
     there = hardware.detect() if local else hardware.named(architecture(answers.gpu))
     best, reason = hardware.best(there)
     wanted = (best, *_FALLBACK) if answers.wish == "speed" or not recipe(best).low_bit_recipe else _FALLBACK
+    accurate = f"the most accurate of the fast ones on {answers.gpu}"
     if not local:
         name = next(each for each in wanted if there.refuses(recipe(each)) is None)
-        return name, f"recipe {name}: {reason if name == best else f'most accurate of what is fast on {answers.gpu}'}"
+        return name, f"recipe {name}: {reason if name == best else accurate}"
     cells = [each for each in doctor.diagnose(probe=False).cells if each.strategy == "single"]
     failed = ""
     for name in wanted:
         mine = [each for each in cells if each.recipe == name]
         if any(each.works for each in mine):
-            why = reason if name == best else failed or f"most accurate of what is fast on {answers.gpu}"
+            why = reason if name == best else failed or accurate
             return name, f"recipe {name}: {why}"
-        failed = failed or f"{name} does not work here: {mine[0].reason if mine else 'not known to doctor'}"
+        why_not = mine[0].reason if mine else "`mpguard doctor` has no check of it"
+        failed = failed or f"{name} does not work here: {why_not}"
     return "fp32", f"recipe fp32: {failed}"
 
 

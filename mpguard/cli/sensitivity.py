@@ -235,7 +235,8 @@ def _unmeasured(report: Sensitivity) -> list[tuple[str, str]]:
     reasons: dict[str, list[str]] = {}
     for layer in report.layers:
         if layer.name not in seen:
-            default = "no turn by then" if report.interrupted else "no turn in these steps, or no finite gradient"
+            never = "its turn did not come (--steps), or no finite gradient"
+            default = "interrupted before its turn" if report.interrupted else never
             reasons.setdefault(layer.unmeasured or default, []).append(layer.name)
     return [
         (", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""), reason)

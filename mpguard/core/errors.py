@@ -99,8 +99,8 @@ class NotCarried(MpguardWarning):
     def __init__(self, field: str, value: object, target: str, carriers: Iterable[str]) -> None:
         self.field, self.value, self.target = field, value, target
         self.carriers = tuple(carriers)
-        by = f"carried by {', '.join(self.carriers)}" if self.carriers else "no target carries it"
-        super().__init__(f"{target}: has no place for `{field}={value}` of the policy; {by}")
+        by = f"supported by {', '.join(self.carriers)}" if self.carriers else "no target supports it"
+        super().__init__(f"{target}: has no setting for `{field}={value}` of the policy; {by}")
 
 
 class NoEffectWarning(MpguardWarning):

@@ -107,7 +107,7 @@ def _failed(machine: Machine) -> MachineProblem:
     first = next(iter(text.splitlines()), "")
     if machine.status == 0:
         return MachineProblem(
-            f"nvidia-smi prints what is no list of GPUs: {first[:200]}",
+            f"nvidia-smi prints something other than a list of GPUs: {first[:200]}",
             "type -a nvidia-smi   # another program of that name, or a wrapper; the driver's own must be the first",
         )
     return MachineProblem(f"nvidia-smi failed with status {machine.status}: {first[:200]}", "sudo dmesg | grep -i nvrm")
@@ -238,7 +238,7 @@ def _environment(system: System) -> Iterator[MachineProblem]:
             yield MachineProblem(f"{name}={value}: {why}", f"unset {name}")
     for lock in abandoned_locks(extensions_folder(system.environment)):
         yield MachineProblem(
-            "a build of a torch extension was killed and left its lock: runs wait for it for ever", f"rm {lock}"
+            "a build of a torch extension was killed and left its lock: runs wait for it indefinitely", f"rm {lock}"
         )
 
 

@@ -67,6 +67,5 @@ class Adapters:
         for target in self.targets:
             if target != ALL and not any(name == target or name.endswith(f".{target}") for name in names):
                 raise ConfigError(
-                    f"--targets {target}: no Linear layer has this name{did_you_mean(target, known)}; there are "
-                    f"{', '.join(known)}"
+                    f"--targets {target}: no Linear layer has this name{did_you_mean(target, known)}"
                 )

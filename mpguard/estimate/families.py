@@ -59,9 +59,9 @@ def _stated_positions(config: ModelConfig) -> int | None:
 def _with_transformers(config: ModelConfig, batch: Batch, precision: TapeDtypes, compiled: bool) -> Tape:
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
         raise ConfigError(
-            f"{config.path}: the architecture `{config.architecture}` is none of {', '.join(sorted(FAMILIES))}. Others "
-            "are estimated with transformers and torch, which are not installed here (pip install transformers torch). "
-            "For a model of the same shape (llama for most decoders), set `model_type` in a copy of the config.json"
+            f"{config.path}: the architecture `{config.architecture}` is not one of {', '.join(sorted(FAMILIES))}. "
+            "Others are estimated with transformers and torch, which are not installed here (pip install transformers "
+            "torch). For a model of the same shape (llama for most decoders), set `model_type` in a copy of its config"
         )
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # the libraries log while they are imported, and about defaults

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mpguard.core.errors import ConfigError, did_you_mean, did_you_mean_file
+from mpguard.core.errors import ConfigError, did_you_mean, did_you_mean_file, near
 
 #: Sizes of published models, by name, as their config.json has them.
 BUILT_IN = Path(__file__).with_name("models.json")
@@ -164,9 +164,10 @@ def read_model(name: str) -> ModelConfig:
         downloaded = _downloaded(name)
         if downloaded is not None:
             return ModelConfig(_object(downloaded), name)
+        hint = did_you_mean(name, built_in()) if near(name, built_in()) else ""
         raise ConfigError(
-            f"there is no model `{name}`{did_you_mean(name, built_in())} (`mpguard estimate --list`), and the cache of "
-            "huggingface_hub has no config.json of this name. Pass the path of a config.json"
+            f"there is no built-in model `{name}` (`mpguard estimate --list`){hint}, and the cache of huggingface_hub "
+            "has no config.json of this name. Pass the path of a config.json"
         )
     return ModelConfig(_object(path), str(path))
 

@@ -53,9 +53,19 @@ def _named(run: RunInputs) -> Given | None:
             return arguments["deepspeed"]
         if script.deepspeed_plugin is not None and "hf_ds_config" in script.deepspeed_plugin:
             return script.deepspeed_plugin["hf_ds_config"]
-        if script.initialize is not None and script.accelerator is None and not script.has_trainer:
-            return script.initialize
+        if script.creates_engine:
+            return script.initialize or _of_arguments(run)
     return launch.deepspeed_config_file(run)
+
+
+def _of_arguments(run: RunInputs) -> Given | None:
+    """Return `--deepspeed_config` of the script, which `deepspeed.initialize(args=...)` reads."""
+    for place, word in enumerate(run.arguments):
+        name, equals, value = str(word.value).partition("=")
+        if name == "--deepspeed_config":
+            following = [str(each.value) for each in run.arguments[place + 1 : place + 2]]
+            return Given(value if equals else next(iter(following), None), word.origin)
+    return None
 
 
 def direct(run: RunInputs) -> bool:
@@ -63,7 +73,7 @@ def direct(run: RunInputs) -> bool:
     script = run.script
     if script is None:
         return not run.launches
-    return script.initialize is not None and script.accelerator is None and not script.has_trainer
+    return script.creates_engine
 
 
 def settings(run: RunInputs, mode: Resolved, enforced: Mapping[str, Any] | None = None) -> Iterator[Resolved]:

@@ -59,8 +59,9 @@ class Script:
     accelerator, deepspeed_plugin: arguments of `Accelerator`, of `DeepSpeedPlugin`; None if it creates none.
     arguments: those of `TrainingArguments`; None without a Trainer. parses_arguments: they come from the command line.
     handlers: `kwargs_handlers`, by class. fsdp_plugin: arguments of `FullyShardedDataParallelPlugin`, with the dtypes
-    of its policy as `param_dtype`, .... initialize: `config` of `deepspeed.initialize`. activate: the recipe of
-    `mpguard.activate`. switches: TF32. autocasts: the dtypes of autocast regions. loads: those of loaded models.
+    of its policy as `param_dtype`, .... calls_initialize: it calls `deepspeed.initialize`. initialize: its `config`.
+    activate: the recipe of `mpguard.activate`. switches: TF32. autocasts: the dtypes of autocast regions. loads: those
+    of loaded models.
     trl: a config class of TRL, whose `bf16` is on unless `fp16` is (trl 1.16, `trainer/base_config.py`).
     reads_command_line: it parses arguments of its own, as far as is known.
     """
@@ -72,6 +73,7 @@ class Script:
     handlers: Mapping[str, Arguments] = dataclasses.field(default_factory=dict)
     fsdp_plugin: Arguments | None = None
     deepspeed_plugin: Arguments | None = None
+    calls_initialize: bool = False
     initialize: Given | None = None
     activate: Given | None = None
     switches: tuple[Given, ...] = ()
@@ -84,6 +86,11 @@ class Script:
     def uses_accelerate(self) -> bool:
         """True if the script creates an `Accelerator`, or a Trainer does."""
         return self.accelerator is not None or self.has_trainer
+
+    @property
+    def creates_engine(self) -> bool:
+        """True if the script creates DeepSpeed's engine itself, without accelerate or a Trainer."""
+        return self.calls_initialize and not self.uses_accelerate
 
     @property
     def has_trainer(self) -> bool:
@@ -157,6 +164,7 @@ class _Reader:
             handlers=self._handlers(),
             fsdp_plugin=plugin,
             deepspeed_plugin=self._deepspeed_plugin(),
+            calls_initialize=bool(initialize),
             initialize=self._argument(initialize[0].call, "config", None) if initialize else None,
             activate=self._activate(),
             switches=tuple(self._switches()),

@@ -1,6 +1,6 @@
 """Round tensors to the number formats of low-precision matmuls, in plain torch, on any device.
 
-A format is that of the operands of one product: a matrix (rows, values) whose last dimension is summed over. Scales are
+A format is that of the operands of one matmul: a matrix (rows, values) whose last dimension is summed over. Scales are
 those of training: from the tensor's own values, not from a history.
 
     bf16        no scale

@@ -308,7 +308,7 @@ class Guard(FirstProof):
             self._await(self.progress_of(optimizer))
 
     def group_added(self, optimizer: Any) -> None:
-        """Look at the next step of an optimizer that has got another group of parameters."""
+        """Check the next step of an optimizer to which a group of parameters was added."""
         progress = self.known_progress(optimizer)
         if progress is not None and progress.proven and not progress.failed and self.refusal is None:
             self.state_of(optimizer).models = []

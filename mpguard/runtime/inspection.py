@@ -66,7 +66,7 @@ class Inspection:
 
     @property
     def has_store(self) -> bool:
-        """True if the ranks agree over the process group's store, in which none is waited for without end."""
+        """True if the ranks agree over the process group's store, where waiting has a time limit."""
         return self._round is not None and self._round.store is not None
 
     @property

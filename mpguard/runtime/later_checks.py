@@ -45,7 +45,7 @@ class LaterChecks(StepCounter):
         self.regions: set[tuple[str, str, bool]] = set()
 
     def _await(self, progress: Progress, *, in_step: bool = False) -> None:
-        """Record the next step of an optimizer that has not been proven: for some steps of the others, not for ever."""
+        """Record the next step of an optimizer that has not been proven, for a few steps of the others."""
         self._newcomer_steps = NEWCOMER_STEPS
         self.record(whole=False, in_step=in_step)
         progress.recording = self._recording
@@ -86,7 +86,7 @@ class LaterChecks(StepCounter):
             self.recorder.stop()
 
     def _look(self, optimizer: Any, progress: Progress, model: nn.Module | None) -> None:
-        """Look at a step that was just applied: observe, compare, agree with the other ranks. Raises `NotInForce`."""
+        """Check a step that was just applied: observe, compare, agree with the other ranks. Raises `NotInForce`."""
         agreed = progress.applied == progress.next_look
         if model is None and not self.recorder.record_step(optimizer):
             self._look_again(progress, agreed=agreed)
@@ -121,7 +121,7 @@ class LaterChecks(StepCounter):
         self.conclude_check(inspection, progress, failures, agreed=agreed and progress.agrees)
 
     def _look_again(self, progress: Progress, *, agreed: bool) -> None:
-        """Look at the next step in place of one without gradients; after some of these, at a later one."""
+        """Check the next step in place of one without gradients; after several of these, a later one."""
         progress.empty += 1
         if progress.empty < EMPTY_STEPS:
             progress.next_look = progress.applied + 1 if agreed else progress.next_look
@@ -133,5 +133,5 @@ class LaterChecks(StepCounter):
         self._close_round()
 
     def switch_to_evaluation(self) -> None:
-        """Look at a step after the one that follows: a model was switched to evaluation."""
+        """Check the step after the next: a model was switched to evaluation."""
         self.switches += 1

@@ -72,7 +72,7 @@ def describe(error: BaseException) -> str | None:
 
 
 def print_last_line() -> None:
-    """Print, below all else, because of which rank this one ends."""
+    """Print, as the last line, the rank because of which this one ends."""
     if _last_line is not None:
         print_line(_last_line)
 

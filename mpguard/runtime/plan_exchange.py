@@ -341,7 +341,7 @@ def check(plan: Plan, refuse: EndRun) -> None:
 
 
 def rows(plan: Plan) -> tuple[Row, ...]:
-    """Return the row of plans that differ between ranks as the run allows it, or of such an allowance in vain."""
+    """Return the row about plans that differ between ranks as allowed, or about an allowance that nothing needs."""
     names = "; ".join(str(each) for each in plan.allow if each.kind == RANKS_DIFFER)
     if not names or _exchange is None:
         return ()

@@ -71,7 +71,7 @@ def _futile(report: TuneReport, row: TuneRow) -> str:
     if best is None or least is None or least <= best.high:
         return ""
     return (
-        f"not started: at best {least:.4g} ms, for it is at most {row.candidate.gain:g} times as fast as "
+        f"not started: at best {least:.4g} ms, because it is at most {row.candidate.gain:g} times as fast as "
         f"{row.candidate.base}"
     )
 

@@ -28,7 +28,7 @@ from mpguard.nn.number_formats import OperandRole, largest
 from mpguard.runtime.proof.fp8 import is_te, torchao_recipe
 from mpguard.watching.containment import CONTAINMENT
 
-#: Rows of the input, and of the weight, whose products show the noise of the output.
+#: Rows of the input, and of the weight, whose matmuls show the noise of the output.
 ROWS = 16
 
 #: Values that are rounded of a tensor at most, and the values of a group: formats have a scale for up to so many.

@@ -97,12 +97,12 @@ def test_without_the_library_it_says_so_and_shows_the_arguments(
     printed = capsys.readouterr()
     assert printed.out.splitlines()[0].endswith("which is not installed: pip install 'mpguard[te]'")
     assert "recipe='MXFP8BlockScaling'" in printed.out
-    assert "te: has no place for `fp8_param=auto` of the policy; carried by " in printed.err
+    assert "te: has no setting for `fp8_param=auto` of the policy; supported by " in printed.err
 
 
 def test_what_is_not_carried_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "bf16_with_fp8_current_scaling_mixed", "--for", "fsdp1"]) == 0
-    assert "fsdp1: has no place for `fp8=hybrid` of the policy; carried by accelerate" in capsys.readouterr().err
+    assert "fsdp1: has no setting for `fp8=hybrid` of the policy; supported by accelerate" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["accelerate", "transformers", "megatron"])

@@ -52,7 +52,7 @@ MACHINES: dict[str, tuple[Fake, tuple[str, ...], tuple[str, ...]]] = {
         ("570.10", "different versions"),
         ("reboot",),
     ),
-    "another nvidia-smi": (Fake(smi="echo 'usage: smi'"), ("no list of GPUs: usage",), ("type -a nvidia-smi",)),
+    "another nvidia-smi": (Fake(smi="echo 'usage: smi'"), ("than a list of GPUs: usage",), ("type -a nvidia-smi",)),
     "no devices": (Fake(smi="echo 'No devices were found'; exit 6"), ("finds no GPU",), ("--gpus all", "lspci")),
     "GPU lost": (
         Fake(smi="echo 'Unable to determine the device handle for GPU0000:01:00.0: Unknown Error'; exit 15"),

@@ -139,9 +139,9 @@ def test_fsdp_buffers_and_outputs() -> None:
     policy = Policy(bf16=True, buffer_dtype="fp32", output_dtype="fp32")
     assert to(policy, "fsdp1").buffer_dtype is torch.float32
     assert to(policy, "fsdp2").output_dtype is torch.float32
-    with pytest.warns(mpguard.NotCarried, match="fsdp1: has no place for `output_dtype=fp32`"):
+    with pytest.warns(mpguard.NotCarried, match="fsdp1: has no setting for `output_dtype=fp32`"):
         policy.to("fsdp1")
-    with pytest.warns(mpguard.NotCarried, match="fsdp2: has no place for `buffer_dtype=fp32`"):
+    with pytest.warns(mpguard.NotCarried, match="fsdp2: has no setting for `buffer_dtype=fp32`"):
         policy.to("fsdp2")
 
 

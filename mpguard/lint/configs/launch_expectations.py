@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Configs = tuple[LaunchConfig, ...]
 
-#: Mode of a config -> dtype that autocast computes in. Around its matrix products, an FP8 run computes in BF16.
+#: Mode of a config -> dtype that autocast computes in. Around its matmuls, an FP8 run computes in BF16.
 _COMPUTES = {"fp16": Dtype.FP16, "bf16": Dtype.BF16, "fp8": Dtype.BF16}
 #: Names of options that select the precision, or the library that applies it.
 _OPTION = lazy_pattern(

@@ -293,7 +293,7 @@ def _print_start(prepared: PreparedLaunch) -> None:
     for lock in abandoned_locks() if _uses_deepspeed(prepared) else ():
         print_line(
             f"mpguard: {lock}: a build of a torch extension was killed and left its lock behind. A run that needs the "
-            f"extension waits for it without end. If no build is running, remove it: rm {lock}"
+            f"extension waits for it indefinitely. If no build is running, remove it: rm {lock}"
         )
 
 

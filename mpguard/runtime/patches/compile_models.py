@@ -65,7 +65,7 @@ def reporting_failures(guard: Guard) -> Callable[[str], None] | None:
 @patch(
     "torch:compile",
     needs=("model", "backend", "mode"),
-    reason="models are compiled in the mode of the policy, whoever compiles them",
+    reason="models are compiled in the mode of the policy, also those that the script compiles",
     lost="models are compiled in the script's mode, not in compile_mode of the policy",
     check=checks.compiled,
     required=required.with_compile_mode,

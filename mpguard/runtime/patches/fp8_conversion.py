@@ -126,7 +126,7 @@ def _predict(
 
 @dataclasses.dataclass(eq=False)
 class _Decision:
-    """What the first batch of a model decides: a wish for FP8 may be too slow, and for a demand that is reported.
+    """Decide by a model's first batch if FP8 is slower than BF16: a preference is dropped, a requirement is reported.
 
     Ranks have different batches, and one precision: with several, the widths of the layers have decided alone.
     """

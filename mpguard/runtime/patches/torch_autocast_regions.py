@@ -18,7 +18,7 @@ AUTOCAST, CUSTOM_FWD = "torch.amp.autocast_mode", "decorate_fwd"
 @patch(
     "torch.amp.autocast_mode:autocast.__enter__",
     needs=("self",),
-    reason="products in FP32 are as the script says where it has switched autocast off around a part",
+    reason="where the script has switched autocast off, its matmuls are in FP32 on purpose",
     lost="a part that the script computes in FP32 on purpose is not named",
     check=checks.autocast,
 )
@@ -43,7 +43,7 @@ def _enter(original: AnyFunction) -> AnyFunction:
 @patch(
     "torch.amp.autocast_mode:autocast.__exit__",
     needs=("self",),
-    reason="products in FP32 are as the script says where it has switched autocast off around a part",
+    reason="where the script has switched autocast off, its matmuls are in FP32 on purpose",
     lost="a part that the script computes in FP32 on purpose is not named",
     check=checks.autocast,
 )
@@ -59,7 +59,7 @@ def _exit(original: AnyFunction) -> AnyFunction:
 
 
 def _is_of_custom_fwd() -> bool:
-    """True for the region of a function that casts its inputs: a library says so, and not the script."""
+    """True for a region that `custom_fwd(cast_inputs=...)` opens: a library asks for it, not the script."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("mpguard."):
         frame = frame.f_back

@@ -124,7 +124,7 @@ class _Forward:
     def reached_by(self, ended: _Pass, found: OperatorTrace) -> set[Unaligned]:
         """Move to a backward pass what it has reached, and add what it has multiplied itself.
 
-        Return the FP8 products in it that no kernel of a GPU takes.
+        Return the FP8 matmuls in it that no kernel of a GPU takes.
         """
         self._resolve(ended, found.evaluated)
         for work, node, flops in found.backward:

@@ -30,7 +30,7 @@ class Operator:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Products of one place. dtype: None if it is not known, in a kernel that is no operator of torch.
+    """Matmuls of one place. dtype: None if it is not known, in a kernel that is no operator of torch.
 
     module: the number of the module in which they ran; None if unknown. name: of the kernel whose dtype is not known.
     by_script: True in a region in which the script has switched autocast off. evaluated: True in a call of a trained

@@ -2,13 +2,13 @@
 
 The lists are torch 2.13's `ATen/autocast_mode.h` (`AT_FORALL_LOWER_PRECISION_FP`, `AT_FORALL_FP32`,
 `AT_FORALL_FP32_SET_OPT_DTYPE`), by the public names of the operations; a test compares them with the header of the
-installed torch. They hold for CUDA. The CPU's autocast computes the matrix products in low precision too, but leaves
+installed torch. They hold for CUDA. The CPU's autocast computes the matmuls in low precision too, but leaves
 `softmax`, `exp`, `sum` and `layer_norm` in the dtype of their input.
 """
 
 from __future__ import annotations
 
-#: Matrix products and convolutions: in the region's dtype, on every device.
+#: Matmuls and convolutions: in the region's dtype, on every device.
 LOWERED = frozenset({
     "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "prelu",
     "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv", "vecdot", "linear", "addbmm", "baddbmm", "bmm",

@@ -1,7 +1,7 @@
 """The dtype of tensors: set by a cast or a constructor, or cast by autocast.
 
 `facts.precision.of(expression, record)` returns the dtypes that a tensor may have, each with its path condition and the
-operation that produced it. A cast, a constructor's dtype and a matrix product in a known autocast region set the
+operation that produced it. A cast, a constructor's dtype and a matmul in a known autocast region set the
 low-precision dtype; `.float()`, a softmax under CUDA autocast and arithmetic with FP32 end it. A tensor whose dtype
 cannot be derived has dtype None, and no rule reports it.
 """
@@ -214,7 +214,7 @@ class TensorDtypes:
         return tuple(found)
 
     def _logits(self, output: cst.BaseExpression, at: Record) -> tuple[TensorDtype, ...]:
-        """Return the dtypes of the logits of a model of transformers: those of its last matrix product."""
+        """Return the dtypes of the logits of a model of transformers: those of its last matmul."""
         bindings = self.facts.values.reaching(dotted(output), at.scope, at.order, at.guard)
         calls = [
             self.facts.index.call_of.get(each)
@@ -370,7 +370,7 @@ class TensorDtypes:
         return found
 
     def _by_autocast(self, parts: tuple[cst.BaseExpression, ...], at: Record) -> tuple[TensorDtype, ...]:
-        """Return the dtypes of a matrix product: that of the autocast region, otherwise that of the operands."""
+        """Return the dtypes of a matmul: that of the autocast region, otherwise that of the operands."""
         found: list[TensorDtype] = []
         for state in self.facts.part(AutocastStates).at(at):
             if state.dtype is None or state.dtype == "off":

@@ -199,7 +199,7 @@ class Scope:
         self.calls: list[Call] = []
         self.withs: list[With] = []
         self.returns: list[Return] = []
-        #: Matrix products that are written `a @ b`.
+        #: Matmuls that are written `a @ b`.
         self.products: list[Record] = []
         self.exits: list[Exit] = []
         self.children: list[Scope] = []

@@ -6,7 +6,7 @@ import libcst as cst
 
 from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Note, Rule, any_of, autocast_ops, constant
 
-#: Operations that a region disables autocast for: matrix products, and those that autocast runs in FP32.
+#: Operations that a region disables autocast for: matmuls, and those that autocast runs in FP32.
 _OPERATIONS = autocast_ops.LOWERED | autocast_ops.FLOAT32_ON_CUDA
 
 
@@ -14,8 +14,8 @@ class DisabledAutocastWithoutCast(Rule):
     """Autocast is disabled around an operation, but its input is still in 16 bits.
 
     ## What it does
-    Reports an input of a matrix product, a softmax, a loss and similar operations inside `autocast(enabled=False)`, if
-    the input is the result of matrix products in an outer autocast region and is not cast.
+    Reports an input of a matmul, a softmax, a loss and similar operations inside `autocast(enabled=False)`, if
+    the input is the result of matmuls in an outer autocast region and is not cast.
 
     ## Why is this bad
     `enabled=False` casts nothing back: tensors that the outer region computed in FP16 or BF16 keep that dtype, and

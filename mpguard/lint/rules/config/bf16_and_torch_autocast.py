@@ -15,7 +15,7 @@ class Bf16AndTorchAutocast(ConfigRule, form_of="MPG821"):
     """A DeepSpeed config whose `torch_autocast` has another dtype than its enabled `bf16` or `fp16` section.
 
     `bf16` and `fp16` store the parameters in the low precision, `torch_autocast` casts the inputs of operations.
-    DeepSpeed 0.19.8 accepts both without a warning. With two dtypes each matrix product casts BF16 parameters to FP16
+    DeepSpeed 0.19.8 accepts both without a warning. With two dtypes each matmul casts BF16 parameters to FP16
     or the reverse, and loses range or precision twice; gradients of Linear layers are reduced in the autocast's dtype,
     which under `bf16` has no loss scale to protect them. Without a `dtype`, `torch_autocast` is FP16 on a GPU: torch's
     default.

@@ -91,7 +91,7 @@ train:
                 yield self.at(precision, what=f"Megatron Bridge has no recipe `{precision.value}`{hint}")
         for section in ("mixed_precision", "model"):
             yield from self._pair(document, f"{section}.bf16", f"{section}.fp16", "a run computes in one of them")
-            yield from self._pair(document, f"{section}.fp8", f"{section}.fp4", "a product runs in one of them")
+            yield from self._pair(document, f"{section}.fp8", f"{section}.fp4", "a matmul runs in one of them")
             recipe = document.entry(f"{section}.fp8_recipe")
             known = (*megatron_bridge_keys.FP8_RECIPES, None, "custom")
             if recipe is not None and recipe.value not in known and "$" not in str(recipe.value):

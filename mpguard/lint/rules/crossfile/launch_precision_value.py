@@ -47,7 +47,7 @@ class LaunchPrecisionValue(LaunchRule, form_of="MPG813"):
                 yield self.at(
                     given,
                     option=f"--mixed_precision {given.text}",
-                    what=f"is none of {', '.join(f'`{each}`' for each in _CHOICES)}: the launch stops",
+                    what=f"is not one of {', '.join(f'`{each}`' for each in _CHOICES)}: the launch stops",
                     help=f"write `{known}`",
                     fix=self._fix(given, known),
                 )

@@ -13,7 +13,7 @@ _SELECTS = lazy_pattern(
 
 
 class Fp8AroundFloat32(Rule):
-    """FP8 layers in a program in which nothing selects BF16: all that is not a product in FP8 is FP32.
+    """FP8 layers in a program in which nothing selects BF16: all that is not a matmul in FP8 is FP32.
 
     ## What it does
     Reports a conversion by torchao's `convert_to_float8_training`, or a region of Transformer Engine's `autocast` or
@@ -21,7 +21,7 @@ class Fp8AroundFloat32(Rule):
     in any way.
 
     ## Why is this bad
-    FP8 replaces the matrix products of linear layers only. Their inputs and results, attention, norms and activations,
+    FP8 replaces the matmuls of linear layers only. Their inputs and results, attention, norms and activations,
     and what is saved for the backward pass, keep the dtype around them (torchao 0.7 to 0.18, Transformer Engine 1.0 to
     2.20). In FP32 they take twice the memory and most of the time, and attention has no fused kernel: the run is slower
     than in BF16.
@@ -33,7 +33,7 @@ class Fp8AroundFloat32(Rule):
 
     code, name = "MPG418", "fp8-around-float32"
     severity = "warning"
-    message = "FP8 is used for products of linear layers only: everything else runs in FP32, as nothing selects BF16"
+    message = "FP8 is used for matmuls of linear layers only: everything else runs in FP32, as nothing selects BF16"
     help = 'run the forward pass in `torch.autocast("cuda", dtype=torch.bfloat16)`, or the model in BF16'
     triggers = (any_of(b"convert_to_float8_training", b"transformer_engine"), any_of(b".backward("))
     examples = (

@@ -27,7 +27,7 @@ _ROWS_FORWARD = 8
 
 
 class Fp8MisalignedDims(Rule):
-    """A literal size that FP8 matrix products refuse.
+    """A literal size that FP8 matmuls refuse.
 
     ## What it does
     Reports sizes that are not a multiple of 16 (of 32 with MXFP8), if they are literals or follow from literals and
@@ -36,7 +36,7 @@ class Fp8MisalignedDims(Rule):
     such a layer is called with.
 
     ## Why is this bad
-    The product raises: "FP8 execution requires the product of all dimensions except the last to be divisible by 8 and
+    The matmul raises: "FP8 execution requires the product of all dimensions except the last to be divisible by 8 and
     the last dimension to be divisible by 16", or in the backward pass "Leading dimension requirement ... Caller must
     pad". Tried on an H200 with Transformer Engine 2.20 (delayed, current and block scaling) and torchao 0.18
     (tensorwise, rowwise): a size of 72 or 10 fails in forward or backward, and so do 24 rows if the layer trains.
@@ -46,7 +46,7 @@ class Fp8MisalignedDims(Rule):
     Sizes from a config are not checked, nor layers that a container of modules runs in a loop. A filter and
     `pad_inner_dim=True` of torchao are assumed to leave out, or pad, sizes that do not fit. Tests are not checked: they
     convert a small layer without calling it, or expect the error. NVFP4 needs 16 here; 128 is
-    the multiple to which grouped products are padded.
+    the multiple to which grouped matmuls are padded.
     """
 
     code, name = "MPG404", "fp8-misaligned-dims"

@@ -52,7 +52,7 @@ class LmHeadInFp8(Rule):
     The head's logits span many orders of magnitude and feed the loss directly. The recipes of torchao, torchtitan and
     Megatron keep it in BF16, and so does accelerate's default for torchao, which leaves out the first and the last
     Linear. The same holds for the router of a mixture of experts, where rounding sends tokens to other experts. With
-    most vocabularies the head is not a multiple of 16 either, so the product raises.
+    most vocabularies the head is not a multiple of 16 either, so the matmul raises.
 
     ## Fix safety
     Unsafe: the filter leaves out layers called `lm_head` (`embed_out`); routers and other heads have other names. For

@@ -30,7 +30,7 @@ class AutocastAgainstFsdpPolicy(Rule):
     `param_dtype`.
 
     ## Why is this bad
-    FSDP gathers the weights in `param_dtype`, and autocast then casts them again, for each matrix product. The result
+    FSDP gathers the weights in `param_dtype`, and autocast then casts them again, for each matmul. The result
     has the region's dtype (tried with torch 2.13, FSDP1 and FSDP2). Weights rounded to BF16 are computed with in FP16
     and its range, or the reverse: the run has the rounding of one and the overflow of the other, and is slower than
     either.

@@ -26,7 +26,7 @@ class Fp16IgnoresBf16Option(Rule, form_of="MPG310"):
     """The program has an option `--bf16`, and its Trainer computes in FP16 with and without it.
 
     With `--bf16` the run computes in FP16 all the same: activations above 65504 overflow, and a model that is loaded in
-    BF16 is cast to FP16 for each product.
+    BF16 is cast to FP16 for each matmul.
 
     Options of `HfArgumentParser`, and values that are not constants, are not checked.
     """

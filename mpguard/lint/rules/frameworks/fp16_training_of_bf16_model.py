@@ -8,7 +8,7 @@ from mpguard.lint import Call, Diagnostic, Dtype, Event, Facts, Note, Rule, any_
 class Fp16TrainingOfBf16Model(Rule, form_of="MPG519"):
     """`TrainingArguments(fp16=True)` with a model that is loaded in BF16.
 
-    `fp16=True` runs FP16 autocast, which casts the BF16 weights to FP16 for each product. The activations have the
+    `fp16=True` runs FP16 autocast, which casts the BF16 weights to FP16 for each matmul. The activations have the
     range of FP16 and the weights the precision of BF16: the worst of both. Models that were trained in BF16 overflow,
     and the GradScaler then skips their steps.
 

@@ -17,17 +17,17 @@ from mpguard.lint import (
 
 
 class FsdpPolicyComputesInFloat32(Rule, form_of="MPG512"):
-    """An FSDP policy for mixed precision has `param_dtype=torch.float32`: all products run in FP32.
+    """An FSDP policy for mixed precision has `param_dtype=torch.float32`: all matmuls run in FP32.
 
     FSDP casts the gathered parameters, and the inputs of its root, to `param_dtype` (torch 1.12 to 2.13). With FP32
-    there, no product is in 16 bits: the run is as slow as in FP32 and takes the same memory. Only the gradients, which
+    there, no matmul is in 16 bits: the run is as slow as in FP32 and takes the same memory. Only the gradients, which
     need the precision most, are reduced in 16 bits.
 
     Not reported: policies from a config, and programs that mention autocast.
     """
 
     severity = "warning"
-    message = "the policy computes in FP32 and reduces gradients in {reduced}: no product is in 16 bits"
+    message = "the policy computes in FP32 and reduces gradients in {reduced}: no matmul is in 16 bits"
     help = "set `param_dtype=torch.bfloat16`, and `reduce_dtype=torch.float32` to keep the reduction exact"
     triggers = (any_of(b"FullyShardedDataParallel", b"fully_shard"), any_of(b"mixed_precision", b"mp_policy"))
 

@@ -39,7 +39,7 @@ class WrongFsdpPolicyClass(Rule, form_of="MPG512"):
 
     FSDP1 raises an AttributeError on a `MixedPrecisionPolicy` (it has no `keep_low_precision_grads`). `fully_shard`
     accepts a `MixedPrecision` without a warning, but leaves the inputs in FP32 (`cast_forward_inputs` is off there by
-    default): the first matrix product raises for mixed dtypes, and modules without one fail later because the policy
+    default): the first matmul raises for mixed dtypes, and modules without one fail later because the policy
     has no `output_dtype` (torch 2.13).
 
     A policy that is created elsewhere is not checked.

@@ -31,7 +31,7 @@ class EpsilonUnderflowsHalf(Rule):
 
     ## What it does
     Reports small numbers such as `1e-8` that are added to a tensor or passed to `clamp`, if the tensor is FP16: cast by
-    hand, created in FP16, or the result of a matrix product in an FP16 autocast region. Also reports the `eps` of Adam
+    hand, created in FP16, or the result of a matmul in an FP16 autocast region. Also reports the `eps` of Adam
     and similar optimizers (1e-8 unless given) whose parameters are FP16.
 
     ## Why is this bad

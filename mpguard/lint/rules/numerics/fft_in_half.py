@@ -22,8 +22,8 @@ class FftInHalf(Rule):
     """A Fourier transform of a tensor in FP16 or BF16, which torch does not compute.
 
     ## What it does
-    Reports functions of `torch.fft` on a tensor that is FP16 or BF16 there: cast by hand, or the result of a matrix
-    product in an autocast region.
+    Reports functions of `torch.fft` on a tensor that is FP16 or BF16 there: cast by hand, or the result of a matmul
+    in an autocast region.
 
     ## Why is this bad
     Autocast leaves these functions in the dtype of their input on CUDA. BF16 raises "Unsupported dtype BFloat16". FP16

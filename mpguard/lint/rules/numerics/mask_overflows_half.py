@@ -28,7 +28,7 @@ class MaskOverflowsHalf(Rule):
     ## What it does
     Reports numbers such as `-1e9` that are passed to `masked_fill`, `full_like`, `where`, `clamp`, an indexed
     assignment or an addition, if the tensor is FP16 there: cast to FP16 by hand, created in it, or the result of a
-    matrix product (`@`, `matmul`, `einsum`, `bmm`, `Linear`) in an FP16 autocast region.
+    matmul (`@`, `matmul`, `einsum`, `bmm`, `Linear`) in an FP16 autocast region.
 
     ## Why is this bad
     FP16 ends at 65504. With torch 2.13, `masked_fill`, `full`, `fill_`, `pad` and `clamp` raise "value cannot be

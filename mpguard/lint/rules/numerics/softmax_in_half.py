@@ -26,7 +26,7 @@ class SoftmaxInHalf(Rule):
     """A softmax, exponential or logsumexp is computed outside autocast, on values in FP16 or BF16.
 
     ## What it does
-    Follows explicit casts (`x.half()`, `x.to(torch.bfloat16)`, a tensor created in that dtype, and matrix products of
+    Follows explicit casts (`x.half()`, `x.to(torch.bfloat16)`, a tensor created in that dtype, and matmuls of
     these), and what leaves an autocast region or a model of transformers that is loaded in 16 bits, to `softmax`,
     `log_softmax`, `exp` and `logsumexp` that run outside autocast and are trained through.
 

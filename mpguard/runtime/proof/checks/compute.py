@@ -329,7 +329,7 @@ def frozen(seen: Observed, plan: Plan) -> list[Row]:
 
 
 def frozen_share(seen: Observed, least: float = 0.01) -> str:
-    """Return the dtypes of frozen parts and their share: `fp32, 99 % of the products`. Empty below the least share."""
+    """Return the dtypes of frozen parts and their share: `fp32, 99 % of the matmuls`. Empty below the least share."""
     return _share_of(list(filter(_is_frozen, seen.computed)), seen, least)
 
 
