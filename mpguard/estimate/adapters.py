@@ -66,6 +66,4 @@ class Adapters:
         known = sorted({name.rpartition(".")[2] for name in names if MARK not in name})
         for target in self.targets:
             if target != ALL and not any(name == target or name.endswith(f".{target}") for name in names):
-                raise ConfigError(
-                    f"--targets {target}: no Linear layer has this name{did_you_mean(target, known)}"
-                )
+                raise ConfigError(f"--targets {target}: no Linear layer has this name{did_you_mean(target, known)}")
