@@ -146,16 +146,21 @@ class Ranges:
         """True if a module is being called in this thread."""
         return any(name.startswith(trace.MODULE) for name, _ in self._stack())
 
-    def _enter(self, module: nn.Module, _inputs: Any) -> None:
+    def _note_thread(self) -> None:
+        """Record that a module was called with gradients in this thread."""
         import torch
 
+        if torch.is_grad_enabled():
+            self._threads.add(threading.get_ident())
+
+    def _enter(self, module: nn.Module, _inputs: Any) -> None:
         self.called[id(module)] = type(module).__name__
         outermost = not self._is_in_module()
         self._on_call(outermost=outermost)
-        if outermost and torch.is_grad_enabled():
-            self._threads.add(threading.get_ident())
-        for listener in outermost_listeners if outermost else ():
-            listener(module)
+        if outermost:
+            self._note_thread()
+            for listener in outermost_listeners:
+                listener(module)
         if outermost and is_evaluated(module):
             self._push(f"{trace.EVALUATION}{id(module)}")
         self._push(f"{trace.MODULE}{id(module)}")
