@@ -49,7 +49,7 @@ def axolotl(policy: Policy, strategy: str | None) -> Settings:
         "bfloat16": _switch(full),
         "float16": _switch(False),
         "fp8": _switch(policy.fp8 is not None),
-        "fp8_enable_fsdp_float8_all_gather": _switch(bool(policy.fp8 and gathered), _NOT_GATHERED),
+        "fp8_enable_fsdp_float8_all_gather": _switch(bool(policy.fp8 and gathered), _not_gathered(policy, strategy)),
     }
     if policy.fp8:
         settings["fp8_config.recipe"] = Setting(policy.fp8_recipe, default=_DEFAULT_RECIPE)
@@ -101,8 +101,11 @@ def _norms(policy: Policy, strategy: str | None) -> Setting:
     return Setting(True)
 
 
-#: Why the all-gather is off.
-_NOT_GATHERED = "the policy does not store parameters in FP8 (fp8_param), or has no tensorwise scales"
+def _not_gathered(policy: Policy, strategy: str | None) -> str:
+    """Return why the all-gather is off."""
+    if policy.fp8 and policy.fp8_recipe == "tensorwise" and strategy == "fsdp2":
+        return "the policy gathers in the compute dtype; --override fp8_param_gather=true keeps it"
+    return "only FP8 with tensorwise scales under FSDP2 has it"
 
 
 def _switch(on: bool, reason: str = "") -> Setting:

@@ -347,6 +347,10 @@ def test_auto_needs_a_gpu_for_a_trainer_that_mpguard_does_not_launch(
 
 
 ACCELERATE = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 2\n"
+FSDP2 = (
+    "base_model: m\nmicro_batch_size: 2\nbf16: true\nfp8: true\ntorch_compile: true\nfsdp_version: 2\n"
+    "fp8_enable_fsdp_float8_all_gather: true\nfsdp_config:\n  reshard_after_forward: true\n"
+)
 TORCHTITAN = "[job]\n[training]\nmixed_precision_param = 'bfloat16'\n[parallelism]\ndata_parallel_shard_degree = -1\n"
 
 
@@ -378,6 +382,11 @@ TORCHTITAN = "[job]\n[training]\nmixed_precision_param = 'bfloat16'\n[parallelis
             ACCELERATE + "mixed_precision: fp8\nfp8_config:\n  fp8_backend: TE\n  fp8_format: E4M3\n"
             "  fp8_amax_compute_algo: max\n",
             "bf16_with_fp8_delayed_scaling_mixed", "fp8_config.fp8_format: E4M3 -> HYBRID", "another spelling",
+        ),
+        (
+            "axolotl.yml", FSDP2, "hopper_bf16_with_fp8_mixed",
+            "true -> (removed) (the policy gathers in the compute dtype; --override fp8_param_gather=true keeps it)",
+            "problem",
         ),
         ("llama3.toml", TORCHTITAN, "bf16_mixed", "is a config of torchtitan, which mpguard does not read", "matches"),
         ("setup.toml", "[project]\n", "bf16_mixed", "is not a config; a YAML or JSON file is needed", "matches"),
