@@ -67,7 +67,7 @@ def one_of(*words: str, fold: bool = False, also: tuple[Any, ...] = ()) -> Value
     return ValueKind(f"it is one of {', '.join(words)}", parses, words)
 
 
-BOOLEAN = ValueKind("true or false is needed, and text counts as true", lambda value: isinstance(value, (bool, int)))
+BOOLEAN = ValueKind("true or false is needed: text counts as true", lambda value: isinstance(value, (bool, int)))
 SWITCH = ValueKind("true or false is needed", _switch)
 SWITCH_OR_AUTO = ValueKind("auto, true or false is needed", lambda value: value == "auto" or _switch(value))
 WHOLE = ValueKind("a whole number is needed", _whole)
@@ -91,7 +91,8 @@ def wrong_values(
         if not isinstance(value, (bool, int, float, str, list, dict)) or kind.parses(value):
             continue
         meant = did_you_mean(value, kind.words) if isinstance(value, str) and near(value, kind.words) else ""
-        yield entry, f"is {show(value)}{meant or f'; {kind.needed}'}"
+        written = f'the text "{value}"' if kind is BOOLEAN and isinstance(value, str) else show(value)
+        yield entry, f"is {written}{meant or f'; {kind.needed}'}"
 
 
 def misspelling_of(key: str, known: Collection[str]) -> str | None:

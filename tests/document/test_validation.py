@@ -148,7 +148,7 @@ TRAINERS = {
     ),
     "text for a switch of LLaMA-Factory": (
         FACTORY + "bf16: true\nupcast_layernorm: 'false'\n", "bf16_mixed",
-        "`upcast_layernorm`: is false; true or false is needed, and text counts as true",
+        "`upcast_layernorm`: is the text \"false\"; true or false is needed: text counts as true",
     ),
     "a key of LLaMA-Factory": (
         FACTORY + "bf16: true\nupcast_layernrom: true\n", "bf16_mixed",
