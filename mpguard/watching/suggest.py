@@ -26,7 +26,7 @@ def for_module(
     """
     if in_fp32 and phase == "backward":
         return (
-            f"check {module} for sqrt(0), a norm of zeros, log(0) and 1/0, whose gradients are infinite, and for a "
+            f"check `{module}` for sqrt(0), a norm of zeros, log(0) and 1/0, whose gradients are infinite, and for a "
             "learning rate that is too high; an epsilon or clipping helps, another dtype does not"
         )
     if in_fp32:
@@ -34,14 +34,14 @@ def for_module(
             "0/0, log(0), sqrt(0) and a softmax over rows that are all masked" if between else "0/0, log(0) and sqrt(0)"
         )
         cause = "log(0), 1/0 and exp of a large number" if overflowed else nan
-        return f"check {module} for {cause}; an epsilon or a bound helps, another dtype does not"
+        return f"check `{module}` for {cause}; an epsilon or a bound helps, another dtype does not"
     if policy is not None and policy.low_bit_recipe is not None:
-        return f"keep {module} out of FP8: {_out_of_fp8(module, names)}"
+        return f"keep `{module}` out of FP8: {_out_of_fp8(module, names)}"
     if policy is None or not policy.low_precision:
         if overflowed:
-            return f"compute {module} in FP32 (`with torch.autocast(..., enabled=False)`), or bound its inputs"
-        return f"check {module} for 0/0, log(0), sqrt(0) and a learning rate that is too high"
-    own = f'compute {module} in FP32: mpguard_overrides: {{fp32_modules: ["{module}"]}}'
+            return f"compute `{module}` in FP32 (`with torch.autocast(..., enabled=False)`), or bound its inputs"
+        return f"check `{module}` for 0/0, log(0), sqrt(0) and a learning rate that is too high"
+    own = f'compute `{module}` in FP32: mpguard_overrides: {{fp32_modules: ["{module}"]}}'
     if policy.fp16:
         return f"{own}, or use BF16, whose range is that of FP32: mpguard_recipe: bf16_mixed"
     return own if overflowed else f"{own}; if it stays, check it for 0/0, log(0) and sqrt(0)"
@@ -50,9 +50,9 @@ def for_module(
 def for_overflow(module: str, policy: Policy | None, names: Collection[str], dtype: str, weights: str) -> str:
     """Return what to do about a module whose results are finite in FP32, and not in the dtype that computed them."""
     if policy is not None and module in names:
-        own = f'compute {module} in FP32: mpguard_overrides: {{fp32_modules: ["{module}"]}}'
+        own = f'compute `{module}` in FP32: mpguard_overrides: {{fp32_modules: ["{module}"]}}'
     else:
-        own = f"compute {module} in FP32 (`with torch.autocast(..., enabled=False)` around it)"
+        own = f"compute `{module}` in FP32 (`with torch.autocast(..., enabled=False)` around it)"
         if weights == "float32" and policy is not None:
             own += ": its weights in FP32 do not make autocast compute it so"
     if dtype == "float16":
@@ -106,7 +106,7 @@ def for_buffers(module: str, buffers: Collection[str]) -> str:
     """Return what to do about buffers that are not finite: statistics of a batch norm that took a bad batch."""
     names = ", ".join(buffers)
     return (
-        f"{names} of {module} took NaN or Inf from an earlier batch, or was loaded so: load the last checkpoint, or "
+        f"{names} of `{module}` took NaN or Inf from an earlier batch, or was loaded so: load the last checkpoint, or "
         "reset it (`reset_running_stats()` of a batch norm)"
     )
 
@@ -114,7 +114,7 @@ def for_buffers(module: str, buffers: Collection[str]) -> str:
 def for_weights(module: str) -> str:
     """Return what to do about weights that are not finite."""
     return (
-        f"the weights of {module} are not finite: load the last checkpoint, and run it with `--watch full`, which "
+        f"the weights of `{module}` are not finite: load the last checkpoint, and run it with `--watch full`, which "
         "checks each step before it is applied"
     )
 
@@ -186,7 +186,7 @@ def for_underflow(kind: str, module: str, policy: Policy | None, names: Collecti
     if kind == "e4m3":
         return 'take E5M2 for gradients: mpguard_overrides: {fp8: "hybrid"}'
     if policy is not None and policy.low_bit_recipe is not None:
-        return f"keep {module} out of FP8: {_out_of_fp8(module, names)}"
+        return f"keep `{module}` out of FP8: {_out_of_fp8(module, names)}"
     return for_module(module, policy, names, overflowed=False)
 
 
@@ -194,7 +194,7 @@ def for_saturation(module: str, names: Collection[str]) -> str:
     """Return what to do about values above the FP8 range of their scale."""
     return (
         "use current scaling, which cannot saturate (mpguard_recipe: bf16_with_fp8_current_scaling_mixed), a margin "
-        f"(mpguard_overrides: {{fp8_margin: 1}}), or keep {module} out of FP8: {_out_of_fp8(module, names)}"
+        f"(mpguard_overrides: {{fp8_margin: 1}}), or keep `{module}` out of FP8: {_out_of_fp8(module, names)}"
     )
 
 
@@ -211,7 +211,7 @@ def for_fp8_noise(layer: str, policy: Policy | None) -> str:
 def for_scale_drift(module: str, names: Collection[str]) -> str:
     """Return what to do about values that grow, so that their scale leaves ever less to the small ones."""
     return (
-        f"check for outliers that grow in {module} (a lower learning rate, weight decay), or keep it out of FP8: "
+        f"check for outliers that grow in `{module}` (a lower learning rate, weight decay), or keep it out of FP8: "
         f"{_out_of_fp8(module, names)}"
     )
 

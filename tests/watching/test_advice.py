@@ -30,7 +30,7 @@ def test_an_overflow_is_named_by_the_dtype_that_computed(events: Events) -> None
     assert (event["event"], event["module"], event["step"]) == ("nonfinite", "0", 7)
     assert (computed["dtype"], computed["weights"], computed["tried"]) == ("float16", "float32", True)
     assert computed["largest"] > 65504, "in FP32 the results are finite, and over what FP16 holds"
-    assert "compute 0 in FP32" in event["suggestion"] and "train in BF16" in event["suggestion"]
+    assert "compute `0` in FP32" in event["suggestion"] and "train in BF16" in event["suggestion"]
     assert not events["the same batch in BF16"]
 
 
@@ -54,7 +54,7 @@ def test_code_between_calls_is_named_by_the_module_around_it(events: Events) -> 
     """Attention's own matmul overflows: its layer `out` gets NaN, and does not make it."""
     event = events["overflow of attention in FP16"][0]
     assert (event["module"], event["value"]["before"], event["value"]["computed"]["dtype"]) == ("2", "out", "float16")
-    assert event["value"]["computed"]["largest"] is not None and "compute 2 in FP32" in event["suggestion"]
+    assert event["value"]["computed"]["largest"] is not None and "compute `2` in FP32" in event["suggestion"]
     event = events["rows that are all masked"][0]
     assert (event["module"], event["value"]["before"]) == ("2", "out")
     assert "a softmax over rows that are all masked" in event["suggestion"]
@@ -63,7 +63,7 @@ def test_code_between_calls_is_named_by_the_module_around_it(events: Events) -> 
 def test_buffers_that_are_not_finite(events: Events) -> None:
     event = events["NaN in a buffer"][0]
     assert (event["module"], event["value"]["buffers"]) == ("2", ["running_var"])
-    assert event["suggestion"].startswith("running_var of 2 took NaN")
+    assert event["suggestion"].startswith("running_var of `2` took NaN")
 
 
 @pytest.mark.parametrize(
