@@ -1,0 +1,37 @@
+"""DeepSpeed's config of a script that creates the engine itself."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mpguard.cli import main
+
+SCRIPT = """\
+import deepspeed
+
+engine, *_ = deepspeed.initialize({arguments}, model=model)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [("args=args", ["ds.json"]), ('config="ds.json"', []), ("args=args", ["--launch", "LAUNCH"])],
+)
+def test_the_engine_reads_its_file_without_accelerate(
+    arguments: str,
+    named: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text('{"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 1}}', "utf-8")
+    Path("train.py").write_text(SCRIPT.format(arguments=arguments), "utf-8")
+    launch = "deepspeed --num_gpus 2 train.py --deepspeed --deepspeed_config ds.json"
+    words = [launch if word == "LAUNCH" else word for word in named]
+    assert main(["explain", "train.py", *words, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (bf16,) = [each for each in found["settings"] if each["key"] == "bf16.enabled"]
+    assert bf16["value"] is False and "auto" in json.dumps(bf16)
+    assert not any(each["key"] in ("bf16", "zero_optimization") for each in found["unread"])
