@@ -40,7 +40,7 @@ def _compiled_graph(original: AnyFunction) -> AnyFunction:
     "torch.nn.modules.module:Module.compile",
     needs=("args", "kwargs"),
     reason="a padding mask can be read before compiled code is called, not in it (S38)",
-    lost="attention runs with a mask: about 13 % slower in BF16",
+    lost="attention may run with a mask: about 13 % slower in BF16",
     check=checks.compiled,
 )
 def _module_compile(original: AnyFunction) -> AnyFunction:
@@ -74,7 +74,7 @@ def _marking_evaluation(module: Any, call: AnyFunction) -> AnyFunction:
     "torch._dynamo.eval_frame:OptimizedModule.__call__",
     needs=("args", "kwargs"),
     reason="the same for models that `torch.compile` returns (S38)",
-    lost="attention runs with a mask: about 13 % slower in BF16",
+    lost="attention may run with a mask: about 13 % slower in BF16",
     check=checks.compiled,
 )
 def _optimized_module(original: AnyFunction) -> AnyFunction:

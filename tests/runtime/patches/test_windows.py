@@ -49,7 +49,7 @@ def test_a_newer_library_is_one_line_with_what_is_lost(site: Path) -> None:
     assert found.place == "newer"
     assert found.line() == (
         f"transformers 99.1.0: newer than tested ({TESTED['transformers']}); patches that apply: 8 of 9, not: "
-        "find_packed_sequence_indices (attention runs with a mask: about 13 % slower in BF16)"
+        "find_packed_sequence_indices (attention may run with a mask: about 13 % slower in BF16)"
     )
     assert list(found.refusals(recipe("bf16_mixed"), "single")) == [], "no policy needs it"
     data = found.as_json()
