@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import sys
@@ -28,6 +29,8 @@ from mpguard.policy.policy import Policy
 from mpguard.targets.inject import differences, inject
 from mpguard.targets.plugin import STRATEGIES, get
 from mpguard.targets.settings import ABSENT
+
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="the real library runs here")
 
 BRIDGE = (
     "bf16_mixed", "fp16_mixed", "bf16_with_fp8_delayed_scaling_mixed", "fp16_with_fp8_delayed_scaling_mixed",
@@ -148,6 +151,7 @@ def test_fsdp_buffers_and_outputs() -> None:
 # --- torchao --------------------------------------------------------------------------------------
 
 
+@needs_torchao
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_torchao_recipes_are_torchaos_own(recipe: Any) -> None:
     from torchao.float8 import Float8LinearConfig
@@ -158,6 +162,7 @@ def test_torchao_recipes_are_torchaos_own(recipe: Any) -> None:
     assert emulated == dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
 
 
+@needs_torchao
 def test_torchao_e4m3_gradients_and_fast_accumulation() -> None:
     config = to(Policy(bf16=True, fp8="e4m3", fp8_fast_accum=True), "torchao")
     assert config.cast_config_grad_output.target_dtype is torch.float8_e4m3fn
@@ -168,6 +173,7 @@ def test_torchao_e4m3_gradients_and_fast_accumulation() -> None:
     assert not default.gemm_config_grad_input.use_fast_accum
 
 
+@needs_torchao
 def test_float8_all_gather_is_set_only_under_fsdp2() -> None:
     policy = mpguard.recipe("bf16_with_fp8_current_scaling_mixed")
     asked = {s: to(policy, "torchao", s).enable_fsdp_float8_all_gather for s in (None, *mpguard.targets.STRATEGIES)}
@@ -176,6 +182,7 @@ def test_float8_all_gather_is_set_only_under_fsdp2() -> None:
     assert not to(rowwise, "torchao", "fsdp2").enable_fsdp_float8_all_gather
 
 
+@needs_torchao
 @pytest.mark.parametrize(
     "name", ["bf16_mixed", "fp32", "bf16_with_fp8_delayed_scaling_mixed", "bf16_with_mxfp8_mixed",
              "bf16_with_fp8_subchannel_scaling_mixed", "bf16_with_nvfp4_mixed"],
@@ -185,6 +192,7 @@ def test_torchao_refuses_what_it_does_not_have(name: str) -> None:
         mpguard.recipe(name).to("torchao")
 
 
+@needs_torchao
 def test_an_emulated_model_trains_in_float8_where_the_policy_wants_it() -> None:
     from mpguard_plugins.torchao import Float8Filter
     from torchao.float8 import convert_to_float8_training
@@ -239,6 +247,8 @@ def test_accelerator_takes_the_keywords(name: str, strategy: str | None) -> None
     from accelerate.utils import AORecipeKwargs, DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradScalerKwargs
 
     policy = mpguard.recipe(name)
+    if policy.fp8:
+        pytest.importorskip("torchao", reason="accelerate's recipe has its config")
     keywords = to(policy, "accelerate", strategy)
     accelerator = Accelerator(cpu=True, **keywords)
     assert accelerator.mixed_precision == keywords["mixed_precision"]
@@ -266,6 +276,7 @@ def test_accelerates_own_deepspeed_step_leaves_the_policy_in_force() -> None:
     assert differences(plugin.deepspeed_config, mpguard.recipe("bf16_mixed"), "deepspeed", "deepspeed-zero2") == []
 
 
+@needs_torchao
 @pytest.mark.usefixtures("fresh")
 def test_float8_of_accelerate_is_the_policys() -> None:
     policy = Policy(bf16=True, fp8="hybrid", fp8_emulate=True)
