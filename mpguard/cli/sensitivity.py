@@ -175,7 +175,7 @@ def _lines(
     if report.interrupted:
         yield [("Interrupted: this was measured by then.", "yellow")]
     if report.failure:
-        failed = f"The script has failed after {report.steps} measured steps: {report.failure}"
+        failed = f"Only {report.steps} steps were measured: {report.failure}"
         yield from folded([(printable(failed), "yellow")], 2, columns())
     if not report.measured:
         return

@@ -105,7 +105,7 @@ def gathered(lines: Iterable[Mapping[str, Any]], recipe: str, formats: Sequence[
                 layers.setdefault(own.name, own)
         elif line["event"] == "layer":
             measured.append(line)
-        elif line["event"] == "end" and line["seconds"] >= found.seconds:
+        elif line["event"] in ("step", "end") and line["seconds"] >= found.seconds:
             found.seconds, found.total = line["seconds"], line["total"]
     for line in sorted(measured, key=lambda each: (each["step"], each["rank"])):
         if line["layer"] in layers:

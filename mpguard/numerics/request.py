@@ -167,7 +167,7 @@ def measure(
         interrupted = True
     report = gathered(read_lines(folder), chosen.recipe, chosen.formats)
     report.interrupted = interrupted
-    if report.measured and status:
+    if report.measured and status != 0 and not interrupted:
         report.failure = _why(folder, status, request, report)
     if not report.measured and not interrupted:
         raise NotMeasured(_why(folder, status, request, report))
@@ -206,11 +206,12 @@ def _steps(folder: Path) -> int:
 
 
 def _why(folder: Path, status: int | None, request: SensitivityRequest, report: Sensitivity) -> str:
-    """Return why nothing was measured."""
+    """Return why nothing was measured, or not all steps."""
     text = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
     own = [line for line in text.splitlines() if line.startswith("mpguard: ")]
     if status is None:
-        return f"no end after {request.limit:g} s (--time-limit), and no layer was measured"
+        ended = f"ended after {request.limit:g} s (--time-limit)"
+        return ended if report.measured else f"{ended}, and no layer was measured"
     if status:
         return own[-1].removeprefix("mpguard: ") if own else trial.error_of(trial.lines_of_script(text), status)
     if report.layers:

@@ -77,7 +77,7 @@ class _Session:
                 return
             if self._began is None and self._probe.steps >= self._probe.settings.skip:
                 self._began = time.perf_counter()
-            self._write({"event": "step", "step": self._probe.steps})
+            self._write({"event": "step", "step": self._probe.steps, **self._cost()})  # an interrupted run has no end
         if self._probe.finished:
             self.end()
             guard = guards.current()
@@ -91,5 +91,9 @@ class _Session:
         self._ended = True
         with self._contained("the end of the run"):
             self._probe.close()
-            total = time.perf_counter() - self._began if self._began is not None else 0.0
-            self._write({"event": "end", "seconds": self._probe.seconds, "total": total, "steps": self._probe.steps})
+            self._write({"event": "end", "steps": self._probe.steps, **self._cost()})
+
+    def _cost(self) -> dict[str, float]:
+        """Return the seconds that measuring has taken, of those since the first measured step began."""
+        total = time.perf_counter() - self._began if self._began is not None else 0.0
+        return {"seconds": self._probe.seconds, "total": total}

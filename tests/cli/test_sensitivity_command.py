@@ -62,25 +62,23 @@ def test_the_proposal_is_tried_and_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "prefix"),
+    "script",
     [
-        ("train_fsdp2.py", ""),
-        pytest.param(
-            "train_deepspeed.py", "", marks=pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpeed")
-        ),
-        pytest.param(
-            "train_trainer.py", "gpt.", marks=pytest.mark.skipif(not find_spec("transformers"), reason="Trainer")
-        ),
+        "train_fsdp2.py",
+        pytest.param("train_deepspeed.py", marks=pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpeed")),
     ],
 )
-def test_two_ranks_measure_all_layers(script: str, prefix: str, tmp_path: Path) -> None:
-    """FSDP2, whose weights are whole in a layer's forward only; ZeRO-2, whose optimizer has flat parameters; DDP."""
+def test_two_ranks_measure_all_layers(script: str, tmp_path: Path) -> None:
+    """FSDP2, whose weights are whole in a layer's forward only; ZeRO-2, whose optimizer has flat parameters.
+
+    DDP: `test_ctrl_c_keeps_what_was_measured`.
+    """
     options = ("--steps", 4, "--every", 2, "--only", "tensorwise")
     found = measured(
         tmp_path, *options, EXAMPLES / script, "--steps", 100, distributed_type="MULTI_CPU", num_processes=2
     )
-    kinds = [f"{prefix}blocks.{i}.{kind}" for i in range(4) for kind in ("qkv", "out", "up", "down")]
-    assert sorted(each["layer"] for each in found["layers"]) == sorted([*kinds, f"{prefix}lm_head"])
+    kinds = [f"blocks.{i}.{kind}" for i in range(4) for kind in ("qkv", "out", "up", "down")]
+    assert sorted(each["layer"] for each in found["layers"]) == sorted([*kinds, "lm_head"])
     assert found["unmeasured"] == []
     for each in found["layers"]:
         assert {step["rank"] for step in each["steps"]} <= {0, 1}
@@ -89,9 +87,12 @@ def test_two_ranks_measure_all_layers(script: str, prefix: str, tmp_path: Path) 
     assert {step["rank"] for each in found["layers"] for step in each["steps"]} == {0, 1}
 
 
+@pytest.mark.skipif(not find_spec("transformers"), reason="Trainer")
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
-    config = mp_yaml(tmp_path)
-    words = ("sensitivity", "--config", config, "--steps", 100_000, "--scratch", "runs", "--format", "json", SCRIPT)
+    """Two ranks of the Trainer: the table, JSON and the page are of what was measured by then, its cost included."""
+    config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
+    words = ("sensitivity", "--config", config, "--steps", 100_000, "--scratch", "runs", "--html", "page.html",
+             "--only", "tensorwise", "--format", "json", EXAMPLES / "train_trainer.py", "--steps", 100_000)  # fmt: skip
     with started("mpguard", *words, cwd=tmp_path) as process:
         lines = tmp_path / "runs" / "rank-0.jsonl"
         end = time.monotonic() + seconds(100)
@@ -101,8 +102,10 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
         output, _ = process.communicate(timeout=seconds(60))
     assert process.returncode == 128 + signal.SIGINT
     found = json.loads(output)
-    assert found["interrupted"] is True
-    assert len(found["layers"]) == 5
+    assert found["interrupted"] is True and found["failure"] == ""
+    assert len(found["layers"]) == 17 and {step["rank"] for each in found["layers"] for step in each["steps"]} == {0, 1}
+    assert 0 < found["overhead"]["seconds"] <= found["overhead"]["total"]
+    assert "gpt.blocks.0.qkv" in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize(

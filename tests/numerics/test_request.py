@@ -61,9 +61,14 @@ def test_several_machines_are_refused(made: Any, tmp_path: Path) -> None:
     [
         (1, "Traceback\nRuntimeError: as asked\n", [], "exit status 1: RuntimeError: as asked"),
         (2, "mpguard: train.py: cannot be read\n", [], "train.py: cannot be read"),
-        (None, "", [], "no end after 900 s"),
+        (None, "", [], "ended after 900 s \\(--time-limit\\), and no layer was measured"),
         (0, "", [], "the script ended without an optimizer step after a backward pass through a Linear layer"),
-        (0, "", [layers("a"), {"event": "step", "step": 1}], "ended after 1 optimizer steps; 2 or more are needed"),
+        (
+            0,
+            "",
+            [layers("a"), {"event": "step", "step": 1, "seconds": 0.0, "total": 0.0}],
+            "ended after 1 optimizer steps; 2 or more are needed",
+        ),
         (0, "", [layers("a", unmeasured={"a": "is quantized"})], "no Linear layer can be measured: is quantized"),
     ],
 )
@@ -81,3 +86,28 @@ def test_why_nothing_was_measured(
     request = made()
     with pytest.raises(NotMeasured, match=message):
         requests.measure(request, requests.plan(request), tmp_path / "runs", lambda _done, _total: None)
+
+
+@pytest.mark.parametrize(
+    ("status", "failure"), [(None, "ended after 900 s (--time-limit)"), (1, "exit status 1"), (0, "")]
+)
+def test_a_run_that_ends_early_keeps_what_was_measured(
+    status: int | None, failure: str, made: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    error = {"tensorwise": {"snr": 25.0}}
+    lines = [
+        layers("a"),
+        {"event": "layer", "step": 2, "rank": 0, "layer": "a", "rows": 8, "output": error},
+        {"event": "step", "step": 2, "seconds": 1.5, "total": 3.0},
+    ]
+
+    def run(_command: Any, _environment: Any, path: Path, _limit: float, _on_wait: Any) -> int | None:
+        path.write_text("")
+        (path.parent / "rank-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return status
+
+    monkeypatch.setattr(trial, "run_processes", run)
+    request = made()
+    report = requests.measure(request, requests.plan(request), tmp_path / "runs", lambda _done, _total: None)
+    assert report.steps == 1 and report.failure.startswith(failure) and bool(report.failure) == bool(failure)
+    assert (report.seconds, report.total) == (1.5, 3.0), "the cost is known without the end of the run"
