@@ -70,7 +70,8 @@ def check(rule: type[BaseRule], example: Example, folder: Path) -> None:
         return
     assert result is not None, "there is no fix"
     assert not result.problems
-    assert rule_cases.difference(code, result.after.decode()) == expected
+    made = rule_cases.difference(code, result.after.decode())
+    assert made == expected, f"the fixes make this difference, which the case does not have:\n{made}"
     assert lines(rule, lint(rule, example, result.after.decode(), folder)) == []
 
 
