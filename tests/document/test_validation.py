@@ -207,6 +207,8 @@ def test_a_flag_replaces_the_number_of_the_config(tmp_path: Path) -> None:
     path = write(tmp_path, {"num_processes": "two"})
     preflight.check_named_config(["--num_processes", "2", f"--config={path}", "train.py"])
     preflight.check_named_config(["train.py", "--config", str(path)])  # an argument of the script
+    with pytest.raises(MpguardError, match="no --config is given"):
+        preflight.check_named_config(["--num_processes", "2", "train.py", "--lr", "3"])
 
 
 def test_errors_of_the_config_come_before_torch_is_imported(tmp_path: Path) -> None:

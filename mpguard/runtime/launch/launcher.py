@@ -320,10 +320,7 @@ def run(argv: Sequence[str], overrides: Mapping[str, Any] | None = None) -> int:
 
     prepared = prepare(argv, launch_command_parser, overrides)
     if prepared is None:
-        raise ConfigError(
-            "no --config is given; the command is mpguard launch --config mp.yaml SCRIPT "
-            "(`mpguard init bf16_mixed` writes an mp.yaml)"
-        )
+        raise ConfigError(preflight.NO_CONFIG)
     remove_own()
     logging.getLogger("accelerate.commands.launch").addFilter(_is_of_interest)
     _print_start(prepared)

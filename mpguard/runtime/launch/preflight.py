@@ -133,8 +133,17 @@ def _is_other(library: str, version: str) -> bool:
         return True
 
 
+#: How the names of configs end.
+_ENDINGS = (".yaml", ".yml", ".json")
+#: The message of a launch without a config.
+NO_CONFIG = (
+    "no --config is given; the command is mpguard launch --config mp.yaml SCRIPT "
+    "(`mpguard init bf16_mixed` writes an mp.yaml)"
+)
+
+
 def check_named_config(argv: Sequence[str]) -> None:
-    """Raise the errors of the config that a command line names before accelerate, and with it torch, is imported.
+    """Raise the errors of the config that a command line names, or that it names none, before torch is imported.
 
     Only accelerate's own parser knows where the script begins: `--config` behind the first Python file is its argument.
     """
@@ -151,6 +160,8 @@ def check_named_config(argv: Sequence[str]) -> None:
             check_config(document, 1 if flag else None)
             mp_yaml.load_policy(path)
         return
+    if script < len(words) and not any(word.startswith("--c") or word.endswith(_ENDINGS) for word in words):
+        raise ConfigError(NO_CONFIG)
 
 
 def refusals(launch: PlannedLaunch) -> Iterator[str]:

@@ -25,7 +25,9 @@ class HalfPipelineTrained(Rule, form_of="MPG103"):
     """
 
     message = "the optimizer trains weights of this pipeline, which are FP16"
-    help = "load the model that is trained in FP32, or cast its trained parameters to FP32 before the optimizer is made"
+    help = (
+        "load the model that is trained in FP32, or cast its trained parameters to FP32 before the optimizer is created"
+    )
     triggers = (any_of(b"Pipeline"), any_of(b"float16", b"half", b"fp16"), any_of(b"optim"), any_of(b".step("))
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -29,7 +29,7 @@ class KbitTrainingInFloat32(Rule):
 
     code, name = "MPG872", "kbit-training-in-float32"
     severity = "warning"
-    message = "without `bf16=` and `fp16=` all but the 4-bit layers computes in FP32; these compute in {dtype}"
+    message = "without `bf16=` and `fp16=` everything but the 4-bit layers computes in FP32; these compute in {dtype}"
     help = "pass `{flag}=True`"
     triggers = (
         any_of(b"prepare_model_for_kbit_training"),
