@@ -235,6 +235,8 @@ def read_regular_file(path: str | Path) -> bytes:
     file = os.open(path, os.O_RDONLY | _READS)
     try:
         status = os.fstat(file)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is a FIFO or a device, not a regular file, and is not read", str(path))
         data = part = os.read(file, status.st_size + 1)
