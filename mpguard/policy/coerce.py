@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import typing
 from typing import Any, Literal
@@ -42,13 +43,14 @@ def coerce(name: str, value: Any, declared: Any) -> Any:
 _NOT_CONVERTIBLE = object()
 
 
-def _alternatives(kind: Any) -> list[Any]:
+@functools.cache
+def _alternatives(kind: Any) -> tuple[Any, ...]:
     """Return the types and the literal values that a type annotation allows."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return [alternative for part in typing.get_args(kind) for alternative in _alternatives(part)]
+        return tuple(alternative for part in typing.get_args(kind) for alternative in _alternatives(part))
     if typing.get_origin(kind) is Literal:
-        return list(typing.get_args(kind))
-    return [kind]
+        return typing.get_args(kind)
+    return (kind,)
 
 
 def _kind_name(kind: Any) -> str:

@@ -88,8 +88,13 @@ TOGETHER: dict[tuple[str, Any], dict[str, Any]] = {
 }
 
 
-def variations(policy: Policy, field: str) -> Iterator[Policy]:
-    """Yield the valid policies that differ from one in a field (and in fields that depend on it)."""
+@functools.cache
+def variations(policy: Policy, field: str) -> tuple[Policy, ...]:
+    """Return the valid policies that differ from one in a field (and in fields that depend on it)."""
+    return tuple(_variations(policy, field))
+
+
+def _variations(policy: Policy, field: str) -> Iterator[Policy]:
     for value in CANDIDATES[field]:
         try:
             changed = policy.replace(**{field: value}, **TOGETHER.get((field, value), {}))
