@@ -78,4 +78,3 @@ def test_garbage_is_collected_in_pauses_and_frozen_objects_later(monkeypatch: py
         worker.join(60)
     finally:
         gc.enable()
-        gc.unfreeze()

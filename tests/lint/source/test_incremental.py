@@ -33,6 +33,12 @@ EXAMPLES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def no_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text is checked as a file of an empty folder: rules would search this repository for what uses it."""
+    monkeypatch.chdir(tmp_path)
+
+
 def versions(seed: int) -> Iterator[str]:
     """A program of several examples, edited as people do: lines doubled, removed, moved, broken, fixed."""
     chance = random.Random(seed)
