@@ -222,7 +222,7 @@ def _can_be_emulated(policy: Policy) -> bool:
 
 def _wish_notes(plan: InitPlan) -> list[str]:
     """Return notes on the wishes of a recipe: what the run goes without, or what the optimizer must be."""
-    left_out = capabilities.left_out_at_start(plan.policy, plan.strategy)
+    left_out = capabilities.left_out_at_start(plan.policy, plan.strategy, plan.processes)
     notes = [
         f"{field} of the recipe is off: {reason}. {capabilities.SAME_PRODUCTS}." for field, reason in left_out.items()
     ]
@@ -251,6 +251,8 @@ def _processes(strategy: str, device: str, here: hardware.Hardware) -> int:
 def _files(plan: InitPlan) -> list[Document]:
     """Return the YAML, and the DeepSpeed JSON where one is needed, with the policy applied."""
     policy, strategy = plan.policy, plan.strategy
+    left_out = capabilities.left_out_at_start(policy, strategy, plan.processes)
+    policy = policy.replace(**dict.fromkeys(left_out, False), name=policy.name)
     base = parse(_yaml(plan), str(plan.output), "yaml")
     changes = mp_yaml.changes(base.require(), plan.recipe)
     if not plan.at_launch:

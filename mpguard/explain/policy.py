@@ -19,7 +19,7 @@ from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import FIELD_NAMES, Policy
 from mpguard.policy.recipes import recipe
 from mpguard.runtime.plan import with_first_scale
-from mpguard.targets.capabilities import fp8_weights
+from mpguard.targets.capabilities import fp8_weights, left_out_at_start, slower_demand
 from mpguard.targets.plugin import get
 from mpguard.targets.settings import ABSENT, Settings, lookup
 
@@ -153,19 +153,38 @@ def _field(policy: Policy, values: Mapping[str, Any], name: str) -> Any:
     return getattr(value, "short", list(value) if isinstance(value, tuple) else value)
 
 
-def converts_models(policy: Policy, strategy: str | None) -> bool:
+def converts_models(policy: Policy, strategy: str | None, processes: int | None) -> bool:
     """True if mpguard itself converts the model to FP8, so that accelerate's own FP8 is off."""
-    return policy.low_bit_recipe is not None and fp8_weights(policy, strategy) != "torchao"
+    return policy.low_bit_recipe is not None and fp8_weights(policy, strategy, processes) != "torchao"
 
 
-def enforced(found: PolicyInForce, strategy: str | None, deepspeed: Mapping[str, Any] | None) -> Iterator[Resolved]:
+def processes_of(run: RunInputs) -> int | None:
+    """Return the number of processes that a run is launched with; None if it is not known."""
+    given = run.flags["num_processes"].value if "num_processes" in run.flags else None
+    if given is None and run.config is not None:
+        given = run.config.require().get("num_processes")
+    text = str(given)
+    return int(text) if text.isdigit() else None
+
+
+def speed_notes(policy: Policy, strategy: str | None, processes: int | None) -> Iterator[str]:
+    """Yield which wishes a run goes without, and what its demands cost, each with the reason."""
+    for field, reason in left_out_at_start(policy, strategy, processes).items():
+        yield f"{field} is off: {reason}"
+    if (cost := slower_demand(policy, strategy, processes)) is not None:
+        yield f"fp8_param: true costs time: {cost}"
+
+
+def enforced(
+    found: PolicyInForce, strategy: str | None, deepspeed: Mapping[str, Any] | None, processes: int | None = None
+) -> Iterator[Resolved]:
     """Yield the settings of the frameworks that the policy determines, without what they replace.
 
-    deepspeed: the engine's config; None without one.
+    deepspeed: the engine's config; None without one. processes: None if their number is not known.
     """
 
     def mode(policy: Policy) -> Any:
-        without = policy.replace(fp8=None, fp4=None) if converts_models(policy, strategy) else policy
+        without = policy.replace(fp8=None, fp4=None) if converts_models(policy, strategy, processes) else policy
         return get("accelerate").build_arguments(without, strategy)["mixed_precision"]
 
     yield Resolved("mixed_precision", mode(found.policy), found.origin(mode))
@@ -179,7 +198,7 @@ def enforced(found: PolicyInForce, strategy: str | None, deepspeed: Mapping[str,
             yield Resolved(f"fsdp.{name}", dtype(found.policy), found.origin(dtype))
     if deepspeed is not None:
         yield from _engine(found, strategy, deepspeed)
-    if found.policy.low_bit_recipe is not None and not converts_models(found.policy, strategy):
+    if found.policy.low_bit_recipe is not None and not converts_models(found.policy, strategy, processes):
         for key, setting in get("accelerate").settings(found.policy, strategy).items():
             if key.startswith("fp8_config.") and setting.value is not ABSENT:
 

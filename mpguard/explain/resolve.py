@@ -48,16 +48,18 @@ def _explain(run: RunInputs, machine: hardware.Hardware | None, refused: list[st
     direct = deepspeed.direct(run)
     of_engine = list(deepspeed.settings(run, mode)) if engine == "DEEPSPEED" or (direct and document) else []
     in_force = policy.policy_of(run)
+    notes = [*run.notes, *_notes(run)]
     if in_force is None:
         enforced: list[Resolved] = []
         settings = list(_stock(run, engine, mode, of_engine, str(mode.value)))
         stops = [*accelerate.stops(run, mode), *deepspeed.stops(run, mode, of_engine)]
     else:
         config = (document.data if document is not None else {}) if of_engine else None
-        strategy = policy.strategy_of(run, config)
-        enforced = [*policy.fields(in_force), *policy.enforced(in_force, strategy, config)]
+        strategy, processes = policy.strategy_of(run, config), policy.processes_of(run)
+        enforced = [*policy.fields(in_force), *policy.enforced(in_force, strategy, config, processes)]
+        notes += policy.speed_notes(in_force.policy, strategy, processes)
         settings = _under_policy(run, engine, mode, of_engine, enforced)
-        if policy.converts_models(in_force.policy, strategy) or in_force.policy.low_bit_recipe is None:
+        if policy.converts_models(in_force.policy, strategy, processes) or in_force.policy.low_bit_recipe is None:
             settings = [each for each in settings if not each.key.startswith("fp8_config.")]
         notes += _other_optimizer(of_engine, settings, config, strategy)
         stops = list(_refused(run, in_force.policy, engine, strategy))

@@ -30,6 +30,16 @@ MARGIN = 1.03
 #: The tokens of a step on one GPU that are assumed where they are not known.
 USUAL_TOKENS = 4096
 
+#: From this number of GPUs on, a wish for parameters in FP8 takes torchao's float8 all-gather under FSDP2. torchtitan
+#: and torchao report gains from eight H100s on.
+ALL_GATHER_RANKS = 8
+
+#: What was measured below that number: benchmarks/results/fp8.json.
+ALL_GATHER_MEASURED = (
+    "6 blocks of Llama 8B with 2x4096 tokens on each of two H200s: 1.40 times as fast as compiled BF16 with it, 1.43 "
+    "without"
+)
+
 #: torchao's own rule for layers whose matmul gains less than the casts cost (float8_linear_utils.py, tensorwise).
 NARROW_IN, NARROW_OUT = 4096, 1024
 
@@ -106,6 +116,11 @@ def at_best(backend: str, layers: Iterable[tuple[int, int]]) -> Prediction | Non
         return None
     tokens = max(int(each) for row in _table()["ratios"][backend].values() for each in row)
     return Prediction(ratio(backend, width, tokens), width, tokens)
+
+
+def all_gather_pays(processes: int | None) -> bool:
+    """True unless float8 all-gather was not measured to pay with so many processes; None: the number is not known."""
+    return processes is None or processes >= ALL_GATHER_RANKS
 
 
 def ratio(kind: str, width: int, tokens: int) -> float:

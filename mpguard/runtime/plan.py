@@ -20,6 +20,7 @@ from mpguard.document import Document, mp_yaml, read
 from mpguard.policy.allow import Allowance, allowances
 from mpguard.policy.policy import Policy
 from mpguard.policy.recipes import recipe
+from mpguard.targets.capabilities import left_out_at_start
 from mpguard.targets.plugin import get
 
 Enforce = Literal["error", "warn", "off"]
@@ -75,6 +76,10 @@ class Plan:
     def allowed(self, kind: str) -> tuple[str, ...]:
         """Return the values of the deviations of one kind that are wanted."""
         return tuple(each.value for each in self.allow if each.kind == kind)
+
+    def left_out_at_start(self) -> dict[str, str]:
+        """Return the wishes that the run goes without, as far as that is known before it starts: field -> reason."""
+        return left_out_at_start(self.policy, self.strategy, self.processes)
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables that hand this plan to the workers."""

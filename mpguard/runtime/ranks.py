@@ -90,6 +90,11 @@ def world_size() -> tuple[int, int]:
     return 1, launched
 
 
+def processes() -> int:
+    """Return the number of ranks that train, or will train once there is a process group."""
+    return max(world_size())
+
+
 def idle_ranks() -> int:
     """Return how many ranks of the process group are declared idle."""
     distributed = sys.modules.get("torch.distributed")

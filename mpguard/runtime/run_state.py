@@ -34,7 +34,6 @@ from mpguard.runtime.proof.verdict import (
 )
 from mpguard.runtime.ranks import rank
 from mpguard.runtime.reporter import Reporter
-from mpguard.targets.capabilities import left_out_at_start
 
 if TYPE_CHECKING:
     import torch
@@ -317,7 +316,7 @@ class RunState:
         """
         found = self.left_out if optimizer is None else self.left_out_for.setdefault(optimizer, {})
         found[field] = reason
-        at_start = left_out_at_start(self.plan.policy, self.plan.strategy) if self.plan.announced else {}
+        at_start = self.plan.left_out_at_start() if self.plan.announced else {}
         if at_start.get(field) != reason:
             self.reporter.print_once(f"mpguard: {field} is off here: {reason}")
 

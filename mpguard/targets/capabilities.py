@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mpguard.core.errors import PolicyError
-from mpguard.policy import hardware
+from mpguard.policy import hardware, speed
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.targets.plugin import carriers, get, required_fields
@@ -54,17 +54,26 @@ FP8_WEIGHTS = {
 }
 
 
-def fp8_weights(policy: Policy, strategy: str | None) -> str | None:
+#: Why a wish for parameters in FP8 goes without float8 all-gather.
+SLOWER_ALL_GATHER = (
+    f"float8 all-gather is slower than without below {speed.ALL_GATHER_RANKS} GPUs ({speed.ALL_GATHER_MEASURED})"
+)
+
+
+def fp8_weights(policy: Policy, strategy: str | None, processes: int | None = None) -> str | None:
     """Return the library that keeps the parameters of a guarded run in FP8; None if the policy or the run has none.
 
     te: an optimizer with FP32 master weights has the exact values. FSDP2 would shard block-wise weights in high
     precision, FSDP1 and DeepSpeed copy all weights into buffers. torchao: accelerate enables the all-gather, and the
-    weights stay exact. Without a strategy: the library that does so under any strategy.
+    weights stay exact; a wish needs enough processes for it to pay. Without a strategy: the library that does so under
+    any strategy. processes: None if their number is not known.
     """
     if not policy.fp8_param or policy.fp8_modules:
         return None
     if strategy == "fsdp2":
         gathered = policy.fp8_recipe == "tensorwise" and not policy.first_last_layers_bf16
+        if policy.wishes and not speed.all_gather_pays(processes):
+            return None
         return "torchao" if gathered and "torchao" in policy.backends else None
     quantized = policy.fp8_recipe in ("delayed", "tensorwise", "blockwise") and "te" in policy.backends
     if strategy in (None, "single", "ddp") and quantized:
@@ -72,10 +81,10 @@ def fp8_weights(policy: Policy, strategy: str | None) -> str | None:
     return fp8_weights(policy, "fsdp2") if strategy is None else None
 
 
-def without_fp8_weights(policy: Policy, strategy: str | None) -> str | None:
+def without_fp8_weights(policy: Policy, strategy: str | None, processes: int | None = None) -> str | None:
     """Return why a guarded run cannot keep its parameters in FP8; None if it can, or the policy does not have it.
 
-    The optimizer is not known here.
+    The optimizer is not known here. processes: None if their number is not known.
     """
     if not policy.fp8_param:
         return None
@@ -83,7 +92,9 @@ def without_fp8_weights(policy: Policy, strategy: str | None) -> str | None:
         return "the FP32 master weights are mpguard's own (master_weights: optimizer)"
     if policy.fp8_modules:
         return "not supported with fp8_modules: a recipe per module"
-    library = fp8_weights(policy, strategy)
+    library = fp8_weights(policy, strategy, processes)
+    if library is None and fp8_weights(policy, strategy) is not None:
+        return SLOWER_ALL_GATHER
     if library is None:
         under = f"under {strategy} " if strategy else ""
         return f"not supported {under}with fp8_recipe {policy.fp8_recipe} ({' or '.join(policy.backends)})"
@@ -93,11 +104,24 @@ def without_fp8_weights(policy: Policy, strategy: str | None) -> str | None:
     return None
 
 
-def left_out_at_start(policy: Policy, strategy: str | None) -> dict[str, str]:
-    """Return the wishes that a guarded run goes without, as far as that is known before it starts: field -> reason."""
+def slower_demand(policy: Policy, strategy: str | None, processes: int | None) -> str | None:
+    """Return what a demand of a policy costs where a wish for the same would be off; None if there is none.
+
+    processes: None if their number is not known.
+    """
+    gathers = policy.fp8_param is True and strategy == "fsdp2" and fp8_weights(policy, strategy) == "torchao"
+    return None if not gathers or speed.all_gather_pays(processes) else SLOWER_ALL_GATHER
+
+
+def left_out_at_start(policy: Policy, strategy: str | None, processes: int | None) -> dict[str, str]:
+    """Return the wishes that a guarded run goes without, as far as that is known before it starts: field -> reason.
+
+    processes: None if their number is not known.
+    """
     found: dict[str, str] = {}
     for field in policy.wishes:
-        reason = without_fp8_weights(policy, strategy) if field == "fp8_param" else "only Megatron keeps them so"
+        in_fp8 = field == "fp8_param"
+        reason = without_fp8_weights(policy, strategy, processes) if in_fp8 else "only Megatron keeps them so"
         if reason is not None:
             found[field] = reason
     return found

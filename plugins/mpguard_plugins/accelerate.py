@@ -105,7 +105,11 @@ def _fp8(policy: Policy, strategy: str | None) -> dict[str, Any]:
         return {
             "backend": Setting("AO", "accelerate's Transformer Engine path has no current scaling"),
             "enable_fsdp_float8_all_gather": Setting(
-                gather, "" if gather else "on by default; outside FSDP2 the weights it wraps never train", default=True
+                gather,
+                "" if gather else "on by default; outside FSDP2 the weights it wraps never train",
+                # Whether a wish is granted is decided where the number of processes is known.
+                equivalent=(lambda found: isinstance(found, bool)) if gather and policy.wishes else None,
+                default=True,
             ),
         }
     assert policy.fp8

@@ -40,7 +40,7 @@ from mpguard.runtime.plan import Plan, absolute, enforcement, refuse_config_afte
 from mpguard.runtime.plan_exchange import place
 from mpguard.runtime.proof.report import Proof
 from mpguard.runtime.proof.verdict import NOT_IN_FORCE, Failure, FailureKind
-from mpguard.targets.capabilities import left_out_at_start, require_supported
+from mpguard.targets.capabilities import require_supported, slower_demand
 from mpguard.targets.inject import Change, differences
 from mpguard.targets.settings import Setting, merged, show
 
@@ -247,8 +247,10 @@ def _header(plan: Plan, launch: preflight.PlannedLaunch, mode: str, overridden: 
     if plan.strategy and plan.strategy.startswith(("fsdp", "deepspeed")) and plan.policy.params_dtype is not reduce:
         default = f"{plan.strategy} would reduce in {plan.policy.params_dtype}"
         rows.append(("reduce_dtype", f"{plan.policy.params_dtype} -> {reduce}", f"grad_reduce_in_fp32 ({default})"))
-    for field, reason in left_out_at_start(plan.policy, plan.strategy).items():
+    for field, reason in plan.left_out_at_start().items():
         rows.append((field, "off", reason))
+    if (cost := slower_demand(plan.policy, plan.strategy, plan.processes)) is not None:
+        rows.append(("fp8_param", "true", cost))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [
         header(plan),

@@ -18,7 +18,8 @@ from mpguard.runtime import guard as guards
 from mpguard.runtime.patches import checks, fp8_conversion, required
 from mpguard.runtime.patches.compile_models import reporting_failures
 from mpguard.runtime.plan import with_first_scale
-from mpguard.targets.capabilities import fp8_weights
+from mpguard.runtime.ranks import processes
+from mpguard.targets.capabilities import fp8_weights, slower_demand
 from mpguard.targets.inject import Change, build
 from mpguard.targets.settings import ABSENT
 
@@ -90,6 +91,9 @@ def _accelerator_arguments(given: dict[str, Any], guard: guards.Guard) -> dict[s
     strategy = _accelerate_strategy(given)
     policy = guard.plan.policy
     gathered = fp8_conversion.keeps_fp8_weights(guard, strategy) and fp8_weights(policy, strategy) == "torchao"
+    cost = slower_demand(policy, strategy, processes())
+    if cost is not None and not guard.plan.announced:
+        guard.reporter.print_once(f"mpguard: fp8_param: true costs time here: {cost}")
     guard.converts_models, guard.compiles_models = not gathered, False
     converts = policy.low_bit_recipe is not None and guard.converts_models
     without_fp8 = policy.replace(fp8=None, fp4=None) if converts else policy

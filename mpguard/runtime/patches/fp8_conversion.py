@@ -20,7 +20,7 @@ from mpguard.runtime.guard import Guard
 from mpguard.runtime.proof.models import models_of
 from mpguard.runtime.proof.observe import engine_of, updated_by
 from mpguard.runtime.proof.verdict import Refusal
-from mpguard.runtime.ranks import rank, world_size
+from mpguard.runtime.ranks import processes, rank, world_size
 from mpguard.targets.capabilities import FP8_WEIGHTS, fp8_weights, without_fp8_weights
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def keeps_fp8_weights(
     if not policy.fp8_param:
         return False
     wish = policy.fp8_param == "auto"
-    reason = without_fp8_weights(policy, strategy)
+    reason = without_fp8_weights(policy, strategy, processes())
     if reason is not None and not wish:
         reason += f". Supported are: {'; '.join(FP8_WEIGHTS.values())}"
     if reason is None and optimizer is not None:
@@ -197,7 +197,7 @@ def keeps_fp8_weights(
 
 def _unfit_optimizer(policy: Policy, strategy: str | None, optimizer: Any) -> str | None:
     """Return why an optimizer cannot train parameters in FP8; None if it can."""
-    if fp8_weights(policy, strategy) == "torchao":
+    if fp8_weights(policy, strategy, processes()) == "torchao":
         return (
             "under FSDP2 only accelerate enables float8 all-gather in a model, and there was no Accelerator before "
             "this optimizer. Create the Accelerator first"

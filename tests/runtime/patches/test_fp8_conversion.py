@@ -33,7 +33,7 @@ from mpguard.runtime.patches.te_optimizer_masters import _adam_init
 from mpguard.runtime.patches.torch_compiled_recording import _optimized_module
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof import models
-from mpguard.targets.capabilities import left_out_at_start, require_supported
+from mpguard.targets.capabilities import SLOWER_ALL_GATHER, require_supported, slower_demand
 from mpguard.targets.plugin import STRATEGIES
 
 CPU = hardware.Hardware(libraries={"accelerate": "1", "deepspeed": "1", "torchao": "0.18.0"})
@@ -200,7 +200,7 @@ def test_init_and_launch_accept_each_recipe_under_each_strategy(
             prepared = launcher.prepare(["--config", "mp.yaml", "train.py"], launch_command_parser)
             assert prepared is not None and prepared.plan.strategy == strategy
             assert prepared.plan.policy == mpguard.recipe(name)
-            for field, reason in left_out_at_start(prepared.plan.policy, strategy).items():
+            for field, reason in prepared.plan.left_out_at_start().items():
                 assert f"{field} of the recipe is off: {reason}" in printed
                 assert f"  {field} " in prepared.header and reason in prepared.header
             assert "will refuse it" not in printed
@@ -311,6 +311,45 @@ def test_a_wish_is_off_without_the_library_or_under_ddp_that_came_first(
     optimizer = kind(net.parameters())
     assert not fp8_conversion.keeps_fp8_weights(guard, "ddp", optimizer, [net])
     assert guard.left_out_for[optimizer] == {"fp8_param": "DDP was created before the optimizer"}
+
+
+@pytest.mark.parametrize("processes", [1, 2, 7, 8, None])
+def test_float8_all_gather_is_taken_from_as_many_gpus_on_as_it_pays_with(processes: int | None) -> None:
+    wish = mpguard.recipe("bf16_with_fp8_current_scaling_mixed").replace(first_last_layers_bf16=False)
+    demand = wish.replace(fp8_param=True)
+    few = processes is not None and processes < 8
+    left_out = Plan(wish, strategy="fsdp2", processes=processes).left_out_at_start()
+    assert left_out == ({"fp8_param": SLOWER_ALL_GATHER} if few else {})
+    assert not Plan(demand, strategy="fsdp2", processes=processes).left_out_at_start()
+    assert slower_demand(demand, "fsdp2", processes) == (SLOWER_ALL_GATHER if few else None)
+    assert slower_demand(wish, "fsdp2", processes) is None
+
+
+def test_init_launch_and_explain_have_one_answer_about_float8_all_gather(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    on(monkeypatch, MACHINES["h100"])
+    monkeypatch.setattr(launcher, "has_accelerator", lambda: True)
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    recipe, config = "bf16_with_fp8_current_scaling_mixed", Path("mp.yaml")
+    assert main(["init", recipe, "--strategy", "fsdp2", "--num-processes", "2"]) == 0
+    written = config.read_text()
+    assert "enable_fsdp_float8_all_gather: false" in written
+    for override, said in (
+        ("", "fp8_param is off: float8"),
+        (", fp8_param: true", "fp8_param: true costs time: float8"),
+    ):
+        text = "\n".join(line for line in written.splitlines() if "mpguard_overrides" not in line)
+        config.write_text(f"{text}\n  mpguard_overrides: {{first_last_layers_bf16: false{override}}}\n")
+        prepared = launcher.prepare(["--config", "mp.yaml", "train.py"], launch_command_parser)
+        assert prepared is not None and SLOWER_ALL_GATHER in " ".join(prepared.header.split())
+        capsys.readouterr()
+        assert main(["explain", "mp.yaml", "train.py"]) == 0
+        printed = capsys.readouterr().out
+        assert said in printed and ("mixed_precision = fp8" in printed) is bool(override)
 
 
 # -- auto --------------------------------------------------------------------------------------------------------------
