@@ -34,6 +34,7 @@ from typing import Any
 
 import mpguard
 from mpguard.estimate import ModelConfig, Request, built_in, estimate
+from mpguard.estimate.adapters import Adapters
 from mpguard.estimate.gpus import of_this_machine
 
 _SMALL_MOE = {
@@ -45,7 +46,8 @@ _SMALL_MOE = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A training run. needs: a module without which it is left out."""
+    """A training run. lora: the rank of PEFT's adapters on all Linear layers. needs: a module without which it is left
+    out."""
 
     model: str
     recipe: str = "bf16_mixed"
@@ -56,6 +58,7 @@ class Case:
     checkpointing: bool = False
     compiled: bool = False
     layers: int | None = None
+    lora: int | None = None
     needs: str = "transformers"
 
     @property
@@ -89,6 +92,16 @@ CASES: Mapping[str, Case] = {
     "experts": Case("small-moe", batch=8),
     "bert": Case("bert-large", batch=32, length=512),
     "vit": Case("vit-large", batch=64),
+    "llama-lora": Case("llama-3.2-1b", lora=16, needs="peft"),
+    "llama-lora-checkpointing": Case("llama-3.2-1b", lora=16, batch=8, checkpointing=True, needs="peft"),
+    "llama-lora-bf16-fused": Case("llama-3.2-1b", "bf16_full", lora=64, optimizer="adamw-fused", needs="peft"),
+    "llama-fused": Case("llama-3.2-1b", optimizer="adamw-fused"),
+    "llama-bf16-states": Case("llama-3.2-1b", optimizer="adamw-bf16"),
+    "llama-8bit-states": Case("llama-3.2-1b", optimizer="adamw8bit", needs="torchao"),
+    "llama-fsdp2-fused-checkpointing": Case(
+        "llama-3.2-1b", strategy="fsdp2", optimizer="adamw-fused", batch=8, checkpointing=True
+    ),
+    "qwen-fused-checkpointing": Case("qwen2.5-0.5b", optimizer="adamw-fused", batch=8, checkpointing=True),
 }
 
 #: Shares of the estimate to which the allocator is limited. The first must be too little.
@@ -116,6 +129,13 @@ def built(case: Case, config: ModelConfig, policy: mpguard.Policy, device: str) 
     model.train()
     if case.checkpointing:
         model.gradient_checkpointing_enable()
+    if case.lora is not None:
+        import peft
+
+        if case.checkpointing:
+            model.enable_input_require_grads()  # else no gradient reaches the adapters
+        adapters = peft.LoraConfig(r=case.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, adapters)
     return model
 
 
@@ -147,11 +167,7 @@ def stepper(case: Case, config: ModelConfig, device: str, ending: ExitStack) -> 
     if policy.fp8:
         mpguard.convert(model, policy)
     run = torch.compile(model) if case.compiled else model
-    optimizer = {
-        "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-5),
-        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9),
-        "adafactor": lambda: torch.optim.Adafactor(model.parameters(), lr=1e-5),
-    }[case.optimizer]()
+    optimizer = _optimizer(case.optimizer, [own for own in model.parameters() if own.requires_grad])
     autocast = policy.to("torch").autocast(device)
     autocast["enabled"] = autocast["enabled"] and case.strategy == "single"
 
@@ -163,6 +179,41 @@ def stepper(case: Case, config: ModelConfig, device: str, ending: ExitStack) -> 
         optimizer.zero_grad()
 
     return step
+
+
+def _optimizer(name: str, parameters: list[Any]) -> Any:
+    import torch
+
+    if name == "adamw8bit":
+        from torchao.optim import AdamW8bit
+
+        return AdamW8bit(parameters, lr=1e-5)
+    if name == "adamw-bf16":
+        return _bf16_states(torch.optim.AdamW(parameters, lr=1e-5, fused=True))
+    return {
+        "adamw": lambda: torch.optim.AdamW(parameters, lr=1e-5),
+        "adamw-fused": lambda: torch.optim.AdamW(parameters, lr=1e-5, fused=True),
+        "sgd": lambda: torch.optim.SGD(parameters, lr=1e-5, momentum=0.9),
+        "adafactor": lambda: torch.optim.Adafactor(parameters, lr=1e-5),
+    }[name]()
+
+
+def _bf16_states(optimizer: Any) -> Any:
+    """Return an AdamW whose states are BF16, updated tensor by tensor: the memory of optimizers that have such ones."""
+    import torch
+
+    def step() -> None:
+        for group in optimizer.param_groups:
+            for own in group["params"]:
+                state = optimizer.state[own]
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(key, torch.zeros_like(own, dtype=torch.bfloat16))
+                state["exp_avg"].lerp_(own.grad.bfloat16(), 0.1)
+                state["exp_avg_sq"].lerp_(own.grad.bfloat16().square_(), 0.001)
+                own.data.add_(state["exp_avg"], alpha=-1e-5)
+
+    optimizer.step = step
+    return optimizer
 
 
 def _deepspeed(model: Any, batch: dict[str, Any], policy: mpguard.Policy, ending: ExitStack) -> Callable[[], None]:
@@ -242,6 +293,7 @@ def request_of(case: Case, config: ModelConfig) -> Request:
     return Request(
         config, mpguard.recipe(case.recipe).decided(), case.strategy, 1, case.batch, case.length, case.optimizer,
         case.checkpointing, case.compiled, gpu=of_this_machine() or "h100",
+        adapters=None if case.lora is None else Adapters(case.lora),
     )  # fmt: skip
 
 
