@@ -314,7 +314,7 @@ def observe(
         seen.tf32 = seen.fp32_switches.get("cuBLAS") == "tf32"
     with contained("the remarks about a step"):
         seen.remarks = list(remarks.remarks(roots, products, places_of(roots), policy))
-        seen.remarks += remarks.sixteen_bits(recorder.gradients, products.inferred, optimizer)
+        seen.remarks += remarks.sixteen_bits(recorder.gradients, products.inferred, optimizer, seen.device)
         if policy.master_dtype.bits > 16:
             seen.remarks += remarks.suspicions(recorder.values, optimizer, step)
     return seen

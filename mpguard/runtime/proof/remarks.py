@@ -76,16 +76,25 @@ def remarks(roots: list[nn.Module], products: Products, places: Places, policy: 
     yield from _frozen(roots, products, policy)
 
 
-def sixteen_bits(recorded: Gradients, inferred: Inferred, optimizer: Any) -> Iterator[Remark]:
-    """Yield a remark for each number that decides about a step and has 16 bits: the loss, what enters it, the norm."""
+def sixteen_bits(recorded: Gradients, inferred: Inferred, optimizer: Any, device: str) -> Iterator[Remark]:
+    """Yield a remark for each number that decides about a step and has 16 bits: the loss, what enters it, the norm.
+
+    device: the device type of the model.
+    """
     loss = short(recorded.loss.dtype) if recorded.loss is not None else ""
+    probabilities = inferred.log_probabilities & LOW
+    # Autocast for the CPU has a shorter list of functions in FP32.
+    by_autocast = (
+        " (autocast for the CPU leaves log_softmax in it, autocast for a GPU does not)" if device == "cpu" else ""
+    )
     if loss in LOW:
-        yield Remark("loss", f"the loss is in {loss}, which has {DIGITS[loss]} digits. {WITH_FLOAT}", PAGE)
-    for dtype in sorted(inferred.log_probabilities & LOW):
+        entering = f", and so are log-probabilities that enter it{by_autocast}" if loss in probabilities else ""
+        yield Remark("loss", f"the loss is in {loss}, which has {DIGITS[loss]} digits{entering}. {WITH_FLOAT}", PAGE)
+    for dtype in sorted(probabilities - {loss}):
         yield Remark(
             "log-probabilities",
-            f"log-probabilities that enter the loss are in {dtype}, which has {DIGITS[dtype]} digits: ratios of "
-            f"probabilities (PPO, GRPO, DPO) are as coarse. {WITH_FLOAT}",
+            f"log-probabilities that enter the loss are in {dtype}, which has {DIGITS[dtype]} digits{by_autocast}: "
+            f"ratios of probabilities (PPO, GRPO, DPO) are as coarse. {WITH_FLOAT}",
             PAGE,
         )
     if recorded.norm_dtype in LOW:
