@@ -63,7 +63,7 @@ def check(name: str, program: Right, seed: int, share: float) -> dict[str, Any]:
         "program": name,
         "kind": program.kind,
         "steps": sum(each.applied for each in guard.run),
-        "checks": sum(len(each.looks) for each in guard.run),
+        "checks": sum(len(each.checks) for each in guard.run),
         "refused": refused,
         "remarks": sorted(set(remarks)),
     }

@@ -100,11 +100,11 @@ def work(width: int, checks: int, *, compiled: bool) -> None:
     (progress,) = guard.run
     plain, costs = [], []
     for _ in range(checks):
-        progress.next_look = progress.applied + 3
+        progress.next_check = progress.applied + 3
         plain.append(step())
         operators.append(0)
         costs.append([sum(both) for both in zip(step(), step(), strict=True)])
-    assert len(progress.looks) >= checks, "the steps were not checked"
+    assert len(progress.checks) >= checks, "the steps were not checked"
     cpu, wall = (1000 * statistics.median(column) for column in zip(*plain, strict=True))
     checked = [1000 * statistics.median(column) for column in zip(*costs, strict=True)]
     found = {

@@ -69,7 +69,7 @@ def leave_together(guard: Guard) -> None:
     finished. A rank that ended while another waits for it in a collective would leave that one hanging.
     """
     with contextlib.suppress(Exception):
-        consensus.agree("measured", consensus.Report([]), consensus.LOOK_TIMEOUT)
+        consensus.agree("measured", consensus.Report([]), consensus.CHECK_TIMEOUT)
     status = finish(guard)
     sys.stdout.flush()
     sys.stderr.flush()

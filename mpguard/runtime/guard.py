@@ -135,7 +135,7 @@ class Guard(FirstProof):
         self.script.begin_again()
         for optimizer, state in list(self._states.items()):
             self._states[optimizer] = OptimizerState(refused=state.refused)
-        for known in (self._looking, self._rounds, self._unstepped, self.unrecorded):
+        for known in (self._under_check, self._rounds, self._unstepped, self.unrecorded):
             known.clear()
         self.open_inspections.clear()
         if self._listening:
@@ -218,21 +218,21 @@ class Guard(FirstProof):
         progress.skipped_in_a_row = 0
         if progress.skipped:
             self._follow_schedule(optimizer, progress, skipped=False)
-        self._compare_regions(progress, checked=not progress.proven or progress in self._looking)
+        self._compare_regions(progress, checked=not progress.proven or progress in self._under_check)
         if not progress.proven:
             self._prove_first(optimizer, progress, model)
-        elif progress in self._looking:
-            self._look(optimizer, progress, model)
+        elif progress in self._under_check:
+            self._check_step(optimizer, progress, model)
         else:
             self._close_round()
         if progress.proven and not progress.failed:
-            self._open_look(optimizer, progress, in_step=True)
+            self._open_check(optimizer, progress, in_step=True)
 
     def was_observed(self, optimizer: Any) -> bool:
         """True if an optimizer was in force at its last check, and nothing is recorded of its present step."""
         progress = self.known_progress(innermost(optimizer))
         recorded = self.recorder.active and self.recorder.backwards
-        return not recorded and progress is not None and bool(progress.looks) and not progress.failed
+        return not recorded and progress is not None and bool(progress.checks) and not progress.failed
 
     def check_limits(self) -> None:
         """Raise `NotInForce` if the first proof has been delayed for too many backward passes."""
@@ -249,7 +249,7 @@ class Guard(FirstProof):
             )
 
     @property
-    def looks_at_passes(self) -> bool:
+    def counts_passes(self) -> bool:
         """True if backward passes are counted in the place of steps."""
         return self._listening and self.script.progress is not None
 
@@ -284,7 +284,7 @@ class Guard(FirstProof):
         self.previous_proof, self.proof = self.proof, None
         self._repetition += 1
         self.recorder.values.forget()
-        self._looking.clear()
+        self._under_check.clear()
         self.open_inspections.clear()
         for state in self._states.values():
             state.pending, state.models = None, []
@@ -312,8 +312,8 @@ class Guard(FirstProof):
         progress = self.known_progress(optimizer)
         if progress is not None and progress.proven and not progress.failed and self.refusal is None:
             self.state_of(optimizer).models = []
-            progress.next_look = progress.applied + 1
-            self._open_look(optimizer, progress)
+            progress.next_check = progress.applied + 1
+            self._open_check(optimizer, progress)
 
     # -- casts ---------------------------------------------------------------------------
 

@@ -50,14 +50,14 @@ class LaterChecks(StepCounter):
         self.record(whole=False, in_step=in_step)
         progress.recording = self._recording
 
-    def _open_look(self, optimizer: Any, progress: Progress, *, in_step: bool = False) -> None:
+    def _open_check(self, optimizer: Any, progress: Progress, *, in_step: bool = False) -> None:
         """Record the next step if it is to be checked."""
-        due = progress.applied + 1 == progress.next_look
+        due = progress.applied + 1 == progress.next_check
         if not due and progress.switches != self.switches:
             due = self.budget.allows(progress.cost, free=AWAITED_SECONDS if progress.awaited_steps else None)
         if due:
             progress.switches = self.switches
-            self._looking.add(progress)
+            self._under_check.add(progress)
             self.record(whole=False, in_step=in_step, again=True)
             self.recorder.begin_gap(optimizer, updated_by(optimizer))
 
@@ -82,17 +82,17 @@ class LaterChecks(StepCounter):
     def _close_round(self) -> None:
         """Stop to record, unless a step is checked, or the first step of a new optimizer is still expected."""
         self._newcomer_steps = max(0, self._newcomer_steps - 1)
-        if self.recorder.active and not self._looking and not self._newcomer_steps:
+        if self.recorder.active and not self._under_check and not self._newcomer_steps:
             self.recorder.stop()
 
-    def _look(self, optimizer: Any, progress: Progress, model: nn.Module | None) -> None:
+    def _check_step(self, optimizer: Any, progress: Progress, model: nn.Module | None) -> None:
         """Check a step that was just applied: observe, compare, agree with the other ranks. Raises `NotInForce`."""
-        agreed = progress.applied == progress.next_look
+        agreed = progress.applied == progress.next_check
         if model is None and not self.recorder.record_step(optimizer):
-            self._look_again(progress, agreed=agreed)
+            self._check_again(progress, agreed=agreed)
             return  # there was no gradient to apply
         progress.empty = 0
-        self._looking.discard(progress)
+        self._under_check.discard(progress)
         with self.recorder.ignoring_collectives():
             inspection = self.inspect(optimizer, progress, model)
             failures, unknown = inspection.failures, self.recorder.account.unknown
@@ -104,32 +104,32 @@ class LaterChecks(StepCounter):
                     failures, inspection.fingerprint, proposal, moment=number_of_calls(), again=unknown,
                     not_finite=inspection.loss_not_finite,
                 )  # fmt: skip
-                point = f"look/{progress.number}/{progress.applied}"
-                agreement = consensus.agree(point, report, consensus.LOOK_TIMEOUT)
+                point = f"check/{progress.number}/{progress.applied}"
+                agreement = consensus.agree(point, report, consensus.CHECK_TIMEOUT)
                 failures = agreement.failures
                 progress.not_finite += bool(agreement.not_finite) and not inspection.loss_not_finite
                 self.reporter.report_not_finite(progress, progress.applied, agreement.not_finite)
-                progress.next_look = agreement.next_look
+                progress.next_check = agreement.next_check
                 if agreement.missing:
                     progress.agrees = False
                     self.reporter.report_missing(progress, agreement.missing)
         if agreed and not progress.agrees:
-            progress.next_look = progress.applied + 1 if unknown else progress.propose(self.budget)
+            progress.next_check = progress.applied + 1 if unknown else progress.propose(self.budget)
         elif unknown and not agreed:
             progress.switches = -1  # it is inspected again by this rank
         self._close_round()
         self.conclude_check(inspection, progress, failures, agreed=agreed and progress.agrees)
 
-    def _look_again(self, progress: Progress, *, agreed: bool) -> None:
+    def _check_again(self, progress: Progress, *, agreed: bool) -> None:
         """Check the next step in place of one without gradients; after several of these, a later one."""
         progress.empty += 1
         if progress.empty < EMPTY_STEPS:
-            progress.next_look = progress.applied + 1 if agreed else progress.next_look
+            progress.next_check = progress.applied + 1 if agreed else progress.next_check
             return
         if progress.empty == EMPTY_STEPS:
             self.reporter.report_empty(progress)
-        self._looking.discard(progress)
-        progress.leave_out_look()
+        self._under_check.discard(progress)
+        progress.leave_out_check()
         self._close_round()
 
     def switch_to_evaluation(self) -> None:

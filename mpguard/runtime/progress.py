@@ -71,13 +71,13 @@ class Progress:
     #: True if its inspections are agreed on with the other ranks.
     agrees: bool = False
     #: The applied steps at which it was found in force.
-    looks: list[int] = dataclasses.field(default_factory=list)
+    checks: list[int] = dataclasses.field(default_factory=list)
     #: How many of these had a loss that is not finite.
     not_finite: int = 0
     #: Inspections that observed too little.
     without_result: int = 0
     #: The applied step that all ranks inspect next.
-    next_look: int | None = None
+    next_check: int | None = None
     #: Seconds that the last observation took.
     cost: float = 0.0
     #: The last applied step whose inspection was put off because it would have cost too much; 0 if none was.
@@ -103,25 +103,25 @@ class Progress:
         """Record a first proof, or one after a checkpoint was loaded."""
         self.proven, self.unrecorded, self.agrees = True, False, agrees
         self._proven_at = time.monotonic(), self.applied
-        self.next_look = self._earliest_look()
+        self.next_check = self._earliest_check()
 
     def propose(self, budget: Budget) -> int:
         """Return the step of the next check: the first in the schedule that the budget allows."""
         began, first = self._proven_at
-        look = earliest = self._earliest_look()
+        candidate = earliest = self._earliest_check()
         if self.applied > first and not EVERY_STEP:
             step = (time.monotonic() - began) / (self.applied - first)
-            while not budget.allows(self.cost, (look - self.applied) * step) and look < 2**40:
-                look = scheduled_after(look)
-        if look > earliest:
+            while not budget.allows(self.cost, (candidate - self.applied) * step) and candidate < 2**40:
+                candidate = scheduled_after(candidate)
+        if candidate > earliest:
             self.put_off = earliest
-        return look
+        return candidate
 
-    def leave_out_look(self) -> None:
+    def leave_out_check(self) -> None:
         """Set the next check to the first in the schedule: all ranks do the same without an agreement."""
-        self.next_look = self._earliest_look()
+        self.next_check = self._earliest_check()
 
-    def _earliest_look(self) -> int:
+    def _earliest_check(self) -> int:
         return self.applied + 1 if EVERY_STEP else scheduled_after(self.applied)
 
     def facts(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Progress:
             "optimizer": self.name,
             "steps": self.applied,
             "skipped": self.skipped,
-            "looks": self.looks,
+            "looks": self.checks,
             "looks_without_result": self.without_result,
             "looks_with_loss_not_finite": self.not_finite,
         }
@@ -161,15 +161,15 @@ def summary(run: Iterable[Progress]) -> str | None:
     run = list(run)
     if any(progress.failed or progress.unrecorded for progress in run):
         return None
-    run = [progress for progress in run if progress.looks]
+    run = [progress for progress in run if progress.checks]
     if not run:
         return None
     longest = max(run, key=lambda progress: progress.applied)
-    first, last, looks = longest.looks[0], longest.looks[-1], len(longest.looks)
+    first, last, checks = longest.checks[0], longest.checks[-1], len(longest.checks)
     steps = f"steps {first}-{last}" if last > first else f"step {first}"
     steps += f" of {longest.applied}" if longest.applied > last else ""
     skipped = sum(progress.skipped for progress in run)
-    notes = [f"{looks} check{'s' if looks > 1 else ''}"]
+    notes = [f"{checks} check{'s' if checks > 1 else ''}"]
     notes += [f"{longest.without_result} without a result"] if longest.without_result else []
     bad = sum(progress.not_finite for progress in run)
     notes += [f"{bad} with a loss that is not finite"] if bad else []

@@ -159,7 +159,7 @@ class Reporter:
 
     # -- the whole run -----------------------------------------------------------------------
 
-    def report_look(self, proof: Proof | None, run: Sequence[Progress], unobserved: Sequence[Failure]) -> None:
+    def report_check(self, proof: Proof | None, run: Sequence[Progress], unobserved: Sequence[Failure]) -> None:
         """Update the proof file after a check that found nothing wrong. unobserved: what it could not observe."""
         if unobserved:
             self.print_once(f"mpguard: a check had no result: {'; '.join(map(str, unobserved))}")

@@ -104,7 +104,7 @@ class RunState:
         #: Optimizers that have not stepped yet.
         self._unstepped: weakref.WeakSet[Any] = weakref.WeakSet()
         #: The steps that are inspected when they are applied.
-        self._looking: set[Progress] = set()
+        self._under_check: set[Progress] = set()
         #: True if optimizer steps are observed.
         self._listening = False
         #: The number of the recorder.
@@ -225,7 +225,7 @@ class RunState:
         if proof.failures:
             self.recorder.stop()
         progress.failed = bool(proof.failures)
-        progress.looks += [inspection.applied] if proof.in_force else []
+        progress.checks += [inspection.applied] if proof.in_force else []
         progress.not_finite += proof.in_force and (inspection.loss_not_finite or bool(inspection.ranks_not_finite))
         self.reporter.report_not_finite(progress, inspection.applied, inspection.ranks_not_finite)
         progress.without_result += not proof.failures and not proof.in_force
@@ -244,12 +244,12 @@ class RunState:
         wrong = tuple(failure for failure in proof.failures if failure.kind is FailureKind.WRONG)
         if not wrong:
             in_force = inspection.seen is not None and proof.in_force
-            progress.looks += [progress.applied] if in_force else []
+            progress.checks += [progress.applied] if in_force else []
             progress.not_finite += in_force and inspection.loss_not_finite
             progress.without_result += not in_force
-            self.reporter.report_look(self.proof, self.run, proof.failures)
+            self.reporter.report_check(self.proof, self.run, proof.failures)
             return
-        last = f"; step {progress.looks[-1]} was in force" if progress.looks else ""
+        last = f"; step {progress.checks[-1]} was in force" if progress.checks else ""
         self.proof = dataclasses.replace(proof, verdict=NOT_IN_FORCE, failures=wrong)
         self.reporter.report_proof(self.proof, first=True, repeated=False, optimizers=1, run=self.run)
         before = f"step {progress.applied + progress.skipped}: "
@@ -291,7 +291,7 @@ class RunState:
         before, after: text around the failures, see `Refusal`.
         """
         progress.failed = self.alone = True
-        self._looking.discard(progress)
+        self._under_check.discard(progress)
         refusal = Refusal(failures, before, after)
         if self.proof is not None:
             self.proof = dataclasses.replace(self.proof, verdict=NOT_IN_FORCE, failures=tuple(refusal.published()))

@@ -106,11 +106,11 @@ class ScriptGuard:
                 state.recorder.record_step(self.update)
                 inspection = state.inspect(self.update, progress)
             state.budget.spent += progress.cost
-            last = self._steps.is_last_of_look()
-            progress.next_look = progress.propose(state.budget) if last else progress.applied + 1
+            last = self._steps.is_last_of_check()
+            progress.next_check = progress.propose(state.budget) if last else progress.applied + 1
             state.recorder.stop()
             state.conclude_check(inspection, progress, inspection.failures, agreed=False)
-        if progress.applied + 1 == progress.next_look:
+        if progress.applied + 1 == progress.next_check:
             state.record(whole=False)
 
     def prove_if_repeated(self) -> None:

@@ -63,7 +63,7 @@ class StepCounter(RunState):
         if infinities is None:
             return True
         steps = progress.applied + len(progress.unread) + 1
-        due = not progress.proven or progress in self._looking or steps + 1 >= (progress.next_look or 0)
+        due = not progress.proven or progress in self._under_check or steps + 1 >= (progress.next_check or 0)
         progress.unread.append(infinities)
         if infinities.device.type != "cpu" and not due and len(progress.unread) < UNREAD_LIMIT:
             return False

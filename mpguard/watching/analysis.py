@@ -29,7 +29,7 @@ UNDERFLOW_SHARE = 0.3
 
 #: Checks in a row at which all gradients are zero, and the share of weights that a step leaves as they are, from which
 #: it is an event; the fewest sampled weights with gradients.
-ZERO_LOOKS, STUCK_SHARE, FEWEST_MOVED = 5, 0.9, 64
+ZERO_CHECKS, STUCK_SHARE, FEWEST_MOVED = 5, 0.9, 64
 
 #: Checks in a row at which all gradients of a module are zero, and those of others are not, from which it is an event.
 DEAD_LOOKS = 20
@@ -212,15 +212,15 @@ class Analysis:
             self._was_bad = False
         if loss is not None and math.isfinite(loss):
             self._losses.append(loss)
-        self._look_at_skips(current, skipped, scale)
-        self._look_at_curves(current, loss, norm if norm is not None else current.own_norm, skipped)
-        self._look_at_zeros(current, scale)
-        self._look_at_movement(current, skipped)
-        self._look_at_underflow(current, scale)
-        self._look_at_fp8(current)
+        self._check_skips(current, skipped, scale)
+        self._check_curves(current, loss, norm if norm is not None else current.own_norm, skipped)
+        self._check_zeros(current, scale)
+        self._check_movement(current, skipped)
+        self._check_underflow(current, scale)
+        self._check_fp8(current)
         self._shares.add(current.step, {**current.rows("fp8_shares"), **current.rows("fp8_noise")}, self.policy)
 
-    def _look_at_skips(self, current: StepRound, skipped: bool, scale: float | None) -> None:
+    def _check_skips(self, current: StepRound, skipped: bool, scale: float | None) -> None:
         collapsed = self._collapse.add(skipped, scale)
         if skipped:
             at = f" at loss scale {scale:g}" if scale is not None else ""
@@ -235,7 +235,7 @@ class Analysis:
             hint = suggest.for_skips(self.policy, scaled=True)
             self._emit(WatchEvent("loss_scale_collapse", current.step, None, {"loss_scale": scale}, hint, text))
 
-    def _look_at_curves(self, current: StepRound, loss: float | None, norm: float | None, skipped: bool) -> None:
+    def _check_curves(self, current: StepRound, loss: float | None, norm: float | None, skipped: bool) -> None:
         if norm is not None and not skipped and (times := self._jumps.add(norm)) is not None:
             text = f"the gradient norm jumps to {norm:.4g}, {times:.3g} times the median of the last steps"
             value = {"grad_norm": norm, "times": times}
@@ -246,15 +246,15 @@ class Analysis:
             hint = suggest.for_divergence(self.policy)
             self._emit(WatchEvent("loss_divergence", current.step, None, {"now": now, "best": best}, hint, text))
 
-    def _look_at_zeros(self, current: StepRound, scale: float | None) -> None:
+    def _check_zeros(self, current: StepRound, scale: float | None) -> None:
         """Report gradients that are all zero at several checks in a row: nothing trains."""
         norms = [values[0] for values in current.rows("norm").values()]
         if not norms:
             return
         self._zeros = self._zeros + 1 if not any(norms) else 0
-        if self._zeros == ZERO_LOOKS:
+        if self._zeros == ZERO_CHECKS:
             kind = self._format(scale)
-            text = f"all gradients are exactly zero, at {ZERO_LOOKS} steps in a row: nothing trains"
+            text = f"all gradients are exactly zero, at {ZERO_CHECKS} steps in a row: nothing trains"
             value = {"parameters": len(norms), "loss_scale": scale, "format": kind}
             hint = suggest.for_zeros(kind, scale)
             self._emit(WatchEvent("zero_gradients", current.step, None, value, hint, text))
@@ -277,7 +277,7 @@ class Analysis:
             hint = suggest.for_dead(kind, scale)
             self._emit(WatchEvent("zero_gradients", current.step, dead[0], value, hint, text))
 
-    def _look_at_movement(self, current: StepRound, skipped: bool) -> None:
+    def _check_movement(self, current: StepRound, skipped: bool) -> None:
         """Report once that a step leaves nearly all weights as they are, though they have gradients."""
         rows = current.rows("movement")
         wanted = sum(row[0] for row in rows.values())
@@ -291,7 +291,7 @@ class Analysis:
             hint = suggest.for_stuck()
             self._emit(WatchEvent("stuck_weights", current.step, None, {"share": round(share, 4)}, hint, text))
 
-    def _look_at_underflow(self, current: StepRound, scale: float | None) -> None:
+    def _check_underflow(self, current: StepRound, scale: float | None) -> None:
         rows = current.rows("underflow")
         if not rows:
             return
@@ -319,7 +319,7 @@ class Analysis:
             hint = suggest.for_underflow(kind, module, self.policy, self._modules, scaled=scale is not None)
             self._emit(WatchEvent("underflow", current.step, module, {"format": kind, **shares[module]}, hint, text))
 
-    def _look_at_fp8(self, current: StepRound) -> None:
+    def _check_fp8(self, current: StepRound) -> None:
         found: dict[str, dict[str, float]] = {}
         for name, (times, largest) in current.rows("fp8").items():
             for kind, too_large in self._fp8.add(name, times, largest):

@@ -11,7 +11,7 @@ from mpguard.runtime.progress import Budget, Progress, summary
 def proven(clock: list[float], cost: float = 0.0) -> Progress:
     one = Progress("AdamW", applied=1, cost=cost)
     one.prove(agrees=False)
-    one.looks.append(1)
+    one.checks.append(1)
     return one
 
 
@@ -25,7 +25,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_one_step_of_each_doubling_is_checked(clock: list[float]) -> None:
     budget, one = Budget(), proven(clock)
-    assert one.next_look == 2
+    assert one.next_check == 2
     for applied, look in ((2, 4), (3, 4), (4, 8), (8, 16)):
         one.applied = applied
         assert one.propose(budget) == look
@@ -49,30 +49,30 @@ def test_looks_that_would_take_more_than_their_share_come_later(clock: list[floa
     assert summary([one]) == "in force at step 1 of 7 (1 check)", "the next one would have been at step 8"
     one.applied = 250
     assert summary([one]) == "in force at step 1 of 250 (1 check; later ones put off: checks cost more than 1 %)"
-    one.looks.append(128)
+    one.checks.append(128)
     assert summary([one]) == "in force at steps 1-128 of 250 (2 checks)"
 
 
 def test_each_step_is_looked_at_where_tests_ask_for_it(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "EVERY_STEP", True)
     one = proven(clock, cost=100.0)
-    assert one.next_look == 2
+    assert one.next_check == 2
     one.applied, clock[0] = 5, 101.0
     assert one.propose(Budget()) == 6
-    one.leave_out_look()
-    assert one.next_look == 6
+    one.leave_out_check()
+    assert one.next_check == 6
 
 
 def test_the_line_about_the_run() -> None:
     def run(**facts: object) -> Progress:
         return Progress("AdamW", proven=True, **facts)  # type: ignore[arg-type]
 
-    every = run(applied=4096, skipped=2, looks=[2**power for power in range(13)])
+    every = run(applied=4096, skipped=2, checks=[2**power for power in range(13)])
     assert summary([every]) == "in force at steps 1-4096 (13 checks), 2 steps skipped"
-    assert summary([run(applied=1, looks=[1])]) == "in force at step 1 (1 check)"
-    longer = run(applied=5, looks=[1, 2], without_result=1, skipped=1)
+    assert summary([run(applied=1, checks=[1])]) == "in force at step 1 (1 check)"
+    longer = run(applied=5, checks=[1, 2], without_result=1, skipped=1)
     assert summary([longer]) == "in force at steps 1-2 of 5 (2 checks, 1 without a result), 1 step skipped"
     rare = Progress("SGD", applied=1, unrecorded=True)
     assert summary([every, rare]) is None, "it is not proven"
     assert summary([every, longer]) == ("in force at steps 1-4096 (13 checks); 1 other optimizer too, 3 steps skipped")
-    assert summary([]) is None and summary([every, run(applied=3, looks=[1], failed=True)]) is None
+    assert summary([]) is None and summary([every, run(applied=3, checks=[1], failed=True)]) is None

@@ -508,7 +508,7 @@ for epoch in range(3):
 """
 UNEVEN = """
 from torch.distributed.algorithms.join import Join
-from mpguard.runtime.proof import consensus; consensus.LOOK_TIMEOUT = 2.0
+from mpguard.runtime.proof import consensus; consensus.CHECK_TIMEOUT = 2.0
 with Join([m]): train(m, o, 9 if rank else 20)
 """
 ONE_RANK = "train(m, o, 10); train(m, o, 10, enabled=rank == 0)"

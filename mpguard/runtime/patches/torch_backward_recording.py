@@ -36,7 +36,7 @@ def _backward(original: AnyFunction) -> AnyFunction:
         if guard is not None and guard.meter is not None and accumulates:
             guard.meter.record_loss(t_outputs, scaled=guard.plan.policy.fp16)
         if guard is None or not guard.waiting:
-            applicable = guard is not None and guard.looks_at_passes and _are_applicable(args, accumulates)
+            applicable = guard is not None and guard.counts_passes and _are_applicable(args, accumulates)
             result = original(t_outputs, *args, **kwargs)
             cuda_graphs.backward_ended()
             if guard is not None and guard.listening and accumulates:

@@ -47,7 +47,7 @@ READ_TIMEOUT, READ_TIMEOUT_IN_FORCE = 10.0, 1.0
 LAST_WORD_WAIT = 2.0
 
 #: Seconds that a rank waits at a check for the others, which have just reduced the same gradients.
-LOOK_TIMEOUT = 10.0
+CHECK_TIMEOUT = 10.0
 
 #: Polls of a waiting rank are so far apart that all ranks together send at most this many per second to the store.
 POLLS_PER_SECOND = 10_000
@@ -63,7 +63,7 @@ ENDED = "mpguard/number of ended ranks"
 class Report:
     """What a rank tells the others at a common point.
 
-    failures: its own. fingerprint: what must be the same on all ranks at one moment. next_look: the step of the next
+    failures: its own. fingerprint: what must be the same on all ranks at one moment. next_check: the step of the next
     check, which rank 0 decides. moment: counts backward passes, or collectives; a rank that has skipped steps, or has
     other data left, reports about another moment than the others. again: True if this rank needs that check: it could
     not tell what ran.
@@ -72,7 +72,7 @@ class Report:
 
     failures: list[Failure]
     fingerprint: Fingerprint | None = None
-    next_look: int | None = None
+    next_check: int | None = None
     moment: int | None = None
     again: bool = False
     not_finite: bool = False
@@ -91,7 +91,7 @@ class Agreement:
 
     failures: list[Failure]
     missing: list[int] = dataclasses.field(default_factory=list)
-    next_look: int | None = None
+    next_check: int | None = None
     not_finite: list[int] = dataclasses.field(default_factory=list)
 
     def data(self) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def agree(point: str, report: Report, wait: float) -> Agreement:
     """
     size = world_size()[0]
     if size == 1:
-        return Agreement(report.failures, [], report.next_look)
+        return Agreement(report.failures, [], report.next_check)
     store = default_store()
     if store is None:
         return _gather(report, size)
@@ -208,7 +208,7 @@ def agree(point: str, report: Report, wait: float) -> Agreement:
         if agreement.failures:
             store.add(f"mpguard/{point}/read", 1)
         return agreement
-    return Agreement(report.failures, [0], report.next_look)
+    return Agreement(report.failures, [0], report.next_check)
 
 
 def _write(store: Any, point: str, report: Report) -> None:
@@ -225,11 +225,11 @@ def _read_report(text: bytes) -> Report:
     fingerprint = Fingerprint(**{name: plain[name] for name in known & plain.keys()}) if plain is not None else None
     failures, again = _read_failures(fields["failures"]), bool(fields.get("again"))
     not_finite = bool(fields.get("not_finite"))
-    return Report(failures, fingerprint, fields.get("next_look"), fields.get("moment"), again, not_finite)
+    return Report(failures, fingerprint, fields.get("next_check"), fields.get("moment"), again, not_finite)
 
 
 def _read_agreement(fields: dict[str, Any]) -> Agreement:
-    return Agreement(_read_failures(fields["failures"]), fields.get("missing", []), fields.get("next_look"))
+    return Agreement(_read_failures(fields["failures"]), fields.get("missing", []), fields.get("next_check"))
 
 
 def _read_failures(published: Sequence[object]) -> list[Failure]:
@@ -284,9 +284,9 @@ def _collect(store: Any, point: str, own: Report, wait: float) -> Agreement:
         for other, text in zip(present, _get_all(store, [f"mpguard/{point}/{each}" for each in present]), strict=True):
             reports[other] = _read_report(text)
     absent = [other for other in others if reports[other] is None]
-    needed = [each.next_look for each in reports if each is not None and each.again and each.next_look is not None]
+    needed = [each.next_check for each in reports if each is not None and each.again and each.next_check is not None]
     not_finite = [other for other in others if (found := reports[other]) is not None and found.not_finite]
-    agreement = Agreement(combine(reports), absent, min(needed, default=own.next_look), not_finite)
+    agreement = Agreement(combine(reports), absent, min(needed, default=own.next_check), not_finite)
     with contextlib.suppress(Exception):
         wait = READ_TIMEOUT if agreement.failures else 0
         _publish(store, point, agreement.data(), len(others) - len(absent), wait)
@@ -433,8 +433,8 @@ def _gather(report: Report, size: int) -> Agreement:
     import torch.distributed as dist
 
     if size < dist.get_world_size():  # idle ranks would be waited for
-        return Agreement(report.failures, [], report.next_look)
+        return Agreement(report.failures, [], report.next_check)
     reports: list[Any] = [None] * size
     dist.all_gather_object(reports, report)
-    needed = [each.next_look for each in reports if each.again]
-    return Agreement(combine(reports), [], min(needed, default=reports[0].next_look))
+    needed = [each.next_check for each in reports if each.again]
+    return Agreement(combine(reports), [], min(needed, default=reports[0].next_check))

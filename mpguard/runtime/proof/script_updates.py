@@ -102,7 +102,7 @@ class ScriptSteps:
             del self._earlier[first]
             self.seen.pop(first, None)
 
-    def is_last_of_look(self) -> bool:
+    def is_last_of_check(self) -> bool:
         """Record that a pass was checked. Return True if one of each kind was, as far as they take turns."""
         self._looked_at = (self._looked_at + 1) % max(1, len(self._earlier))
         return not self._looked_at

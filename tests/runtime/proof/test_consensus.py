@@ -112,15 +112,15 @@ def test_without_rank_0_a_look_is_this_ranks_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_loss_of_another_rank_that_is_not_finite_is_known_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    reports = {rank: Report([], next_look=32, not_finite=rank in (0, 7)) for rank in range(SIZE)}
+    reports = {rank: Report([], next_check=32, not_finite=rank in (0, 7)) for rank in range(SIZE)}
     found = agreed(monkeypatch, reports, 20.0)
     assert [rank for rank, (agreement, _) in found.items() if agreement.not_finite] == [0]
     assert found[0][0].not_finite == [7]
 
 
 def test_a_rank_that_could_not_tell_what_ran_gets_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    reports = {rank: Report([], next_look=17 if rank == 9 else 32, again=rank == 9) for rank in range(SIZE)}
-    assert {agreement.next_look for agreement, _ in agreed(monkeypatch, reports, 20.0).values()} == {17}
+    reports = {rank: Report([], next_check=17 if rank == 9 else 32, again=rank == 9) for rank in range(SIZE)}
+    assert {agreement.next_check for agreement, _ in agreed(monkeypatch, reports, 20.0).values()} == {17}
 
 
 # -- what the ranks conclude ---------------------------------------------------------------------

@@ -54,7 +54,7 @@ NUMBERS = {
     "loss_and_log_probabilities": (
         "loss = -F.log_softmax(m(x), -1)[:, 0].mean()",
         "pass",
-        "the loss is in bf16, which has 2 to 3 digits, and so are log-probabilities that enter it (autocast for the CPU",
+        "which has 2 to 3 digits, and so are log-probabilities that enter it (autocast for the CPU",
     ),
     "log_probabilities": ("loss = -F.log_softmax(m(x), -1)[:, 0].float().mean()", "pass", "enter the loss are in bf16"),
     "step_count": (
