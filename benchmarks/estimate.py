@@ -114,7 +114,7 @@ _HEADS = {"bert": "AutoModelForMaskedLM", "vit": "AutoModelForImageClassificatio
 
 
 def built(case: Case, config: ModelConfig, policy: mpguard.Policy, device: str) -> Any:
-    """Return the model on the device, in the policy's dtype of parameters."""
+    """Return the model on the device in the policy's dtype of parameters; the base of adapters in its compute dtype."""
     import torch
     import transformers
 
@@ -124,8 +124,9 @@ def built(case: Case, config: ModelConfig, policy: mpguard.Policy, device: str) 
     if hasattr(made, "use_cache"):
         made.use_cache = False
     name = _HEADS.get(kind, "AutoModelForCausalLM")
+    dtype = policy.master_dtype if case.lora is None else policy.compute_dtype
     with torch.device(device):
-        model = getattr(transformers, name).from_config(made, dtype=policy.master_dtype.torch)
+        model = getattr(transformers, name).from_config(made, dtype=dtype.torch)
     model.train()
     if case.checkpointing:
         model.gradient_checkpointing_enable()
@@ -135,7 +136,7 @@ def built(case: Case, config: ModelConfig, policy: mpguard.Policy, device: str) 
         if case.checkpointing:
             model.enable_input_require_grads()  # else no gradient reaches the adapters
         adapters = peft.LoraConfig(r=case.lora, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = peft.get_peft_model(model, adapters)
+        model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=policy.master_dtype is mpguard.Dtype.FP32)
     return model
 
 

@@ -282,11 +282,14 @@ class Tape:
         return self._linear(x, weight, name, (inputs, outputs), more)
 
     def _adapted(self, x: Value, name: str, inputs: int, base: Value) -> Value:
-        """`peft.tuners.lora.Linear`: the result of the base, and of two small matrices, times a number."""
+        """`peft.tuners.lora.Linear`: the result of the base, and of two small matrices, times a number.
+
+        It casts its input to the dtype of its matrices; under autocast they get a copy of their own of it.
+        """
         adapters = self.precision.adapters
         assert adapters is not None
         outputs = base.count // (x.count // inputs)
-        small = self.linear(x, f"{name}{MARK}A", inputs, adapters.rank)
+        small = self.linear(self.cast(x, self.precision.weights), f"{name}{MARK}A", inputs, adapters.rank)
         wide = self.linear(small, f"{name}{MARK}B", adapters.rank, outputs)
         return self.add(base, self.pointwise(wide, "mul", ""))
 

@@ -26,20 +26,28 @@ TARGETS = [("llama", ("q_proj", "v_proj")), ("llama", ("all-linear",)), ("qwen3"
 GIB = 2**30
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+#: The dtypes of the base and of the adapters; under autocast PEFT's default, adapters in FP32 on a base in BF16.
+MODES = {"fp32": (torch.float32, FULL), "bf16": (torch.bfloat16, HALF), "autocast": (torch.bfloat16, FULL)}
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("name", "targets"), TARGETS)
 def test_adapters_and_saved_tensors_are_those_of_peft(name: str, targets: tuple[str, ...], mode: str) -> None:
-    dtype, width = (torch.float32, FULL) if mode == "fp32" else (torch.bfloat16, HALF)
+    dtype, width = MODES[mode]
+    autocast = mode == "autocast"
     model, config = tiny(name)
     wanted = "all-linear" if targets == ("all-linear",) else list(targets)
     lora = peft.LoraConfig(r=4, target_modules=wanted, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(model.to(dtype), lora, autocast_adapter_dtype=False)
+    model = peft.get_peft_model(model.to(dtype), lora, autocast_adapter_dtype=autocast)
     batch = inputs(name, dtype, ROWS, LENGTH)
-    tape = record(config, Batch(ROWS, LENGTH), TapeDtypes(width, width, adapters=Adapters(4, targets)))
+    tape = record(
+        config, Batch(ROWS, LENGTH), TapeDtypes(width, HALF if autocast else width, adapters=Adapters(4, targets))
+    )
     own = {each.name: each.shape for each in tape.weights.values() if MARK in each.name}
     trained = {key: tuple(each.shape) for key, each in model.named_parameters() if each.requires_grad}
     assert sorted(own.values()) == sorted(trained.values()) and len(own) > 0
-    with saved_tensors([*model.parameters(), *model.buffers(), *batch.values()]) as saved:
+    own_tensors = [*model.parameters(), *model.buffers(), *batch.values()]
+    with saved_tensors(own_tensors) as saved, torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         loss = model(**batch).loss
     real = saved()
     del loss
