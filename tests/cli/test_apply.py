@@ -152,7 +152,7 @@ def test_precision_is_said_once_where_the_yaml_names_a_deepspeed_file(capsys: py
     text = YAML.replace("  zero_stage: 2 # two\n  mixed_precision: fp16\n", "  deepspeed_config_file: ds.json\n")
     Path("mp.yaml").write_text(text)
     assert main(["apply", "bf16_mixed", "mp.yaml"]) == 0
-    assert "the precision is set in ds.json; pass that file to `mpguard apply` too" in capsys.readouterr().out
+    assert "the precision is set in ds.json too; pass that file to `mpguard apply`" in capsys.readouterr().out
     Path("mp.yaml").write_text(text)
     assert main(["apply", "bf16_mixed", "mp.yaml", "ds.json"]) == 0
     assert "pass that file" not in capsys.readouterr().out

@@ -126,7 +126,7 @@ def test_a_disabled_scaler_and_a_fixed_scale_have_none_of_it() -> None:
     assert type(mpguard.recipe("bf16_mixed").to("torch").scaler("cpu")) is torch.amp.GradScaler
 
 
-@pytest.mark.filterwarnings("ignore:torch.*has no place:mpguard.NotCarried")
+@pytest.mark.filterwarnings("ignore:torch.*has no setting for:mpguard.NotCarried")
 def test_fsdp1s_scaler() -> None:
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

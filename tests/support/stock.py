@@ -73,7 +73,7 @@ OURS: Mapping[int, tuple[str, ...]] = {
     22: ("mpguard.runtime.launch.preflight:_engine",),
     23: ("mpguard.runtime.launch.preflight:_engine", "MPG811"),
     24: ("mpguard.runtime.plan:Plan.environment",),
-    25: ("mpguard_plugins.accelerate:with_deepspeed_file", "mpguard.runtime.launch.launcher:_flags", "MPG861"),
+    25: ("mpguard_plugins.accelerate:adapted", "mpguard.runtime.launch.launcher:_flags", "MPG861"),
     26: ("mpguard.runtime.exit_hooks:drain_gloo_threads",),
     27: ("MPG801", "MPG401"),
     28: ("MPG802", "MPG809"),

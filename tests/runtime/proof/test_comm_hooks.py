@@ -68,7 +68,7 @@ def changing(change: Changes, *, in_place: bool) -> Any:
     ("change", "to", "ranks"),
     [
         (lambda each: each.bfloat16().float() / 2, "bf16", 2),
-        (lambda each: (each / 3).half().float(), "fp16", 3),
+        (lambda each: (each / 3).half().float(), "fp16 in a multiplication", 3),
         (lambda each: (each.view(torch.int32) & -65536).view(torch.float32), "bf16 towards zero", 2),
     ],
 )

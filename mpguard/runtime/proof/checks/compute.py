@@ -64,7 +64,7 @@ def compute(seen: Observed, plan: Plan) -> Row:
     total = sum(each.flops for each in products)
     if not total and not seen.matrices and seen.passes and not seen.compiled:
         return Row(name, NO_PRODUCTS, "", Verdict.NOT_ASKED)
-    if not total and not seen.passes and any(each.dtype for each in products_of(seen, trained=False)):
+    if not total and not seen.passes and _has_no_graph(products_of(seen, trained=False)):
         return _estimated(seen, plan)
     if not total:
         reason = "all matmuls are in operators that have no 16 bits" if _wide_only(seen) else seen.inferred
@@ -98,6 +98,11 @@ def compute(seen: Observed, plan: Plan) -> Row:
         return Row(name, found, asked, Verdict.ALLOWED, "; ".join(dict.fromkeys(map(str, islands.values()))))
     note = wider_than_asked(by_dtype(products), asked)
     return Row(name, f"{found}{note}", asked, Verdict.NOT_ASKED if note else Verdict.AS_ASKED)
+
+
+def _has_no_graph(products: list[Computed]) -> bool:
+    """True if the model was called without gradients only: else its backward pass was not seen."""
+    return any(each.dtype for each in products) and not any(map(_is_frozen, products))
 
 
 def _estimated(seen: Observed, plan: Plan) -> Row:
