@@ -26,7 +26,7 @@ def diagnose(system: System | None = None, *, probe: bool = True) -> Diagnosis:
     return Diagnosis(
         machine=facts,
         packages=installed.shown,
-        libraries={each.library: each for each in windows.inspect(installed.versions, system.packages)},
+        libraries={each.name: each for each in windows.inspect(installed.versions, system.packages)},
         problems=tuple(dict.fromkeys(problems.find(system, here, installed, outcomes))),
         cells=tuple(cells.cells(here, installed, outcomes)),
     )

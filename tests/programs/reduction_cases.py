@@ -7,7 +7,7 @@ from collections.abc import Callable
 import step_cases
 import torch
 import torch.distributed as dist
-from step_cases import DDP, adam, batches, case, loss_of, net, rank, train
+from step_cases import DDP, adam, batches, case, loss_of, net, rank, train, train_reducing_by_hand
 from torch import nn
 
 from mpguard.runtime.inspection import Inspection
@@ -158,15 +158,7 @@ def ddp_over_one_rank_for_an_ensemble() -> None:
 
 @case()
 def ddp_over_one_rank_reduced_by_the_script() -> None:
-    model = DDP(net(), process_group=_group_of_one())
-    optimizer = adam(model)
-    for inputs in batches():
-        loss_of(model, inputs).backward()
-        for own in model.parameters():
-            dist.all_reduce(own.grad)
-            own.grad /= 2
-        optimizer.step()
-        optimizer.zero_grad()
+    train_reducing_by_hand(DDP(net(), process_group=_group_of_one()))
 
 
 @case()

@@ -79,6 +79,17 @@ def train(model: Any, optimizer: Any, enabled: bool = True, same: bool = False) 
         optimizer.zero_grad()
 
 
+def train_reducing_by_hand(model: nn.Module) -> None:
+    optimizer = adam(model)
+    for inputs in batches():
+        loss_of(model, inputs).backward()
+        for own in model.parameters():
+            dist.all_reduce(own.grad)
+            own.grad /= 2
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 # -- reductions ----------------------------------------------------------------------------------
 
 
@@ -143,14 +154,7 @@ def by_hand_with_a_bias_of_one_element() -> None:
     model = nn.Sequential(net(), nn.Linear(32, 1).to(DEVICE))
     for each in model.parameters():
         dist.broadcast(each.data, 0)
-    optimizer = adam(model)
-    for inputs in batches():
-        loss_of(model, inputs).backward()
-        for own in model.parameters():
-            dist.all_reduce(own.grad)
-            own.grad /= 2
-        optimizer.step()
-        optimizer.zero_grad()
+    train_reducing_by_hand(model)
 
 
 @case()

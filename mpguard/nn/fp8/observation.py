@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.library import custom_op
 
 from mpguard.nn.cuda_graphs import MODES
 
@@ -102,13 +103,13 @@ class _Watched(torch.autograd.Function):
 def _define_operators() -> None:
     """Define the operators that compiled code calls. `key` counts as changed, so that they are not left out."""
 
-    @torch.library.custom_op("mpguard::fp8_forward", mutates_args=("key",))
+    @custom_op("mpguard::fp8_forward", mutates_args=("key",))
     def forward(input: torch.Tensor, weight: torch.Tensor, key: torch.Tensor) -> None:
         layer = _layers.get(int(key))
         if _listener is not None and _listener.due and layer is not None:
             _listener.forward(layer, input, weight)
 
-    @torch.library.custom_op("mpguard::fp8_backward", mutates_args=("key",))
+    @custom_op("mpguard::fp8_backward", mutates_args=("key",))
     def backward(gradient: torch.Tensor, key: torch.Tensor) -> None:
         layer = _layers.get(int(key))
         if _listener is not None and _listener.due and layer is not None:

@@ -36,7 +36,8 @@ def _module_load_state_dict(original: AnyFunction) -> AnyFunction:
             master_weights.load(guard, self, state_dict)
             guard.observing_load(lambda: guard.loaded.weights(self, state_dict))
             guard.weights_loaded(self)
-            _record_narrowed(guard, self, before, "load_state_dict(assign=True)")
+            if narrowed := casts.narrowed(self, before):
+                _record_narrowed(guard, self, narrowed, f"{casts.caller()[1]}: load_state_dict(assign=True)")
             for optimizer in {trained[key] for key in casts.replaced(before, self) & trained.keys()}:
                 _, place = casts.caller()
                 name = name_of(optimizer)
@@ -47,11 +48,10 @@ def _module_load_state_dict(original: AnyFunction) -> AnyFunction:
     return load_state_dict
 
 
-def _record_narrowed(guard: guards.Guard, module: Any, before: dict[str, Any], call: str) -> None:
-    """Record the dtypes to which a call has cast parameters of a module. before: see `casts.dtypes`."""
-    for new in {new for _, new in casts.narrowed(module, before).values()}:
-        _, place = casts.caller()
-        guard.recorder.casts.setdefault((f"{place}: {call}", new), weakref.WeakSet()).add(module)
+def _record_narrowed(guard: guards.Guard, module: Any, narrowed: dict[int, tuple[str, str]], call: str) -> None:
+    """Record the dtypes to which a call has cast parameters of a module. narrowed: see `casts.narrowed`."""
+    for new in {new for _, new in narrowed.values()}:
+        guard.recorder.casts.setdefault((call, new), weakref.WeakSet()).add(module)
 
 
 @patch(
@@ -79,7 +79,7 @@ def _module_apply(original: AnyFunction) -> AnyFunction:
             inside = False
         narrowed = casts.narrowed(self, before)
         method, place = casts.caller() if narrowed else ("", "")
-        _record_narrowed(guard, self, before, f"{method}()")
+        _record_narrowed(guard, self, narrowed, f"{place}: {method}()")
         for optimizer, (old, new) in {
             trained[key]: change for key, change in narrowed.items() if key in trained
         }.items():

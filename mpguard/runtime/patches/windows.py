@@ -20,11 +20,16 @@ from mpguard.runtime.patches.fit import LOST, TABLES, Fit, read
 class InstalledLibrary:
     """A library. place: of its version in the window: `older`, `inside`, `newer`. fits: of its patches."""
 
-    library: str
+    name: str
     version: str
     tested: Window
     place: str
     fits: tuple[Fit, ...]
+
+    @property
+    def title(self) -> str:
+        """The name and the version, for messages."""
+        return f"{SHOWN.get(self.name, self.name)} {self.version}"
 
     @property
     def lost(self) -> list[Fit]:
@@ -35,9 +40,8 @@ class InstalledLibrary:
         """Return the line to print; None for a tested version to which every patch applies."""
         if self.place == "inside" and not self.lost:
             return None
-        name = f"{SHOWN.get(self.library, self.library)} {self.version}"
         relation = {"newer": "newer than tested", "older": "older than tested", "inside": "tested"}[self.place]
-        line = f"{name}: {relation} ({self.tested})"
+        line = f"{self.title}: {relation} ({self.tested})"
         if not self.fits:
             return line
         line += f"; patches that apply: {len(self.fits) - len(self.lost)} of {len(self.fits)}"
@@ -52,10 +56,9 @@ class InstalledLibrary:
         for fit in self.lost:
             required = fit.patch.required
             if required is not None and required(policy, strategy):
-                name = f"{SHOWN.get(self.library, self.library)} {self.version}"
                 yield (
-                    f"{name}: {fit.reason}; without that patch {fit.patch.lost}. Install a version that was tested: "
-                    f"{self.tested}"
+                    f"{self.title}: {fit.reason}; without that patch {fit.patch.lost}. Install a version that was "
+                    f"tested: {self.tested}"
                 )
 
     def as_json(self) -> dict[str, Any]:
