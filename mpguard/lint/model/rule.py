@@ -126,7 +126,7 @@ class BaseRule:
     #: Nothing is reported in a project whose requirements, or calls of what was removed before, exclude them.
     versions: ClassVar[Mapping[str, str]] = {}
     examples: ClassVar[tuple[Example, ...]] = ()
-    #: True for a form whose findings have fixes; a rule shows it by its examples.
+    #: True if its findings have fixes. A rule whose example has `fixed` need not say so.
     fixes: ClassVar[bool] = False
 
     def __init_subclass__(cls, kind: bool = False, form_of: str | None = None, **kwargs: Any) -> None:
@@ -181,8 +181,8 @@ class BaseRule:
     @classmethod
     def fixable(cls) -> bool:
         """True if the rule, or one of its forms, has a fix."""
-        own = any(isinstance(example, Bad) and example.fixed is not None for example in cls.examples)
-        return own or any(form.fixes for form in cls.forms())
+        shown = any(isinstance(example, Bad) and example.fixed is not None for example in cls.examples)
+        return shown or any(each.fixes for each in (cls, *cls.forms()))
 
 
 class Rule(BaseRule, kind=True):

@@ -88,10 +88,12 @@ def test_rule_is_whole(rule: type[BaseRule]) -> None:
     summary, _, rest = rule.page().partition("\n\n")
     assert summary.endswith("."), "the docstring begins with a sentence"
     assert "## Why is this bad" in rest
-    assert any(isinstance(example, Bad) for example in rule.examples)
-    assert any(isinstance(example, Good) for example in rule.examples)
-    assert len(rule.examples) <= 4, "a rule's page teaches with two to four examples; the other cases are in cases/"
-    assert ("## Fix safety" in rest) == rule.fixable(), "a rule with a fix says how safe it is, and only such a one"
+    bad, *good = rule.examples
+    assert isinstance(bad, Bad) and all(isinstance(example, Good) for example in good)
+    assert len(good) == (bad.fixed is None), "a rule has the examples of its page; the other cases are in cases/"
+    fixed = any(rule_cases.expected_difference(example) is not None for example in rule_cases.examples(rule))
+    assert rule.fixable() == fixed, "a rule whose cases alone have fixes has `fixes = True`"
+    assert ("## Fix safety" in rest) == fixed, "a rule with a fix says how safe it is, and only such a one"
 
 
 def test_one_rule_is_one_file() -> None:

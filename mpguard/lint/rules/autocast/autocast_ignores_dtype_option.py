@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Call, Diagnostic, Facts, Fix, Good, Note, Option, Rule, any_of, python_edits
+from mpguard.lint import Bad, Call, Diagnostic, Facts, Fix, Note, Option, Rule, any_of, python_edits
 
 
 class AutocastIgnoresDtypeOption(Rule):
@@ -57,21 +57,6 @@ args = parser.parse_args()
 with torch.autocast("cuda", enabled=args.dtype != "float32", dtype=torch.bfloat16):
     loss = model(x).sum()
 """,
-        ),
-        Good(
-            """\
-import torch
-
-class Recompute(torch.autograd.Function):
-    @staticmethod
-    def backward(ctx, grad):
-        with torch.enable_grad(), torch.autocast("cuda"):
-            return ctx.run(grad)
-
-def train(model, x):
-    with torch.autocast("cuda", dtype=torch.float16):
-        return Recompute.apply(model, x).sum()
-"""
         ),
     )
 

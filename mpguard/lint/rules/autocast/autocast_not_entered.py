@@ -54,6 +54,7 @@ class AutocastNotEntered(Rule):
 
     code, name = "MPG304", "autocast-not-entered"
     severity = "error"
+    fixes = True
     in_tests = True
     message = "`{call}` is never entered: nothing runs under it"
     help = "enter it: `with torch.autocast(...):`, or decorate a function with it"
@@ -75,22 +76,6 @@ def train(model, loader):
         loss = model(x).sum()
         loss.backward()
 """
-        ),
-        Bad(
-            """\
-import torch
-
-def decode(model, x):
-    with (torch.autocast("cuda") and torch.no_grad()):  # !
-        return model(x)
-""",
-            fixed="""\
-import torch
-
-def decode(model, x):
-    with (torch.autocast("cuda"), torch.no_grad()):
-        return model(x)
-""",
         ),
         Good(
             """\

@@ -11,7 +11,6 @@ from mpguard.lint import (
     Event,
     Facts,
     Fix,
-    Good,
     Note,
     Region,
     Rule,
@@ -104,22 +103,6 @@ for x, y in loader:
     loss.backward()
     optimizer.step()
 """,
-        ),
-        Good(
-            """\
-import time
-
-import torch
-
-def throughput(model, images, targets, criterion, amp=True):
-    begin = time.time()
-    for _ in range(30):
-        with torch.autocast("cuda", enabled=amp):
-            loss = criterion(model(images), targets)
-            loss.backward()
-    torch.cuda.synchronize()
-    return 30 * len(images) / (time.time() - begin)
-"""
         ),
     )
 

@@ -10,7 +10,6 @@ from mpguard.lint import (
     Diagnostic,
     Facts,
     Fix,
-    Good,
     Note,
     Object,
     PathCondition,
@@ -72,36 +71,6 @@ with torch.autocast("cuda", dtype=torch.float16):
     loss = F.binary_cross_entropy_with_logits(model(x), y)
     loss += F.binary_cross_entropy_with_logits(model(x), y, reduction="sum")
 """,
-        ),
-        Good(
-            """\
-import torch
-import torch.nn.functional as F
-from torch.cuda.amp import autocast
-from project import BCELoss, full_precision_amp
-
-bce, logits = torch.nn.BCELoss(), torch.nn.BCEWithLogitsLoss()
-other = BCELoss()
-
-def train(args, x, y, device):
-    with torch.autocast("cuda"):
-        loss = F.binary_cross_entropy_with_logits(x, y) + logits(x, y) + other(x, y)
-        with torch.autocast("cuda", enabled=False):
-            loss = F.binary_cross_entropy(x.float(), y)
-        with full_precision_amp():
-            loss += bce(x, y)
-    loss += bce(x.float(), y)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss += bce(x, y)
-    with torch.autocast(device.type):
-        loss += bce(x, y)
-    with autocast(enabled=args.amp):
-        if args.amp:
-            loss += logits(x, y)
-        else:
-            loss += bce(x, y)
-    return helper(x, y)
-"""
         ),
     )
 

@@ -14,7 +14,6 @@ from mpguard.lint import (
     Edit,
     Facts,
     Fix,
-    Good,
     Record,
     Ref,
     Rule,
@@ -137,41 +136,6 @@ class Mul(torch.autograd.Function):
     def backward(ctx, grad):
         return grad
 """,
-        ),
-        Good(
-            """\
-import torch
-from packaging import version
-
-try:
-    from torch.amp import autocast
-except ImportError:
-    from torch.cuda.amp import autocast
-
-try:
-    from torch.cuda.amp import GradScaler
-except ImportError:
-    from torch.amp import GradScaler
-
-if version.parse(torch.__version__) >= version.parse("2.4"):
-    scaler = torch.amp.GradScaler("cuda")
-else:
-    scaler = torch.cuda.amp.GradScaler()
-
-if hasattr(torch, "amp"):
-    context = torch.amp.autocast("cuda")
-else:
-    context = torch.cuda.amp.autocast()
-
-from torch.cuda.amp import autocast as unused
-
-TORCH_2_4 = False
-if not TORCH_2_4:
-    other = torch.cuda.amp.GradScaler()
-
-def check(scaler: torch.cuda.amp.GradScaler):
-    assert isinstance(scaler, torch.cuda.amp.GradScaler), "torch.cuda.amp.autocast() is old"
-"""
         ),
     )
 

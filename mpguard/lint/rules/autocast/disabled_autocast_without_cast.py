@@ -46,19 +46,6 @@ def loss(self, x, y):
             return F.cross_entropy(logits, y)  # !
 """
         ),
-        Bad(
-            """\
-import torch
-
-def attend(q, k, v):
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        scores = torch.matmul(q, k.transpose(-1, -2))
-        with torch.autocast("cuda", enabled=False):
-            weights = scores.softmax(-1)  # !
-            out = torch.matmul(weights, v.float())
-        return out
-"""
-        ),
         Good(
             """\
 import torch

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Diagnostic, Dtype, Facts, Fix, Good, Note, Rule, any_of, python_edits
+from mpguard.lint import Bad, Diagnostic, Dtype, Facts, Fix, Note, Rule, any_of, python_edits
 
 _SINCE = (5,)
 
@@ -66,22 +66,6 @@ for x in loader:
     loss.backward()
     optimizer.step()
 """,
-        ),
-        Good(
-            """\
-import torch
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B", dtype=torch.float32).cuda()
-teacher = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-7B").cuda().requires_grad_(False)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-for x in loader:
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = (model(x).logits - teacher(x).logits).square().mean()
-    loss.backward()
-    optimizer.step()
-""",
-            files={"requirements.txt": "transformers>=5\n"},
         ),
     )
 

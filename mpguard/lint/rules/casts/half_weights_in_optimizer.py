@@ -11,7 +11,6 @@ from mpguard.lint import (
     DtypeValue,
     Facts,
     Fix,
-    Good,
     Note,
     Rule,
     Weights,
@@ -81,19 +80,6 @@ for batch in loader:
     loss.backward()
     optimizer.step()
 """,
-        ),
-        Good(
-            """\
-import deepspeed
-import torch
-from transformers import AutoModel
-
-model = AutoModel.from_pretrained("x", torch_dtype=torch.float16)
-engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=torch.optim.Adam(model.parameters()))
-for x in loader:
-    engine.backward(engine(x).sum())
-    engine.step()
-"""
         ),
     )
 

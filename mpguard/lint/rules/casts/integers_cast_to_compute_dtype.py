@@ -12,7 +12,6 @@ from mpguard.lint import (
     Event,
     Facts,
     Fix,
-    Good,
     Rule,
     any_of,
     constant,
@@ -87,28 +86,6 @@ def train(model, loader, optimizer):
         loss.backward()
         optimizer.step()
 """,
-        ),
-        Good(
-            """\
-import torch
-
-def train(model, loader, processor, optimizer):
-    for batch in loader:
-        pixel_values = batch["pixel_values"].half()
-        input_ids = batch["input_ids"].to("cuda").long()
-        img_ids = batch["img_ids"].to(torch.bfloat16)
-        add_time_ids = batch["add_time_ids"].to(torch.float16)
-        batch = {k: v.half() if v.is_floating_point() else v for k, v in batch.items()}
-        batch = {k: v.half() for k, v in batch.items() if k != "input_ids"}
-        inputs = processor("a", return_tensors="pt").to("cuda", torch.float16)
-        for key, value in batch.items():
-            if torch.is_floating_point(value):
-                batch[key] = value.half()
-        model(input_ids, pixel_values, img_ids, add_time_ids, inputs)
-
-def convert(state_dict):
-    return {k: v.half() for k, v in state_dict.items()}
-"""
         ),
     )
 

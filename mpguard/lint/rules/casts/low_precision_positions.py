@@ -16,7 +16,6 @@ from mpguard.lint import (
     Event,
     Facts,
     Fix,
-    Good,
     OtherDtype,
     PossibleDtypes,
     Record,
@@ -122,21 +121,6 @@ def rotary(dim, length):
     inv_freq = 1.0 / (10000 ** (torch.arange(0, dim, 2).float() / dim))
     return torch.outer(t, inv_freq).cos()
 """,
-        ),
-        Good(
-            """\
-import torch
-from transformers import PreTrainedModel
-
-class Rotary(torch.nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        inv_freq = 1.0 / (10000 ** (torch.arange(0, dim, 2).float() / dim))
-        self.register_buffer("inv_freq", inv_freq.half())
-
-class ChatPreTrainedModel(PreTrainedModel):
-    base_model_prefix = "transformer"
-"""
         ),
     )
 

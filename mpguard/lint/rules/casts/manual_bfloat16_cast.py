@@ -10,7 +10,6 @@ from mpguard.lint import (
     Dtype,
     Event,
     Facts,
-    Good,
     Note,
     Object,
     Rule,
@@ -83,37 +82,6 @@ for points in loader:
     loss.backward()
     optimizer.step()
 """,
-        ),
-        Good(
-            """\
-import torch
-from accelerate import Accelerator
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
-
-def region(model, loader):
-    optimizer = torch.optim.AdamW(model.parameters())
-    for images in loader:
-        images = images.to("cuda", dtype=torch.bfloat16)
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = model(images).sum()
-        loss.backward()
-        optimizer.step()
-
-def prepared(loader, model):
-    accelerator = Accelerator(mixed_precision="bf16")
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    for x in loader:
-        accelerator.backward(model(x.bfloat16()).sum())
-        optimizer.step()
-
-def sharded(loader, model):
-    model = FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for x in loader:
-        model(x.to(torch.bfloat16)).sum().backward()
-        optimizer.step()
-"""
         ),
     )
 

@@ -11,7 +11,6 @@ from mpguard.lint import (
     Event,
     EventKind,
     Facts,
-    Good,
     Note,
     Rule,
     accelerate_precision,
@@ -121,25 +120,6 @@ for x, y in loader:
     loss.backward()
     optimizer.step()
 """,
-        ),
-        Good(
-            """\
-import torch
-from peft import get_peft_model
-
-def frozen(model, head, loader, tower):
-    for p in model.parameters():
-        if not p.requires_grad:
-            p.data = p.data.half()
-    tower.requires_grad_(False)
-    for m in tower.modules():
-        m.half()
-    tower.apply(lambda m: m.half())
-    for batch in loader:
-        shapes = list(map(lambda b: b.half().shape, batch))
-        (model(batch).sum() + head(tower(batch)).sum()).backward()
-        step(head, shapes)
-"""
         ),
     )
 

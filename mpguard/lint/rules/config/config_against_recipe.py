@@ -12,7 +12,6 @@ from mpguard.lint import (
     ConfigRule,
     Diagnostic,
     Fix,
-    Good,
     MpguardError,
     Note,
     PolicyError,
@@ -74,16 +73,6 @@ fp8_config:
 fsdp_config:
   fsdp_version: 2
 """,
-        ),
-        Good(
-            """\
-distributed_type: FSDP
-mixed_precision: bf16
-fp8_config:
-  mpguard_recipe: bf16_mixed
-  mpguard_overrides: {grad_reduce_in_fp32: false}
-""",
-            name="mp.yaml",
         ),
     )
 

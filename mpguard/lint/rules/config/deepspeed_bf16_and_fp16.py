@@ -38,19 +38,6 @@ class DeepspeedBf16AndFp16(ConfigRule):
 """,
             name="ds_config.json",
         ),
-        Bad(
-            """\
-import deepspeed
-
-DS_CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "bf16": {"enabled": True},
-    "fp16": {"enabled": True, "loss_scale": 0},  # !
-}
-engine, *_ = deepspeed.initialize(model=model, config=DS_CONFIG)
-""",
-            name="train.py",
-        ),
         Good(
             """\
 {
@@ -60,21 +47,6 @@ engine, *_ = deepspeed.initialize(model=model, config=DS_CONFIG)
 }
 """,
             name="ds_config.json",
-        ),
-        Good(
-            """\
-def config(args):
-    return {
-        "zero_optimization": {"stage": 2},
-        "bf16": {"enabled": args.bf16},
-        "fp16": {"enabled": True},
-    }
-
-
-ds_config = {"train_batch_size": 8, "fp16": {"enabled": True}, "bf16": {"enabled": True}}
-ds_config["fp16"]["enabled"] = False
-""",
-            name="train.py",
         ),
     )
 

@@ -39,6 +39,7 @@ class DeepspeedKeyOverrides(ConfigRule):
 
     code, name = "MPG804", "deepspeed-key-overrides"
     severity = "error"
+    fixes = True
     message = "`deepspeed_config.{key}: {value}` overrides {top} of the top level, without a warning"
     help = "keep one key, at the top level"
     kinds = ("accelerate",)
@@ -55,24 +56,6 @@ deepspeed_config:
   num_processes: 4  # !
 """,
             name="ds.yaml",
-        ),
-        Bad(
-            """\
-distributed_type: DEEPSPEED
-mixed_precision: bf16
-num_processes: 8
-deepspeed_config:
-  mixed_precision: bf16  # !
-  zero_stage: 2
-""",
-            name="ds.yaml",
-            fixed="""\
-distributed_type: DEEPSPEED
-mixed_precision: bf16
-num_processes: 8
-deepspeed_config:
-  zero_stage: 2
-""",
         ),
         Good(
             """\

@@ -54,28 +54,6 @@ fsdp_config:
 """,
             name="mp.yaml",
         ),
-        Good(
-            """\
-distributed_type: FSDP
-mixed_precision: fp8
-fp8_config:
-  backend: TE
-fsdp_config:
-  fsdp_version: 1
-""",
-            name="mp.yaml",
-        ),
-        Good(
-            """\
-distributed_type: FSDP
-mixed_precision: bf16
-fp8_config:
-  backend: TE
-fsdp_config:
-  fsdp_version: 2
-""",
-            name="mp.yaml",
-        ),
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:

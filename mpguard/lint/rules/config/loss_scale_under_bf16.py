@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint import ABSENT, Bad, ConfigRule, Diagnostic, Good, any_of, config_edits, deepspeed_keys
+from mpguard.lint import ABSENT, Bad, ConfigRule, Diagnostic, any_of, config_edits, deepspeed_keys
 
 if TYPE_CHECKING:
     from mpguard.lint import Document
@@ -55,38 +55,6 @@ class LossScaleUnderBf16(ConfigRule):
   }
 }
 """,
-        ),
-        Bad(
-            """\
-ds_config = {
-    "train_micro_batch_size_per_gpu": 1,
-    "bf16": {
-        "enabled": True,
-        "loss_scale": 0,  # !
-        "check_grad_overflow": True,
-    },
-}
-""",
-            name="train.py",
-            fixed="""\
-ds_config = {
-    "train_micro_batch_size_per_gpu": 1,
-    "bf16": {
-        "enabled": True,
-        "check_grad_overflow": True,
-    },
-}
-""",
-        ),
-        Good(
-            """\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "bf16": {"enabled": "auto", "loss_scale": "auto"},
-  "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2}
-}
-""",
-            name="ds_config.json",
         ),
     )
 

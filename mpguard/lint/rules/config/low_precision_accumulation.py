@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, any_of, config_edits
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Note, any_of, config_edits
 
 if TYPE_CHECKING:
     from mpguard.lint import Document
@@ -56,18 +56,6 @@ class LowPrecisionAccumulation(ConfigRule):
   }
 }
 """,
-        ),
-        Good(
-            """\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "gradient_accumulation_steps": 16,
-  "bf16": {"enabled": true},
-  "zero_optimization": {"stage": 2},
-  "data_types": {"grad_accum_dtype": "fp32"}
-}
-""",
-            name="ds_config.json",
         ),
     )
 

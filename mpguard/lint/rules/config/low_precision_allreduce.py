@@ -9,7 +9,6 @@ from mpguard.lint import (
     ConfigRule,
     Diagnostic,
     Dtype,
-    Good,
     MpguardError,
     Note,
     any_of,
@@ -61,17 +60,6 @@ class LowPrecisionAllreduce(ConfigRule):
   "communication_data_type": "fp32"
 }
 """,
-        ),
-        Good(
-            """\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "bf16": {"enabled": true},
-  "communication_data_type": "bf16",
-  "data_types": {"grad_accum_dtype": "bf16"}
-}
-""",
-            name="ds_config.json",
         ),
     )
 

@@ -25,6 +25,7 @@ class RemovedAmpSection(ConfigRule):
 
     code, name = "MPG826", "removed-amp-section"
     severity = "error"
+    fixes = True
     message = "`amp`: DeepSpeed has removed Apex AMP, and stops if the section is present"
     help = "use `bf16`, `fp16` or `torch_autocast`"
     versions = {"deepspeed": ">=0.19.6"}
@@ -39,22 +40,6 @@ class RemovedAmpSection(ConfigRule):
 }
 """,
             name="ds_config.json",
-        ),
-        Bad(
-            """\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "amp": {"enabled": false},  # !
-  "bf16": {"enabled": true}
-}
-""",
-            name="ds_config.json",
-            fixed="""\
-{
-  "train_micro_batch_size_per_gpu": 1,
-  "bf16": {"enabled": true}
-}
-""",
         ),
         Good(
             """\

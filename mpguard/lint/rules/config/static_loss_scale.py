@@ -42,15 +42,6 @@ class StaticLossScale(ConfigRule):
 """,
             name="ds_config.json",
         ),
-        Bad(
-            """\
-ds_config = {
-    "train_micro_batch_size_per_gpu": 1,
-    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 64},  # !
-}
-""",
-            name="train.py",
-        ),
         Good(
             """\
 {
@@ -59,17 +50,6 @@ ds_config = {
 }
 """,
             name="ds_config.json",
-        ),
-        Good(
-            """\
-ds_config = {
-    "train_micro_batch_size_per_gpu": 1,
-    "fp16": {"enabled": args.fp16, "loss_scale": 0 if args.dynamic else 128},
-    "bf16": {"enabled": True},
-}
-other = {"train_batch_size": 1, "fp16": {"enabled": False, "loss_scale": 128}}
-""",
-            name="train.py",
         ),
     )
 

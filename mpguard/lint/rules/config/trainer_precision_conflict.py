@@ -40,16 +40,6 @@ model:
 """,
             name="megatron_gpt.yaml",
         ),
-        Bad(
-            """\
-mixed_precision: bf16_mixd  # !
-model:
-  seq_length: 4096
-train:
-  train_iters: 10
-""",
-            name="override.yaml",
-        ),
         Good(
             """\
 mixed_precision: bf16_with_fp8_current_scaling_mixed

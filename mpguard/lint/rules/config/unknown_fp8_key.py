@@ -9,7 +9,6 @@ from mpguard.lint import (
     Diagnostic,
     Edit,
     Fix,
-    Good,
     accelerate_config,
     accelerate_keys,
     any_of,
@@ -93,17 +92,6 @@ fp8_config:
   amax_history_len: 16
   amax_compute_algo: max
 """,
-        ),
-        Good(
-            """\
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-fsdp_config:
-  fsdp_backward_prefetch: BACKWARD_PRE
-  fsdp_backward_prefetch_policy: BACKWARD_PRE # for older versions
-mixed_precision: bf16
-""",
-            name="fsdp.yaml",
         ),
     )
 

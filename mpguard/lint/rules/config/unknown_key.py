@@ -8,7 +8,6 @@ from mpguard.lint import (
     ConfigRule,
     Diagnostic,
     Fix,
-    Good,
     accelerate_config,
     accelerate_keys,
     any_of,
@@ -61,16 +60,6 @@ distributed_type: MULTI_GPU
 mixed_precision: bf16
 num_processes: 8
 """,
-        ),
-        Good(
-            """\
-compute_environment: LOCAL_MACHINE
-distributed_type: DEEPSPEED
-mixed_precision: bf16
-own_key_of_an_older_version: 1
-""",
-            files={"requirements.txt": "accelerate==0.34.1\n", "pyproject.toml": ""},
-            name="zero2.yaml",
         ),
     )
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Edit, Fix, Good, accelerate_config, any_of
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Edit, Fix, accelerate_config, any_of
 
 if TYPE_CHECKING:
     from mpguard.lint import Document, Entry
@@ -59,20 +59,6 @@ distributed_type: MULTI_GPU
 mixed_precision: 'no'
 num_processes: 8
 """,
-        ),
-        Good(
-            """\
-distributed_type: MULTI_GPU
-mixed_precision: no
-num_processes: 8
-""",
-            name="mp.yaml",
-            files={
-                "train.py": "from accelerate import Accelerator\n",
-                "run.sh": "accelerate launch --config_file mp.yaml --mixed_precision=bf16 train.py\n",
-                "README.md": "    accelerate launch --config_file mp.yaml --mixed_precision fp16 train.py --lr 1e-4\n",
-                "pyproject.toml": "",
-            },
         ),
     )
 

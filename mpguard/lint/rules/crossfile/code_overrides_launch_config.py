@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Diagnostic, Facts, Fix, Good, Rule, any_of, constant, launch_expectations, python_edits
+from mpguard.lint import Bad, Diagnostic, Facts, Fix, Rule, any_of, constant, launch_expectations, python_edits
 
 
 class CodeOverridesLaunchConfig(Rule):
@@ -44,53 +44,6 @@ from accelerate import Accelerator
 
 accelerator = Accelerator(gradient_accumulation_steps=4)
 """,
-        ),
-        Bad(
-            """\
-import accelerate
-
-class Run:
-    def __init__(self):
-        self.accelerator = accelerate.Accelerator(
-            log_with="wandb",
-            mixed_precision="fp8",  # !
-        )
-""",
-            files={
-                "conf/a.yaml": "distributed_type: MULTI_GPU\nmixed_precision: bf16\n",
-                "README.md": "Run `accelerate launch --config_file conf/a.yaml --mixed_precision fp8 example.py`.\n",
-            },
-            fixed="""\
-import accelerate
-
-class Run:
-    def __init__(self):
-        self.accelerator = accelerate.Accelerator(
-            log_with="wandb",
-        )
-""",
-        ),
-        Good(
-            """\
-from accelerate import Accelerator
-
-def main(args):
-    accelerator = Accelerator(mixed_precision=args.mixed_precision)
-    other = Accelerator()
-    third = Accelerator(mixed_precision="bf16" if args.bf16 else "no")
-""",
-            files={"mp.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n"},
-        ),
-        Good(
-            """\
-from accelerate import Accelerator
-
-accelerator = Accelerator(mixed_precision="bf16")
-""",
-            files={
-                "a.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n",
-                "b.yaml": "distributed_type: FSDP\nmixed_precision: fp8\n",
-            },
         ),
     )
 

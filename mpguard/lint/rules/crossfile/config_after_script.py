@@ -10,7 +10,6 @@ from mpguard.lint import (
     Diagnostic,
     Edit,
     Fix,
-    Good,
     Launch,
     LaunchRule,
     Note,
@@ -76,39 +75,6 @@ CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file configs/fsdp.yaml \\
     train.py \\
     --lr 1e-4
 """,
-        ),
-        Bad(
-            """\
-train:
-	python -m accelerate.commands.launch -m pkg.train --config mp.yaml  # !
-""",
-            name="Makefile",
-            fixed="""\
-train:
-	python -m accelerate.commands.launch --config_file mp.yaml -m pkg.train
-""",
-        ),
-        Good(
-            """\
-accelerate launch own.py --config accelerate.yaml
-""",
-            name="run.sh",
-            files={"own.py": 'parser.add_argument("--config")\n'},
-        ),
-        Good(
-            """\
-accelerate launch --config_file mp.yaml train.py --config own.yaml
-accelerate launch train.py --config own.yaml
-accelerate launch train.py --config $CONFIG
-accelerate launch --config_file fsdp.yaml train.py --config mp.yaml
-# accelerate launch train.py --config mp.yaml
-torchrun train.py --config mp.yaml
-mpguard launch --config mp.yaml train.py
-echo "accelerate launch config.yaml"
-""",
-            name="run.sh",
-            files={"mp.yaml": "distributed_type: FSDP\n", "fsdp.yaml": "distributed_type: FSDP\n",
-                   "own.yaml": "lr: 1\nmodel: gpt2\n"},
         ),
     )  # fmt: skip
 

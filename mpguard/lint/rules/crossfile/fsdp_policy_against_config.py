@@ -43,17 +43,6 @@ accelerator = Accelerator(fsdp_plugin=plugin)
 """,
             files={"mp.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n"},
         ),
-        Bad(
-            """\
-from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin
-
-plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy="fp16")  # !
-accelerator = Accelerator(fsdp_plugin=plugin)
-""",
-            files={"a.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n",
-                   "b.yaml": "distributed_type: FSDP\nmixed_precision: fp8\n"},
-        ),
         Good(
             """\
 import torch
@@ -68,16 +57,6 @@ def main(args):
     return Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(mixed_precision_policy=policy))
 """,
             files={"mp.yaml": "distributed_type: FSDP\nmixed_precision: fp8\n"},
-        ),
-        Good(
-            """\
-import torch
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
-
-# not of Accelerate, or accelerated by it
-model = FullyShardedDataParallel(model, mixed_precision=MixedPrecision(param_dtype=torch.float16))
-""",
-            files={"mp.yaml": "distributed_type: FSDP\nmixed_precision: bf16\n"},
         ),
     )  # fmt: skip
 

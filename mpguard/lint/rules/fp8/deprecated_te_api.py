@@ -11,7 +11,6 @@ from mpguard.lint import (
     Edit,
     Facts,
     Fix,
-    Good,
     Ref,
     Rule,
     Use,
@@ -92,26 +91,6 @@ with te.quantized_model_init(enabled=True):
 with te.autocast(enabled=True, recipe=recipe, amax_reduction_group=group):
     model(x)
 """,
-        ),
-        Good(
-            """\
-import transformer_engine.jax as te_jax
-import transformer_engine.pytorch as te
-from intel_transformer_engine import fp8_autocast as gaudi
-from ours import fp8_autocast
-
-try:
-    from transformer_engine.pytorch import quantized_model_init as init
-except ImportError:
-    from transformer_engine.pytorch import fp8_model_init as init
-
-if te_version >= (2, 10):
-    region = te.autocast
-else:
-    region = te.fp8_autocast
-with te.autocast(recipe=recipe), te.quantized_model_init(), fp8_autocast(), gaudi(), te_jax.fp8_autocast():
-    model(x)
-"""
         ),
     )
 

@@ -10,7 +10,6 @@ from mpguard.lint import (
     Event,
     Facts,
     Fix,
-    Good,
     Note,
     Object,
     Rule,
@@ -73,19 +72,6 @@ from accelerate.utils import AORecipeKwargs
 accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs(enable_fsdp_float8_all_gather=False)])
 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 """,
-        ),
-        Good(
-            """\
-from accelerate import Accelerator
-from accelerate.utils import AORecipeKwargs
-from torchao.float8 import Float8LinearConfig
-
-config = Float8LinearConfig()
-a = Accelerator(kwargs_handlers=[AORecipeKwargs(enable_fsdp_float8_all_gather=False)])
-b = Accelerator(kwargs_handlers=[AORecipeKwargs(config=config)])
-c = Accelerator(kwargs_handlers=[AORecipeKwargs(enable_fsdp_float8_all_gather=args.gather)])
-d = Accelerator(kwargs_handlers=[AORecipeKwargs(**options)])
-"""
         ),
     )
 

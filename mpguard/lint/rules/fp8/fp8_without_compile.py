@@ -11,7 +11,6 @@ from mpguard.lint import (
     Event,
     Facts,
     Fix,
-    Good,
     Note,
     Rule,
     Scope,
@@ -89,20 +88,6 @@ for x in loader:
     model(x).sum().backward()
     optimizer.step()
 """,
-        ),
-        Good(
-            """\
-import torch
-from torchao.float8 import convert_to_float8_training
-
-def train_step(model, x):
-    return model(x).sum()
-
-model = torch.nn.Linear(4096, 4096).cuda()
-convert_to_float8_training(model)
-step = torch.compile(train_step)
-step(model, torch.randn(8, 4096)).backward()
-"""
         ),
     )
 

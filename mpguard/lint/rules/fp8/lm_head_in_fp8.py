@@ -10,7 +10,6 @@ from mpguard.lint import (
     EventKind,
     Facts,
     Fix,
-    Good,
     Method,
     Note,
     Object,
@@ -100,22 +99,6 @@ model = AutoModelForCausalLM.from_pretrained("x", dtype=torch.bfloat16).cuda()
 convert_to_float8_training(model, module_filter_fn=lambda module, name: "lm_head" not in name)
 model = torch.compile(model)
 """,
-        ),
-        Good(
-            """\
-from functools import partial
-
-from accelerate.utils import AORecipeKwargs
-from accelerate.utils.ao import filter_first_and_last_linear_layers, filter_linear_layers, find_first_last_linear_layers
-from torchao.float8 import convert_to_float8_training
-
-def keep(model):
-    return partial(filter_linear_layers, layers_to_filter=find_first_last_linear_layers(model))
-
-convert_to_float8_training(model, module_filter_fn=keep(model))
-handler = AORecipeKwargs(module_filter_func=keep(model))
-assert not filter_first_and_last_linear_layers(model, "")
-"""
         ),
     )
 

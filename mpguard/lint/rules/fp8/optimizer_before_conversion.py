@@ -58,17 +58,6 @@ def main():
     train(model, optimizer)
 """
         ),
-        Bad(
-            """\
-from torch.optim import SGD
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-groups = [{"params": model.parameters(), "lr": 0.1}]
-optimizer = SGD(groups)  # !
-model = convert_to_float8_training(model, config=config)
-"""
-        ),
         Good(
             """\
 import torch

@@ -89,17 +89,6 @@ probe = torch.ones(4).to(torch.float8_e4m3fn)
 same = layer.weight.to(other.dtype)
 """
         ),
-        Good(
-            """\
-import torch
-
-def convert(model, table):
-    for name, layer in model.named_modules():
-        if isinstance(layer, torch.nn.Linear):
-            layer.weight = torch.nn.Parameter(layer.weight.to(torch.float8_e4m3fn))
-            setattr(layer, "fp8_scale", table[name])
-"""
-        ),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

@@ -11,7 +11,6 @@ from mpguard.lint import (
     Diagnostic,
     Facts,
     Fix,
-    Good,
     Rule,
     any_of,
     constant,
@@ -86,22 +85,6 @@ last = DelayedScaling(
     margin=0,
 )
 """,
-        ),
-        Good(
-            """\
-from intel_transformer_engine.recipe import DelayedScaling as Gaudi
-from transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling
-from megatron.core.extensions.transformer_engine import TEDelayedScaling
-
-a = DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo="max", reduce_amax=False, fp8_dpa=True)
-b = MXFP8BlockScaling(margin=0)
-c = DelayedScaling(**options)
-d = DelayedScaling(new_in_3_0=True)
-e = Gaudi(interval=16)
-g = DelayedScaling(interval=1, override_linear_precision=(False, False, False))
-h = DelayedScaling(interval=config.fp8_interval)
-f = TEDelayedScaling(config=config, override_linear_precision=(False, False, not config.fp8_wgrad))
-"""
         ),
     )
 

@@ -10,7 +10,6 @@ from mpguard.lint import (
     Event,
     Facts,
     Fix,
-    Good,
     Note,
     Rule,
     Wrap,
@@ -84,24 +83,6 @@ for x in loader:
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-""",
-        ),
-        Good(
-            """\
-from accelerate import Accelerator
-from apex import amp
-
-def train(args, model, optimizer, loader):
-    accelerator = Accelerator()
-    model, optimizer = accelerator.prepare(model, optimizer)
-    for x in loader:
-        loss = model(x).sum()
-        if args.use_apex:
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-        else:
-            accelerator.backward(loss)
-        optimizer.step()
 """,
         ),
     )

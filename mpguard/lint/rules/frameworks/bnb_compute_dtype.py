@@ -55,16 +55,6 @@ default = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")  # !
 args = TrainingArguments("out", bf16=True)
 """
         ),
-        Bad(
-            """\
-from accelerate import Accelerator
-from transformers import BitsAndBytesConfig
-
-config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bfloat16")  # !
-accelerator = Accelerator()
-""",
-            files={"mp.yaml": "distributed_type: MULTI_GPU\nmixed_precision: fp16\n"},
-        ),
         Good(
             """\
 import torch
@@ -76,19 +66,6 @@ def main(dtype, cli):
     eight = BitsAndBytesConfig(load_in_8bit=True)
     optional = BitsAndBytesConfig(load_in_4bit=cli.four)
     return TrainingArguments("out", bf16=True)
-"""
-        ),
-        Good(
-            """\
-import torch
-from transformers import BitsAndBytesConfig, TrainingArguments
-
-def chosen(cli):
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16)
-    return config, TrainingArguments("out", bf16=cli.bf16, fp16=not cli.bf16)
-
-def infer(path):
-    return BitsAndBytesConfig(load_in_4bit=True)
 """
         ),
     )

@@ -9,7 +9,6 @@ from mpguard.lint import (
     Event,
     Facts,
     Fix,
-    Good,
     Note,
     Object,
     PathCondition,
@@ -99,35 +98,6 @@ for x in loader:
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
 """,
-        ),
-        Good(
-            """\
-import torch
-from accelerate import Accelerator
-
-def main(model, critic, optimizer, loader, other):
-    accelerator = Accelerator()
-    model, optimizer = accelerator.prepare(model, optimizer)
-    for x in loader:
-        accelerator.backward(model(x))
-        if accelerator.sync_gradients:
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"), error_if_nonfinite=False)
-        optimizer.step()
-        torch.nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
-
-def again(make, loader):
-    accelerator = Accelerator()
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for x in loader:
-        model(x).sum().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-"""
         ),
     )
 

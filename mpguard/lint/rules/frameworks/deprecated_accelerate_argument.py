@@ -12,7 +12,6 @@ from mpguard.lint import (
     Edit,
     Facts,
     Fix,
-    Good,
     Rule,
     Use,
     any_of,
@@ -68,22 +67,6 @@ accelerator = Accelerator(mixed_precision="fp16")
 if accelerator.mixed_precision == "fp16":
     print("half")
 """,
-        ),
-        Good(
-            """\
-from accelerate import Accelerator
-from diffusers import Accelerator as Other
-from ours import FP8RecipeKwargs
-
-accelerator = Accelerator(mixed_precision="fp16")
-model = Model(use_fp16=True)
-if model.use_fp16:
-    recipe = FP8RecipeKwargs()
-other = Training(accelerator, fp16=True)
-
-def run(accelerator, args):
-    return args.use_fp16 and accelerator.mixed_precision == "fp16"
-"""
         ),
     )
 

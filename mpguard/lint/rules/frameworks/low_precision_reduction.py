@@ -12,7 +12,6 @@ from mpguard.lint import (
     Event,
     Facts,
     Fix,
-    Good,
     Rule,
     any_of,
     compatible,
@@ -85,18 +84,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 fully_shard(model, mp_policy=policy)
 """,
-        ),
-        Good(
-            """\
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-def wrap(model, args, state):
-    if args.compress_gradients:
-        model.register_comm_hook(state=None, hook=default_hooks.fp16_compress_hook)
-    else:
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-"""
         ),
     )
 

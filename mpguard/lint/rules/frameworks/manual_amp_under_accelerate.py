@@ -12,7 +12,6 @@ from mpguard.lint import (
     Event,
     Facts,
     Fix,
-    Good,
     Note,
     Object,
     Region,
@@ -96,21 +95,6 @@ for x in loader:
     accelerator.backward(loss)
     optimizer.step()
 """,
-        ),
-        Good(
-            """\
-import torch
-from accelerate import Accelerator
-
-def train(model, optimizer, loader):
-    accelerator = Accelerator(mixed_precision="fp16")
-    model, optimizer = accelerator.prepare(model, optimizer)
-    for x in loader:
-        with torch.cuda.amp.autocast():
-            loss = model.module.encode(x).sum() + model(x).sum()
-        accelerator.backward(loss)
-        optimizer.step()
-"""
         ),
     )
 

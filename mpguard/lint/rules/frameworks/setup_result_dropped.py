@@ -12,7 +12,6 @@ from mpguard.lint import (
     Edit,
     Facts,
     Fix,
-    Good,
     Note,
     Object,
     Record,
@@ -82,21 +81,6 @@ def main(model, loader):
         fabric.backward(loss)
         optimizer.step()
 """,
-        ),
-        Good(
-            """\
-import torch
-from lightning.fabric import Fabric
-
-def main(model, loader):
-    fabric = Fabric(devices=2, precision="bf16-mixed")
-    optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer = fabric.setup(model, optimizer)
-    for x in loader:
-        loss = model(x).sum()
-        fabric.backward(loss)
-        optimizer.step()
-"""
         ),
     )
 

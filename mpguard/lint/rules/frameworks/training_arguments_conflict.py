@@ -58,50 +58,11 @@ from transformers import TrainingArguments
 args = TrainingArguments(output_dir="out", fp16=True, bf16=True)  # !
 """
         ),
-        Bad(
-            """\
-import transformers as hf
-from trl import DPOConfig as Config
-from sentence_transformers import SentenceTransformerTrainingArguments
-
-HALF = True
-
-one = hf.Seq2SeqTrainingArguments("out", fp16_full_eval=True, bf16_full_eval=HALF)  # !
-two = SentenceTransformerTrainingArguments(
-    output_dir="out",
-    bf16=True,
-    fp16_full_eval=True,  # !
-)
-
-def build(eval_half):
-    if eval_half:
-        return Config(output_dir="out", fp16=True, bf16_full_eval=True)  # !
-    return Config(output_dir="out", fp16=True, fp16_full_eval=True)
-"""
-        ),
         Good(
             """\
 from transformers import TrainingArguments
 
 args = TrainingArguments(output_dir="out", bf16=True)
-"""
-        ),
-        Good(
-            """\
-import torch
-from transformers import TrainingArguments
-from ours import TrainingArguments as Ours
-
-ok = torch.cuda.is_bf16_supported()
-one = TrainingArguments("out", fp16=not ok, bf16=ok)
-two = TrainingArguments("out", bf16=True, fp16=False, bf16_full_eval=True)
-three = Ours(fp16=True, bf16=True)
-
-def build(args, low):
-    half = True if low == "fp16" else False
-    brain = True if low == "bf16" else False
-    four = TrainingArguments("out", fp16=half, bf16=brain)
-    return four, TrainingArguments("out", fp16=args.fp16, bf16=args.bf16), TrainingArguments(**args)
 """
         ),
     )

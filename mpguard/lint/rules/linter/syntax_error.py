@@ -36,9 +36,6 @@ import torch
 def train(model:  # !
     model.half()
 """),
-        Bad("""\
-print "Python 2"  # !
-"""),
         Good("""\
 import torch
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from mpguard.lint import Bad, EngineRule, Good
+from mpguard.lint import Bad, EngineRule
 
 
 class UnusedSuppression(EngineRule):
@@ -38,10 +38,4 @@ x = torch.ones(2)
 y = torch.ones(2)  # noqa: E501
 """,
         ),
-        Good("""\
-import torch
-
-x = torch.ones(2)  # noqa
-y = torch.ones(2)  # noqa: E501
-"""),
     )

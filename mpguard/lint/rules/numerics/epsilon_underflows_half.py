@@ -12,7 +12,6 @@ from mpguard.lint import (
     Dtype,
     Facts,
     Fix,
-    Good,
     Note,
     Rule,
     ScalarUse,
@@ -74,28 +73,6 @@ def normalize(x):
     x = x.half()
     return x / (x.norm(dim=-1, keepdim=True).float() + 1e-8)
 """,
-        ),
-        Good(
-            """\
-import deepspeed
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-
-def upcast(q, k):
-    with torch.autocast("cuda", dtype=torch.float16):
-        scores = q @ k
-        one = scores / (scores.norm(dim=-1) + 1e-8)  # FP32: autocast's norm
-        two = scores / (scores.sum(-1) + 1e-12)
-        three = scores.float() + 1e-8
-        four = (scores.float() ** 2).mean(-1).add(1e-8)
-        five = F.layer_norm(scores, (8,), eps=1e-12)
-        six = nn.LayerNorm(8, eps=1e-12)(scores)
-        seven = scores + 1e-6, scores.clamp(min=1e-5), scores.clamp(max=1e-8), scores + 0
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        eight = (q @ k) + 1e-8
-    return one, two, three, four, five, six, seven, eight, q + 1e-8, k.half() * 1e-8
-"""
         ),
     )
 

@@ -9,7 +9,6 @@ from mpguard.lint import (
     Diagnostic,
     Facts,
     Fix,
-    Good,
     Note,
     Object,
     Rule,
@@ -77,25 +76,6 @@ def train(model, loader, optimizer):
         loss.backward()
         optimizer.step()
 """,
-        ),
-        Good(
-            """\
-import torch
-import torch.nn.functional as F
-
-def step(model, loader, optimizer, scaler):
-    for x, y in loader:
-        with torch.autocast("cuda", dtype=torch.float16):
-            logits = model(x).half()
-            loss = F.nll_loss(logits.log_softmax(-1), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-@torch.no_grad()
-def predict(model, x):
-    return model(x).half().softmax(-1)
-"""
         ),
     )
 

@@ -8,7 +8,6 @@ from mpguard.lint import (
     Event,
     Facts,
     Fix,
-    Good,
     Note,
     PathCondition,
     ScalingRule,
@@ -85,30 +84,6 @@ for x in loader:
     scaler.step(optimizer)
     scaler.update()
 """,
-        ),
-        Good(
-            """\
-import torch
-
-def bf16(args, model, loader):
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cuda", enabled=False)
-    for x in loader:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = model(x).sum()
-        loss.backward()
-        optimizer.step()
-
-def given_away(args, model, loader, run):
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cuda")
-    plugin = run.plugin(args, [scaler])
-    for x in loader:
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = model(x).sum()
-        loss.backward()
-        optimizer.step()
-"""
         ),
     )
 

@@ -9,7 +9,6 @@ from mpguard.lint import (
     Dtype,
     Facts,
     Fix,
-    Good,
     Method,
     Note,
     Object,
@@ -91,24 +90,6 @@ for x in loader:
     scaler.step(optimizer)
     scaler.update()
 """,
-        ),
-        Good(
-            """\
-import math
-
-import torch
-
-LIMIT = math.inf
-
-def measure(model, loader, optimizer):
-    scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        scaler.scale(model(x)).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
-        scaler.step(optimizer)
-        scaler.update()
-        print(float(norm))
-"""
         ),
     )
 

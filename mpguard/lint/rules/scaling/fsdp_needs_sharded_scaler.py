@@ -58,6 +58,7 @@ class FsdpNeedsShardedScaler(Rule):
 
     code, name = "MPG211", "fsdp-needs-sharded-scaler"
     severity = "error"
+    fixes = True
     message = "{what}"
     triggers = (any_of(b"FullyShardedDataParallel"), any_of(b".backward("))
     triggers_nearby = (any_of(b"autocast", b"float16", b"half"),)
@@ -93,34 +94,6 @@ class Trainer:
         else:
             optimizer.step()
 """
-        ),
-        Bad(
-            """\
-import torch
-from torch.amp import GradScaler
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-def train(net, loader):
-    net = FSDP(net)
-    scaler = GradScaler("cuda", 1024.0)  # !
-    for x in loader:
-        with torch.autocast("cuda"):
-            loss = net(x).sum()
-        scaler.scale(loss).backward()
-""",
-            fixed="""\
-import torch
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-def train(net, loader):
-    net = FSDP(net)
-    scaler = ShardedGradScaler("cuda", 1024.0)
-    for x in loader:
-        with torch.autocast("cuda"):
-            loss = net(x).sum()
-        scaler.scale(loss).backward()
-""",
         ),
         Good(
             """\

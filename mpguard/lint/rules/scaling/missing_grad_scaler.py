@@ -76,6 +76,7 @@ class MissingGradScaler(Rule):
 
     code, name = "MPG201", "missing-grad-scaler"
     severity = "error"
+    fixes = True
     message = "{what}, but the gradients are never scaled"
     help = "create a GradScaler, scale the loss, step and update through it; or use BF16"
     triggers = (any_of(b".backward("),)
@@ -97,36 +98,6 @@ for x in loader:
     loss.backward()  # !
     optimizer.step()
 """
-        ),
-        Bad(
-            """\
-import functools
-import torch
-
-amp = functools.partial(torch.autocast, "cuda", dtype=torch.float16)
-
-def train(model, loader, optimizer):
-    for x in loader:
-        with amp():
-            loss = model(x).sum()
-        loss.backward()  # !
-        optimizer.step()
-""",
-            fixed="""\
-import functools
-import torch
-
-amp = functools.partial(torch.autocast, "cuda", dtype=torch.float16)
-
-def train(model, loader, optimizer):
-    scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        with amp():
-            loss = model(x).sum()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-""",
         ),
         Good(
             """\

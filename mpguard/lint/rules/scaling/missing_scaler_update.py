@@ -10,7 +10,6 @@ from mpguard.lint import (
     Diagnostic,
     Facts,
     Fix,
-    Good,
     Note,
     ScalingRule,
     Trace,
@@ -95,29 +94,6 @@ for x in loader:
     scaler.update()
     optimizer.zero_grad()
 """,
-        ),
-        Good(
-            """\
-import torch
-from elsewhere import Base
-
-class UpdatedByTheBase(Base):
-    def build(self):
-        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
-        self.scaler = torch.amp.GradScaler("cuda")
-
-    def train(self, loader):
-        for x in loader:
-            self.scaler.scale(self.model(x)).backward()
-            self.scaler.step(self.optimizer)
-            self.update_all()
-
-    def train_differently(self, loader):
-        for x in loader:
-            self.scaler.scale(self.model(x)).backward()
-            self.scaler.step(self.optimizer)
-            self.update_lr_and_scaler()
-"""
         ),
     )
 

@@ -87,23 +87,6 @@ class ReadsScaledGradients(ScalingRule):
     )
     triggers_nearby = (any_of(b".grad"),)
     examples = (
-        Good(
-            """\
-import torch
-
-
-class AWP:
-    def __init__(self, model, optimizer, scaler, adv_lr):
-        self.model, self.optimizer, self.scaler, self.adv_lr = model, optimizer, scaler, adv_lr
-
-    def attack(self):
-        for name, param in self.model.named_parameters():
-            norm1 = torch.norm(param.grad)
-            norm2 = torch.norm(param.data.detach())
-            if norm1 != 0 and not torch.isnan(norm1):
-                param.data.add_(self.adv_lr * param.grad / (norm1 + 1e-6) * (norm2 + 1e-6))
-""",
-        ),
         Bad(
             """\
 import torch
@@ -121,6 +104,23 @@ def train(model, optimizer, loader):
                 param.grad.data = param.grad.data / (norm + 1e-6)
         scaler.step(optimizer)
         scaler.update()
+""",
+        ),
+        Good(
+            """\
+import torch
+
+
+class AWP:
+    def __init__(self, model, optimizer, scaler, adv_lr):
+        self.model, self.optimizer, self.scaler, self.adv_lr = model, optimizer, scaler, adv_lr
+
+    def attack(self):
+        for name, param in self.model.named_parameters():
+            norm1 = torch.norm(param.grad)
+            norm2 = torch.norm(param.data.detach())
+            if norm1 != 0 and not torch.isnan(norm1):
+                param.data.add_(self.adv_lr * param.grad / (norm1 + 1e-6) * (norm2 + 1e-6))
 """,
         ),
     )

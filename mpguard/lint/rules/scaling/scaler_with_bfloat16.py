@@ -14,7 +14,6 @@ from mpguard.lint import (
     Facts,
     Fix,
     Flag,
-    Good,
     Note,
     Region,
     Rule,
@@ -62,32 +61,6 @@ class ScalerWithBfloat16(Rule):
     triggers = (any_of(b"GradScaler"),)
     triggers_nearby = (any_of(b"bfloat16", b"bf16", b"BF16"),)
     examples = (
-        Good(
-            """\
-import torch
-from torch.cuda.amp import GradScaler, autocast
-
-
-def train(config, model, optimizer, loader):
-    dtype = None
-    if config.mixed_precision == "fp16":
-        dtype = torch.float16
-    elif config.mixed_precision == "bf16":
-        dtype = torch.bfloat16
-    use_amp = dtype is not None
-    scaler = GradScaler(enabled=use_amp)
-    for batch in loader:
-        with autocast(enabled=use_amp, dtype=dtype):
-            loss = model(batch).mean()
-        if dtype == torch.float16:
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            loss.backward()
-            optimizer.step()
-""",
-        ),
         Bad(
             """\
 import torch

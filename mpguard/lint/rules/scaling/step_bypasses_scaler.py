@@ -14,7 +14,6 @@ from mpguard.lint import (
     Facts,
     Fix,
     Function,
-    Good,
     Note,
     Object,
     PathCondition,
@@ -110,26 +109,6 @@ for x in loader:
     scaler.step(optimizer)
     scaler.update()
 """,
-        ),
-        Good(
-            """\
-import torch
-from torch.optim.lr_scheduler import _LRScheduler
-
-class Warmup(_LRScheduler):
-    def get_lr(self):
-        return [0.1]
-
-def train(model, loader):
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cuda")
-    warmup = Warmup(optimizer)
-    for x in loader:
-        scaler.scale(model(x).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        warmup.step()
-"""
         ),
     )
 

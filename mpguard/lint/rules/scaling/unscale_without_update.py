@@ -10,7 +10,6 @@ from mpguard.lint import (
     Diagnostic,
     Facts,
     Fix,
-    Good,
     Note,
     PathCondition,
     ScalingRule,
@@ -87,36 +86,6 @@ for x in loader:
     scaler.step(optimizer)
     scaler.update()
 """,
-        ),
-        Good(
-            """\
-import torch
-
-def update_always(model, loader, optimizer, scaler):
-    for x in loader:
-        scaler.scale(model(x)).backward()
-        scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if torch.isfinite(norm):
-            scaler.step(optimizer)
-        scaler.update()
-
-def flag_of_both_checks(model, loader, optimizer, scaler):
-    for x in loader:
-        loss = model(x)
-        skip = bool(loss.isnan())
-        scaler.scale(loss).backward()
-        if not skip:
-            scaler.unscale_(optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            skip = norm > 5
-            if not skip:
-                scaler.step(optimizer)
-                scaler.update()
-            else:
-                scaler.update()
-        optimizer.zero_grad()
-"""
         ),
     )
 
