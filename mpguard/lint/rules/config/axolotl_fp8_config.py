@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from mpguard.lint import ConfigRule, Diagnostic, Note, any_of, axolotl_keys
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document
+from mpguard.lint import ConfigRule, Diagnostic, Document, Note, any_of, axolotl_keys
 
 
 class AxolotlFp8Config(ConfigRule, form_of="MPG849"):

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from mpguard.lint import ConfigRule, Diagnostic, Note, any_of, axolotl_keys
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document, Entry
+from mpguard.lint import ConfigRule, Diagnostic, Document, Entry, Note, any_of, axolotl_keys
 
 
 class AxolotlPrecisionConflict(ConfigRule, form_of="MPG849"):

@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from mpguard.lint import ConfigRule, Diagnostic, accelerate_config, accelerate_keys, any_of, config_edits
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document
+from mpguard.lint import ConfigRule, Diagnostic, Document, accelerate_config, accelerate_keys, any_of, config_edits
 
 
 class BackendSpelling(ConfigRule, form_of="MPG813"):

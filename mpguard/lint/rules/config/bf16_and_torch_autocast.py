@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from mpguard.lint import ConfigRule, Diagnostic, Dtype, Note, any_of
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document
+from mpguard.lint import ConfigRule, Diagnostic, Document, Dtype, Note, any_of
 
 _SECTIONS = {"bf16": Dtype.BF16, "bfloat16": Dtype.BF16, "fp16": Dtype.FP16}
 

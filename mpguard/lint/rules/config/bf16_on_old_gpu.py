@@ -1,20 +1,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from mpguard.lint import (
     NEEDS,
     ConfigRule,
     Diagnostic,
+    Document,
+    Entry,
     accelerate_config,
     any_of,
     axolotl_keys,
     library_names,
 )
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document, Entry
 
 
 class Bf16OnOldGpu(ConfigRule, form_of="MPG408"):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mpguard.lint import (
     ABSENT,
@@ -11,18 +10,17 @@ from mpguard.lint import (
     ConfigError,
     ConfigRule,
     Diagnostic,
+    Document,
     Fix,
     MpguardError,
     Note,
+    Policy,
     PolicyError,
     Span,
     UnknownRecipe,
     settings,
     show,
 )
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document, Policy
 
 
 class ConfigAgainstRecipe(ConfigRule):

@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, any_of
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, Good, Note, any_of
 
 
 class DeepspeedBf16AndFp16(ConfigRule):

@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from mpguard.lint import ConfigRule, Diagnostic, Note, accelerate_config, any_of
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document
+from mpguard.lint import ConfigRule, Diagnostic, Document, Note, accelerate_config, any_of
 
 #: Keys of a recipe, and their values in Transformer Engine's default recipe.
 _RECIPE = {

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from mpguard.lint import (
     ABSENT,
     Bad,
     ConfigRule,
     Diagnostic,
+    Document,
     Good,
     Note,
     accelerate_config,
@@ -16,9 +16,6 @@ from mpguard.lint import (
     config_edits,
     show,
 )
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document
 
 
 class DeepspeedKeyOverrides(ConfigRule):

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, accelerate_config, accelerate_keys, any_of, deepspeed_keys
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document, Entry
+from mpguard.lint import (
+    Bad,
+    ConfigRule,
+    Diagnostic,
+    Document,
+    Entry,
+    Good,
+    accelerate_config,
+    accelerate_keys,
+    any_of,
+    deepspeed_keys,
+)
 
 #: DeepSpeed's key -> accelerate's own key for it.
 _INSTEAD = {

@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, accelerate_config, accelerate_keys, any_of
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document, Entry
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, Entry, Good, accelerate_config, accelerate_keys, any_of
 
 _INTERVAL = "Transformer Engine removed it in 2.0 and ignores it without a warning"
 _MOST_RECENT = "it is accelerate's default, which is not passed on; Transformer Engine's own is `max`"

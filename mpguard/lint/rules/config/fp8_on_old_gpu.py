@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from mpguard.lint import NEEDS, ConfigRule, Diagnostic, accelerate_config, any_of
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document
+from mpguard.lint import NEEDS, ConfigRule, Diagnostic, Document, accelerate_config, any_of
 
 
 class Fp8OnOldGpu(ConfigRule, form_of="MPG408"):

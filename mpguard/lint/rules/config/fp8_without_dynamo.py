@@ -1,21 +1,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from mpguard.lint import (
     ABSENT,
     ConfigRule,
     Diagnostic,
+    Document,
     Note,
     accelerate_config,
     any_of,
     config_edits,
     siblings,
 )
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document
 
 #: Code that compiles, or that has an option to do so.
 _COMPILES = r"\bcompile\(|torch_compile|dynamo_backend|dynamo_plugin|TorchDynamoPlugin|HfArgumentParser"

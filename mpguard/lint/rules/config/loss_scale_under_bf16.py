@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from mpguard.lint import ABSENT, Bad, ConfigRule, Diagnostic, any_of, config_edits, deepspeed_keys
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document
+from mpguard.lint import ABSENT, Bad, ConfigRule, Diagnostic, Document, any_of, config_edits, deepspeed_keys
 
 
 class LossScaleUnderBf16(ConfigRule):

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mpguard.lint import (
     Bad,
     ConfigRule,
     Diagnostic,
+    Document,
     Dtype,
+    Entry,
     MpguardError,
     Note,
     any_of,
@@ -16,9 +17,6 @@ from mpguard.lint import (
     settings,
     siblings,
 )
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document, Entry
 
 
 class LowPrecisionAllreduce(ConfigRule):

@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from mpguard.lint import ConfigRule, Diagnostic, any_of
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document, Entry
+from mpguard.lint import ConfigRule, Diagnostic, Document, Entry, any_of
 
 #: The keys of the model that GPT-NeoX requires, and the degree of pipeline parallelism, which its configs set.
 _MODEL = {"num_layers", "hidden_size", "num_attention_heads", "pipe_parallel_size"}

@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from mpguard.lint import ABSENT, Bad, ConfigRule, Diagnostic, Good, any_of, config_edits
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document
+from mpguard.lint import ABSENT, Bad, ConfigRule, Diagnostic, Document, Good, any_of, config_edits
 
 
 class RemovedAmpSection(ConfigRule):

@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, any_of
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, Good, any_of
 
 #: mpguard's bounds: 2**32 is the largest initial scale of known recipes (Megatron). DeepSpeed accepts more.
 _LOWEST, _HIGHEST = 0, 32

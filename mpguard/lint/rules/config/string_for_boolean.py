@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from mpguard.lint import ConfigRule, Diagnostic, any_of, config_edits, lazy_pattern
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document
+from mpguard.lint import ConfigRule, Diagnostic, Document, any_of, config_edits, lazy_pattern
 
 _SECTIONS = ("bf16", "bfloat16", "fp16", "torch_autocast")
 _FILLED_IN = lazy_pattern(r"[\"']auto[\"']")

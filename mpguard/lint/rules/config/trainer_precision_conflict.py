@@ -1,12 +1,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, any_of, did_you_mean, megatron_bridge_keys
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document, Entry
+from mpguard.lint import (
+    Bad,
+    ConfigRule,
+    Diagnostic,
+    Document,
+    Entry,
+    Good,
+    Note,
+    any_of,
+    did_you_mean,
+    megatron_bridge_keys,
+)
 
 
 class TrainerPrecisionConflict(ConfigRule):

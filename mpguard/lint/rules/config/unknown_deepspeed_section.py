@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Fix, config_edits, deepspeed_keys, lazy_pattern
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document, Entry
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, Entry, Fix, config_edits, deepspeed_keys, lazy_pattern
 
 #: Matches keys about precision.
 _PRECISION = lazy_pattern(r"fp8|fp16|bf16|fp32|float|precision|dtype|data_type|autocast|loss_?scal")

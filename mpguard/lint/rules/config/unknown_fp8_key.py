@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from typing import TYPE_CHECKING
 
 from mpguard.lint import (
     Bad,
     ConfigRule,
     Diagnostic,
+    Document,
     Edit,
+    Entry,
     Fix,
     accelerate_config,
     accelerate_keys,
@@ -16,10 +17,6 @@ from mpguard.lint import (
     lazy_pattern,
     misspelling_of,
 )
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document, Entry
-
 
 #: Values that are in force without the key.
 _DEFAULTS = {

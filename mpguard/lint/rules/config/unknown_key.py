@@ -1,21 +1,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from mpguard.lint import (
     Bad,
     ConfigRule,
     Diagnostic,
+    Document,
+    Entry,
     Fix,
     accelerate_config,
     accelerate_keys,
     any_of,
     config_edits,
 )
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document, Entry
 
 
 class UnknownKey(ConfigRule):

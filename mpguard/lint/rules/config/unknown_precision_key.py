@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, config_edits, dialects
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, Good, config_edits, dialects
 
 
 class UnknownPrecisionKey(ConfigRule):

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Edit, Fix, accelerate_config, any_of
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document, Entry
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, Edit, Entry, Fix, accelerate_config, any_of
 
 #: Key -> the option of `accelerate launch` that takes its place.
 _KEYS = {

@@ -2,12 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, accelerate_config, any_of, siblings
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document, Entry
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, Entry, Good, accelerate_config, any_of, siblings
 
 _OFF = "DeepSpeed drops the key, and the section is off"
 

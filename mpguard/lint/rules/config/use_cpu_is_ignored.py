@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, accelerate_config, any_of
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, Good, Note, accelerate_config, any_of
 
 #: Types that `accelerate launch` (1.15.0, `launch_command`) does not start through `simple_launcher`, the only launcher
 #: that exports ACCELERATE_USE_CPU.

@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from mpguard.lint import ConfigRule, Diagnostic, any_of, validation
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document
+from mpguard.lint import ConfigRule, Diagnostic, Document, any_of, validation
 
 
 class WrongDeepspeedValue(ConfigRule, form_of="MPG823"):

@@ -2,12 +2,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Good, Note, accelerate_config, any_of, siblings
-
-if TYPE_CHECKING:
-    from mpguard.lint import Document, Entry
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, Entry, Good, Note, accelerate_config, any_of, siblings
 
 _NAMES = "deepspeed_config.deepspeed_config_file"
 #: Key that accelerate 1.15 refuses together with the file -> its place in the DeepSpeed file.

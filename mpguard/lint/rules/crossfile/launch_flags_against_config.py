@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from mpguard.lint import (
     ConfigError,
     Diagnostic,
+    Document,
+    Entry,
     Launch,
     LaunchRule,
     Note,
@@ -16,11 +18,6 @@ from mpguard.lint import (
     siblings,
     tracked_fs,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mpguard.lint import Document, Entry
 
 #: Parsers that make `TrainingArguments` of the command line.
 _PARSERS = lazy_pattern(rb"\b(?:HfArgumentParser|TrlParser|parse_args_into_dataclasses)\b")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from mpguard.lint import (
     Bad,
@@ -10,6 +9,7 @@ from mpguard.lint import (
     Event,
     Facts,
     Fix,
+    LaunchConfig,
     Note,
     Object,
     Rule,
@@ -18,9 +18,6 @@ from mpguard.lint import (
     fp8_facts,
     python_edits,
 )
-
-if TYPE_CHECKING:
-    from mpguard.lint import LaunchConfig
 
 _SETTING = "enable_fsdp_float8_all_gather"
 

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+
+import libcst as cst
 
 from mpguard.lint import (
     Call,
@@ -14,9 +15,6 @@ from mpguard.lint import (
     dotted,
     megatron_bridge_keys,
 )
-
-if TYPE_CHECKING:
-    import libcst as cst
 
 #: Fields of `MixedPrecisionConfig` that exclude each other, and what happens.
 _PAIRS = (
