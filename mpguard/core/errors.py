@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 #: In a folder with more names than this, a similar one takes too long to find.
@@ -78,11 +78,18 @@ class NotInForce(MpguardError, RuntimeError):
     """The precision of a run is not, or would not be, what the policy declares. Exit status 1.
 
     Attributes: `verdict`, "not in force", or "not proven" if the precision could not be observed; `reasons`, the
-    message without how to continue in spite of it.
+    message without how to continue in spite of it; `failures`, what is wrong or not proven, as plain data.
     """
 
-    def __init__(self, message: str, *, verdict: str = "not in force", override: str = "") -> None:
-        self.verdict, self.reasons = verdict, message
+    def __init__(
+        self,
+        message: str,
+        *,
+        verdict: str = "not in force",
+        override: str = "",
+        failures: Iterable[Mapping[str, object]] = (),
+    ) -> None:
+        self.verdict, self.reasons, self.failures = verdict, message, tuple(failures)
         super().__init__(f"{message}{override}")
 
 

@@ -150,7 +150,7 @@ class ExitHooks:
                 print_failure(self.guard, error)
             else:
                 lost_ranks.describe(error)
-                if lost_ranks.refusal() is not None:
+                if lost_ranks.refusal():
                     return  # the collective that has failed is no cause: `finish` prints the line that names it
                 former(kind, error, without_wrappers(error).__traceback__)
                 print_cause(error)

@@ -7,6 +7,7 @@ reads it there; if there is none, the rank that has not failed either was killed
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -14,8 +15,8 @@ import sys
 import time
 from typing import Any
 
-from mpguard.core.console import print_line
 from mpguard.core.errors import NotInForce
+from mpguard.runtime.last_lines import print_last
 from mpguard.runtime.plan_exchange import place, place_of
 from mpguard.runtime.proof.consensus import default_store
 from mpguard.runtime.proof.verdict import NOT_PROVEN, Failure, FailureKind, names_of, read_failure
@@ -30,7 +31,7 @@ _LIBRARY = re.compile(r"\bgloo\b|\bNCCL\b|\bnccl[A-Z]")
 #: What they say if another rank has ended, or does not answer. Other errors of collectives are this rank's own.
 _PEER = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|remote|timed? ?out", re.I)
 
-#: The key of torchelastic's error file that has the line which the launcher of a node prints at its end.
+#: The key of torchelastic's error file that has the refusal which the launcher of another node prints at its end.
 LAST_LINE = "mpguard_last_line"
 
 #: Characters of an error that a line repeats.
@@ -44,8 +45,8 @@ _GONE = "the node of rank 0 was lost, or its launcher ended"
 
 _last_line: str | None = None
 
-#: The failure with which another rank was refused alone; None if this rank does not end because of one.
-_refused: Failure | None = None
+#: The failures with which another rank was refused alone; empty if this rank does not end because of them.
+_refused: tuple[Failure, ...] = ()
 
 
 def describe(error: BaseException) -> str | None:
@@ -62,7 +63,7 @@ def describe(error: BaseException) -> str | None:
         found, refused = _lost_rank(default_store())
     except Exception:  # the store is gone, and with it the process that hosts it
         address = f"{os.environ.get('MASTER_ADDR', 'its address')}:{os.environ.get('MASTER_PORT', '')}"
-        found, refused = f"the process group's store at {address} is gone: {_GONE}", None
+        found, refused = f"the process group's store at {address} is gone: {_GONE}", ()
     if found is None:
         return None
     global _last_line, _refused  # noqa: PLW0603  a process ends once
@@ -74,11 +75,11 @@ def describe(error: BaseException) -> str | None:
 def print_last_line() -> None:
     """Print, as the last line, the rank because of which this one ends."""
     if _last_line is not None:
-        print_line(_last_line)
+        print_last(_last_line)
 
 
-def refusal() -> Failure | None:
-    """Return the failure with which another rank was refused alone, so that this one ends; None if it does not."""
+def refusal() -> tuple[Failure, ...]:
+    """Return the failures with which another rank was refused alone, so that this one ends; empty if it does not."""
     return _refused
 
 
@@ -88,15 +89,15 @@ def publish(error: BaseException) -> None:
         return
     with contextlib.suppress(Exception):
         store = default_store()
-        how, failure = f"ended with {type(error).__name__}: {error}", None
+        how, failures = f"ended with {type(error).__name__}: {error}", list[Any]()
         if isinstance(error, NotInForce):
-            reasons = error.reasons.removeprefix(f"{NOT_PROVEN}: ")
-            how = f"was refused: {error.verdict}: {reasons}"
             kind = FailureKind.UNPROVEN if error.verdict == NOT_PROVEN else FailureKind.WRONG
-            failure = Failure(kind, reasons, ranks=(rank(),)).data()
+            found = [read_failure(each) for each in error.failures] or [Failure(kind, error.reasons)]
+            how = f"was refused: {error.verdict}: {'; '.join(each.line(error.verdict) for each in found)}"
+            failures = [dataclasses.replace(each, ranks=each.ranks or (rank(),)).data() for each in found]
         text = f"rank {rank()} ({place()}) {' '.join(how.split())[:_LENGTH]}"
         if not store.check([f"{_KEY}/cause"]):  # the first one is the cause
-            store.set(f"{_KEY}/cause", json.dumps({"text": text, "failure": failure}))
+            store.set(f"{_KEY}/cause", json.dumps({"text": text, "failures": failures}))
 
 
 def _is_of_a_peer(error: BaseException) -> bool:
@@ -107,8 +108,8 @@ def _is_of_a_peer(error: BaseException) -> bool:
     return (of_library or (known is not None and isinstance(error, known))) and _PEER.search(text) is not None
 
 
-def _lost_rank(store: Any) -> tuple[str | None, Failure | None]:
-    """Return which rank has ended first, and how, and its failure if it was refused.
+def _lost_rank(store: Any) -> tuple[str | None, tuple[Failure, ...]]:
+    """Return which rank has ended first, and how, and its failures if it was refused.
 
     Raises torch's error if the store no longer exists.
     """
@@ -120,22 +121,22 @@ def _lost_rank(store: Any) -> tuple[str | None, Failure | None]:
         for key in ("cause", "found"):
             if store.check([f"{_KEY}/{key}"]):
                 known = json.loads(store.get(f"{_KEY}/{key}"))
-                return str(known["text"]), read_failure(known["failure"]) if known.get("failure") else None
+                return str(known["text"]), tuple(map(read_failure, known.get("failures", ())))
         if size and store.add(f"{_KEY}/failed", 0) >= size:
-            return None, None  # all have failed in the same way, and none before the others
+            return None, ()  # all have failed in the same way, and none before the others
         time.sleep(0.1)
     if not first:
-        return None, None
+        return None, ()
     # One rank asks for all: the others read what it finds.
     lost = [each for each in range(size) if not store.check([f"{_KEY}/failed/{each}"])]
     if not lost:
-        return None, None
+        return None, ()
     where = "; ".join(dict.fromkeys(place_of(store, each) for each in lost[:4]))
     # A rank that waits for one of those that have failed has not failed yet.
     one_of = "one of " if len(lost) > 1 else ""
     found = f"{one_of}{names_of(lost)} ({where}) was killed, or does not answer any more"
     store.set(f"{_KEY}/found", json.dumps({"text": found}))
-    return found, None
+    return found, ()
 
 
 def world_of() -> int:

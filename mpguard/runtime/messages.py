@@ -79,7 +79,9 @@ def not_in_force(refusal: Refusal, *, overridden: bool = True, again: bool = Fal
     if again:
         first = f"this optimizer was refused before, and is not stepped again: {refusal.summary}"
         return NotInForce(f"{first}. {BEGIN_AGAIN}", verdict=refusal.verdict)
-    return NotInForce(str(refusal), verdict=refusal.verdict, override=OVERRIDE if overridden else "")
+    failures = [failure.data() for failure in refusal.published()]
+    override = OVERRIDE if overridden else ""
+    return NotInForce(str(refusal), verdict=refusal.verdict, override=override, failures=failures)
 
 
 def failure_message(error: NotInForce) -> str:

@@ -76,6 +76,8 @@ class Progress:
     not_finite: int = 0
     #: Inspections that observed too little.
     without_result: int = 0
+    #: Rows that the plan asks for and that could not be observed where it was found in force.
+    unobserved: dict[str, None] = dataclasses.field(default_factory=dict)
     #: The applied step that all ranks inspect next.
     next_check: int | None = None
     #: Seconds that the last observation took.
@@ -176,5 +178,7 @@ def summary(run: Iterable[Progress]) -> str | None:
     costs = last < longest.put_off <= longest.applied
     put_off = f"; later ones put off: checks cost more than {100 * SHARE:g} %" if costs else ""
     others = f"; {len(run) - 1} other optimizer{'s' if len(run) > 2 else ''} too" if len(run) > 1 else ""
-    line = f"in force at {steps} ({', '.join(notes)}{put_off}){others}"
+    unobserved = ", ".join(dict.fromkeys(name for progress in run for name in progress.unobserved))
+    reserve = f", except for what could not be observed: {unobserved}" if unobserved else ""
+    line = f"in force at {steps} ({', '.join(notes)}{put_off}){others}{reserve}"
     return f"{line}, {skipped} step{'s' if skipped > 1 else ''} skipped" if skipped else line

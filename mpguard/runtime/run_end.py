@@ -42,8 +42,8 @@ def finalize(guard: Guard, status: int) -> None:
         guard.reporter.report_idle_gradients()
     if guard.plan.enforce == "warn":
         _add_warnings_of_others(guard)
-    if guard.proof is not None and (failure := lost_ranks.refusal()) is not None:
-        guard.proof = dataclasses.replace(guard.proof, verdict=verdict_of([failure]), failures=(failure,))
+    if guard.proof is not None and (failures := lost_ranks.refusal()):
+        guard.proof = dataclasses.replace(guard.proof, verdict=verdict_of(failures), failures=failures)
         guard.reporter.update_proof(guard.proof, guard.run)
         return
     if guard.proof is not None:

@@ -225,7 +225,9 @@ class RunState:
         if proof.failures:
             self.recorder.stop()
         progress.failed = bool(proof.failures)
-        progress.checks += [inspection.applied] if proof.in_force else []
+        if proof.in_force:
+            progress.checks.append(inspection.applied)
+            progress.unobserved.update(dict.fromkeys(proof.unobserved))
         progress.not_finite += proof.in_force and (inspection.loss_not_finite or bool(inspection.ranks_not_finite))
         self.reporter.report_not_finite(progress, inspection.applied, inspection.ranks_not_finite)
         progress.without_result += not proof.failures and not proof.in_force
@@ -244,7 +246,9 @@ class RunState:
         wrong = tuple(failure for failure in proof.failures if failure.kind is FailureKind.WRONG)
         if not wrong:
             in_force = inspection.seen is not None and proof.in_force
-            progress.checks += [progress.applied] if in_force else []
+            if in_force:
+                progress.checks.append(progress.applied)
+                progress.unobserved.update(dict.fromkeys(proof.unobserved))
             progress.not_finite += in_force and inspection.loss_not_finite
             progress.without_result += not in_force
             self.reporter.report_check(self.proof, self.run, proof.failures)

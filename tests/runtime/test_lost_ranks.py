@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,9 +12,10 @@ pytest.importorskip("torch", reason="the real store is used")
 
 import torch.distributed as dist
 
-from mpguard.core.errors import NotInForce
 from mpguard.runtime import lost_ranks
-from mpguard.runtime.proof.verdict import Failure, FailureKind
+from mpguard.runtime.last_lines import printed_at_the_end
+from mpguard.runtime.messages import not_in_force
+from mpguard.runtime.proof.verdict import Failure, FailureKind, Refusal
 
 CLOSED = RuntimeError("[/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
 
@@ -47,11 +49,28 @@ def test_the_error_of_the_first_rank_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_rank_that_was_refused_alone_is_no_crash_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_ranks, "_refused", None)
-    found = described(monkeypatch, {1: NotInForce("step 8: compute: fp32", override="  (use ...)"), 0: CLOSED}, 2)
-    assert str(found[0]).endswith("rank 1 (node 1) was refused: not in force: step 8: compute: fp32")
-    assert lost_ranks.refusal() == Failure(FailureKind.WRONG, "step 8: compute: fp32", ranks=(1,))
-    assert described(monkeypatch, {1: ValueError("no"), 0: CLOSED}, 2)[0] and lost_ranks.refusal() is None
+    monkeypatch.setattr(lost_ranks, "_refused", ())
+    wrong = Failure(FailureKind.WRONG, "compute: fp32; asked: bf16", "compute", (), "Enable autocast", ("{fp32: x}",))
+    unproven = Failure(FailureKind.UNPROVEN, "reduction could not be observed", "reduction")
+    error = not_in_force(Refusal((wrong, unproven), before="step 8: "))
+    found = described(monkeypatch, {1: error, 0: CLOSED}, 2)
+    line = "not in force: step 8: compute: fp32; asked: bf16; not proven: step 8: reduction could not be observed"
+    assert str(found[0]).endswith(f"rank 1 (node 1) was refused: {line}")
+    first, second = lost_ranks.refusal()
+    assert first == dataclasses.replace(wrong, text=f"step 8: {wrong.text}", ranks=(1,)), "row, advice and allowance"
+    assert (second.kind, second.row, second.ranks) == (FailureKind.UNPROVEN, "reduction", (1,))
+    assert described(monkeypatch, {1: ValueError("no"), 0: CLOSED}, 2)[0] and lost_ranks.refusal() == ()
+
+
+def test_a_survivor_leaves_its_line_to_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(lost_ranks, "_last_line", "mpguard: rank 0 ended because of another one: rank 1 was killed")
+    with printed_at_the_end():
+        lost_ranks.print_last_line()
+        assert capsys.readouterr().err == "", "torchrun's lines come below it"
+    assert capsys.readouterr().err == f"{lost_ranks._last_line}\n"
 
 
 def test_a_rank_without_an_error_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,9 @@ def test_looks_that_would_take_more_than_their_share_come_later(clock: list[floa
     assert summary([one]) == "in force at step 1 of 250 (1 check; later ones put off: checks cost more than 1 %)"
     one.checks.append(128)
     assert summary([one]) == "in force at steps 1-128 of 250 (2 checks)"
+    one.unobserved["fp32 modules"] = None
+    line = "in force at steps 1-128 of 250 (2 checks), except for what could not be observed: fp32 modules"
+    assert summary([one, proven(clock)]) == line.replace(")", "); 1 other optimizer too", 1)
 
 
 def test_each_step_is_looked_at_where_tests_ask_for_it(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

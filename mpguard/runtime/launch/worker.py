@@ -141,8 +141,9 @@ def _run(options: argparse.Namespace, guard: Guard) -> int:
         return 130
     except BaseException as error:
         without_wrappers(error)
-        _record(error, lost_ranks.describe(error))
-        if lost_ranks.refusal() is not None:
+        lost_ranks.describe(error)
+        _record(error)
+        if lost_ranks.refusal():
             return 1  # the collective that has failed is no cause: `finish` prints the line that names it
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):

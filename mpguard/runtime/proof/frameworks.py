@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpguard.policy.policy import Policy
+from mpguard.runtime.proof.models import objects_of
 
 
 class Framework(NamedTuple):
@@ -71,7 +71,7 @@ def precision_advice(policy: Policy) -> str:
         kind = getattr(sys.modules.get(module), framework.name, None)
         if not isinstance(kind, type):
             continue
-        found = next((each for each in gc.get_objects() if issubclass(type(each), kind)), None)
+        found = next(iter(objects_of(kind)), None)
         if found is None:
             continue
         write = framework.bf16 if policy.bf16 else framework.fp16

@@ -182,7 +182,7 @@ class HandOffs:
     @contextlib.contextmanager
     def before_hooks(self, leaves: Iterable[torch.Tensor]) -> Iterator[None]:
         """Sample gradients before the script's hooks on tensors have them, during a backward pass."""
-        hooked = [leaf for leaf in leaves if getattr(leaf, "_post_accumulate_grad_hooks", None)]
+        hooked = [leaf for leaf in leaves if getattr(leaf, "_post_accumulate_grad_hooks", None) or leaf._backward_hooks]
         handles = (samples.safely(self._hook, hooked) or []) if hooked else []
         try:
             yield
@@ -190,20 +190,36 @@ class HandOffs:
             for handle in handles:
                 handle.remove()
 
-    def _hook(self, leaves: list[torch.Tensor]) -> list[Any]:
+    def _hook(self, leaves: list[Any]) -> list[Any]:
         """Register a hook before the others of each sampled leaf."""
-        tracked = self._tracked()
-        return [self._hook_first(leaf) for leaf in leaves if id(leaf) in tracked]
+        tracked, handles = self._tracked(), list[Any]()
+        for leaf in leaves:
+            if id(leaf) in tracked and getattr(leaf, "_post_accumulate_grad_hooks", None):
+                handles.append(leaf.register_post_accumulate_grad_hook(self._sample_in_hook))
+                _reorder(leaf._post_accumulate_grad_hooks, [handles[-1].id])
+            if id(leaf) in tracked and leaf._backward_hooks:
+                handles += self._between_hooks(leaf)
+        return handles
 
-    def _hook_first(self, leaf: Any) -> Any:
-        handle = leaf.register_post_accumulate_grad_hook(self._sample_in_hook)
-        hooks = leaf._post_accumulate_grad_hooks
-        others = [pair for pair in hooks.items() if pair[0] != handle.id]
-        first = hooks[handle.id]
-        hooks.clear()
-        hooks[handle.id] = first
-        hooks.update(others)
-        return handle
+    def _between_hooks(self, leaf: Any) -> list[Any]:
+        """Register hooks before, between and after those that may replace a gradient on its way to `.grad`."""
+        left: list[torch.Tensor] = []
+
+        def compare(gradient: torch.Tensor) -> None:
+            samples.safely(self._judge_in_hook, leaf, left, gradient)
+
+        hooks = list(leaf._backward_hooks)
+        handles = [leaf.register_hook(compare) for _ in range(len(hooks) + 1)]
+        own = (each.id for each in handles)
+        _reorder(leaf._backward_hooks, [next(own), *(each for hook in hooks for each in (hook, next(own)))])
+        return handles
+
+    def _judge_in_hook(self, leaf: torch.Tensor, left: list[torch.Tensor], gradient: torch.Tensor) -> None:
+        """Compare a gradient with the one that the hook before it got, and keep it for the next one."""
+        found = [sample(gradient)] if not is_capturing() and _is_readable(gradient) else []
+        if left and found:
+            self._judge("accumulation", "in a hook of the backward pass", _Seen.of(leaf, left[0], found[0]))
+        left[:] = found
 
     def _sample_in_hook(self, leaf: torch.Tensor) -> None:
         found = samples.safely(_gradients, {id(leaf): leaf})
@@ -396,6 +412,13 @@ class _Seen:
 
 def _parameters(optimizer: Any) -> list[Any]:
     return [own for group in optimizer.param_groups for own in group["params"]]
+
+
+def _reorder(hooks: dict[int, Any], order: Iterable[int]) -> None:
+    """Put the hooks of a tensor into another order; those that are not named follow. order: their ids."""
+    found = {number: hooks[number] for number in order} | hooks
+    hooks.clear()
+    hooks.update(found)
 
 
 def _gradients(tracked: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -24,7 +24,7 @@ def models_of(parameters: list[torch.Tensor]) -> list[nn.Module]:
     """
     import torch
 
-    modules = _objects(torch.nn.Module)
+    modules = objects_of(torch.nn.Module)
     ids = {id(parameter) for parameter in parameters}
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:
@@ -86,10 +86,10 @@ def existing_optimizers() -> list[torch.optim.Optimizer]:
     """Return the optimizers of torch that exist, without wrappers of other libraries."""
     import torch
 
-    return [each for each in _objects(torch.optim.Optimizer) if "param_groups" in vars(each)]
+    return [each for each in objects_of(torch.optim.Optimizer) if "param_groups" in vars(each)]
 
 
-def _objects(kind: type[T]) -> list[T]:
+def objects_of(kind: type[T]) -> list[T]:
     """Return the objects of a class among all of the garbage collector."""
 
     # Not `isinstance`: it reads `__class__`, and lazy proxies of other libraries then load their objects.

@@ -45,6 +45,11 @@ class Proof:
     def in_force(self) -> bool:
         return self.verdict == IN_FORCE
 
+    @property
+    def unobserved(self) -> list[str]:
+        """The rows that the plan asks for and that could not be observed."""
+        return [row.name for row in self.rows if row.verdict is Verdict.UNPROVEN]
+
     def table(self, *, first: bool = True, found_wrong: bool = False, width: int | None = None) -> str:
         """Return the table that is printed.
 
@@ -68,9 +73,8 @@ class Proof:
         named = {"frozen parts": frozen_share(seen), "optimizer states": ", ".join(quantized_states(seen))}
         if self.in_force and any(named.values()):
             notes += f" ({'; '.join(f'{name}: {found}' for name, found in named.items() if found)})"
-        unobserved = [row.name for row in self.rows if row.verdict is Verdict.UNPROVEN]
-        if unobserved and self.in_force:
-            notes += f", except for what could not be observed: {', '.join(unobserved)}"
+        if self.unobserved and self.in_force:
+            notes += f", except for what could not be observed: {', '.join(self.unobserved)}"
         title = f"{head}{notes} · recipe {self.plan.policy.name}"
         lines = [title] if width is None else _broken(title, max(width, NARROWEST), indent="  ")
         return "\n".join([*lines, *_lines(self.rows, width)])

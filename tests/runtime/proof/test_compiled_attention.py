@@ -48,7 +48,9 @@ def rows(folder: Path, attention: str, *, compiled: bool) -> tuple[int, dict[str
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
 def test_attention_in_parts_is_attention(tmp_path: Path, compiled: bool) -> None:
     status, found = rows(tmp_path, DROPOUT, compiled=compiled)
-    assert status == 0 and found["compute"]["found"] == "bf16" and found["attention"]["found"] == "fp32"
+    assert status == 0 and found["compute"]["found"] == "bf16"
+    row = found["attention"]
+    assert row["found"].startswith("fp32 (wider than bf16") and row["verdict"] == "not_asked", "nothing was lost"
 
 
 def test_compiled_products_in_fp32_next_to_attention_are_not(tmp_path: Path) -> None:

@@ -55,6 +55,31 @@ def test_the_first_hook_of_a_tensor_is_the_one_that_samples() -> None:
     assert found.describe("`w`").startswith(f"`w`[{found.place[0]}, {found.place[1]}] was ")
 
 
+@pytest.mark.parametrize(
+    ("hook", "to"),
+    [
+        (lambda gradient: gradient.bfloat16().float(), "bf16"),
+        (lambda gradient: gradient.copy_(gradient.half()), "fp16"),
+        (lambda gradient: (gradient * 4).bfloat16().float(), "bf16"),
+        (lambda gradient: gradient * 0.5, None),
+        (lambda gradient: gradient.clamp(-0.5, 0.5), None),
+        (lambda gradient: None, None),
+    ],
+    ids=["replaced", "in place", "times a factor", "scaled", "clamped", "read"],
+)
+def test_what_hooks_of_tensors_change_is_compared(hook: Any, to: str | None) -> None:
+    (own,) = layers(40)
+    own.register_hook(lambda gradient: gradient + 0.25)
+    own.register_hook(hook)
+    own.register_hook(lambda gradient: gradient * 3)
+    hooks, watch = list(own._backward_hooks.items()), gradients.Gradients()
+    for _ in range(2):
+        pass_of(watch, [own])
+    found = [(each.row, each.when, each.match.to.partition(" ")[0]) for each in watch.handoffs.found]
+    assert found == ([("accumulation", "in a hook of the backward pass", to)] if to else [])
+    assert list(own._backward_hooks.items()) == hooks, "the own hooks are removed"
+
+
 def test_few_changed_values_of_many_tensors_are_judged_together() -> None:
     own = layers(*[2] * 12)
     optimizer = torch.optim.SGD(own, 0.1)

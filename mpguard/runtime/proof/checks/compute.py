@@ -28,6 +28,7 @@ from mpguard.runtime.proof.checks.common import (
 from mpguard.runtime.proof.checks.common import wider as wider_than_asked
 from mpguard.runtime.proof.inferred import OUTSIDE
 from mpguard.runtime.proof.observe import Computed, Observed
+from mpguard.runtime.proof.products import bits
 from mpguard.runtime.proof.verdict import Row, Verdict, not_observed
 
 #: At most this share of the matmuls may be in a wider dtype than the policy's: a router, a small head. None may be in
@@ -304,7 +305,12 @@ def attention(seen: Observed, plan: Plan) -> list[Row]:
     advice = "Cast the queries, keys and values to the policy's dtype, or remove the cast before the attention"
     if narrower(products_of(seen, trained=True), plan):
         advice = ""  # the other matmuls are in a narrower dtype too: their advice is about all of them
-    return [Row("attention", found, policy.compute_dtype.short, Verdict.of(not fewer_bits), advice=advice)]
+    asked = policy.compute_dtype
+    wide = sum(flops for dtype, flops in counts.items() if bits(dtype) > asked.bits)
+    if not fewer_bits and 2 * wide > sum(counts.values()):
+        note = f"{found} (wider than {asked.short}: torch, or the script, computes it so)"
+        return [Row("attention", note, asked.short, Verdict.NOT_ASKED)]
+    return [Row("attention", found, asked.short, Verdict.of(not fewer_bits), advice=advice)]
 
 
 def frozen(seen: Observed, plan: Plan) -> list[Row]:

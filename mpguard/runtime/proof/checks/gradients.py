@@ -90,7 +90,7 @@ def reduction(seen: Observed, plan: Plan) -> Row:
     """
     name, asked = "reduction", plan.policy.reduce_dtype
     if seen.world_size == 1:
-        return Row(name, "none: one process", "", Verdict.NOT_ASKED)
+        return Row(name, f"none: one process{' trains' if seen.idle else ''}", "", Verdict.NOT_ASKED)
     if seen.averaging:
         return Row(name, f"none: weights are averaged ({seen.averaging})", asked.short, Verdict.NOT_ASKED)
     if not seen.reductions and seen.reduced_by == "tensor parallel":

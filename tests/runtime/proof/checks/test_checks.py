@@ -251,6 +251,20 @@ def test_attention_has_no_advice_of_its_own_where_all_matmuls_are_in_that_dtype(
     assert not row("attention", computed=both).advice
 
 
+def test_attention_in_a_wider_dtype_is_said_to_be_wider() -> None:
+    found = row("attention", computed=[*SEEN.computed, Computed(True, "fp32", 90, attention=True)])
+    assert (found.verdict, found.found) == (
+        Verdict.NOT_ASKED, "fp32 (wider than bf16: torch, or the script, computes it so)",
+    )  # fmt: skip
+    mixed = [Computed(True, "bf16", 90, attention=True), Computed(True, "fp32", 10, attention=True)]
+    assert row("attention", computed=mixed).verdict is Verdict.AS_ASKED
+
+
+def test_one_rank_that_trains_next_to_idle_ones_reduces_nothing() -> None:
+    assert row("reduction", world_size=1, idle=3).found == "none: one process trains"
+    assert row("reduction", world_size=1).found == "none: one process"
+
+
 @pytest.mark.parametrize("step", [1, 11])
 def test_fp8_layers_that_are_gone_after_the_first_step_were_replaced(step: int) -> None:
     found = message(Plan(mpguard.recipe("bf16_with_fp8_rowwise_mixed")), step=step)
