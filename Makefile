@@ -71,7 +71,7 @@ test-newest:
 	env -u PIP_CONSTRAINT $(NEWEST_VENV)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager \
 		--editable '.[all,test]' $(FRAMEWORKS)
 	$(PYTHON) .ci/constraints.py $(NEWEST_VENV)/bin/python
-	$(NEWEST_VENV)/bin/python -m pytest $(VERSION_TESTS)
+	$(NEWEST_VENV)/bin/python -m pytest $(VERSION_TESTS) -n auto --dist worksteal
 
 # A release of others never blocks it: pip resolves from the committed file.
 $(SHORT_VENV)/.installed: pyproject.toml constraints.txt constraints-newest.txt .ci/constraints.py
@@ -88,7 +88,7 @@ test-oldest:
 	$(PYTHON) -m venv $(OLDEST_VENV)
 	env -u PIP_CONSTRAINT $(OLDEST_VENV)/bin/python -m pip install --quiet --editable '.[transformers,deepspeed,test]' \
 		torch==2.7.0 accelerate==1.15.0 deepspeed==0.19.0 transformers==5.0.0
-	$(OLDEST_VENV)/bin/python -m pytest $(VERSION_TESTS)
+	$(OLDEST_VENV)/bin/python -m pytest $(VERSION_TESTS) -n auto --dist worksteal
 
 # mypy runs next to the tests, on a core that they leave idle while they start; what it found is printed after them.
 test: install

@@ -256,11 +256,13 @@ def other_accelerator() -> str:
     """Return the name of an accelerator that is not NVIDIA's, if torch is imported and has found one; else ""."""
     torch = sys.modules.get("torch")
     accelerator = getattr(torch, "accelerator", None)
-    if torch is None or accelerator is None or not accelerator.is_available():
+    if torch is None or accelerator is None:
         return ""
-    kind = accelerator.current_accelerator().type
-    if kind == "cuda" and torch.version.hip is None:
+    device = accelerator.current_accelerator()
+    # If torch counts the GPUs, CUDA can no longer be used in processes that the script forks: NVIDIA's are not counted.
+    if device is None or (device.type == "cuda" and torch.version.hip is None) or not accelerator.is_available():
         return ""
+    kind = device.type
     name, count = OTHER_ACCELERATORS.get(kind, (f"device of type {kind}", None))[0], accelerator.device_count()
     return f"{count} x {name}" if count > 1 else name
 

@@ -124,7 +124,7 @@ def _on_cuda() -> bool:
     import torch
 
     cuda: Any = torch.cuda
-    return bool(cuda.is_available() and cuda.is_initialized())
+    return bool(cuda.is_initialized())
 
 
 def _synchronize() -> None:

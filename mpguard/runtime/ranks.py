@@ -39,9 +39,12 @@ def is_forked_after_cuda() -> bool:
     """True in a process that was forked after CUDA had been initialized: it loads data, and cannot train.
 
     In it, freeing an object of CUDA that the parent has created ends the process, and Kineto waits for its threads.
+    Where the parent has only counted the GPUs (`torch.cuda.is_available()`), torch calls it a bad fork, too; it can
+    train on the CPU.
     """
     torch = sys.modules.get("torch")
-    return torch is not None and hasattr(torch, "cuda") and bool(torch.cuda._is_in_bad_fork())
+    cuda = getattr(torch, "cuda", None)
+    return cuda is not None and bool(cuda._is_in_bad_fork() and cuda._initialized)
 
 
 def had_group() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -210,3 +211,35 @@ def test_auto_takes_the_faster_backend(
 ) -> None:
     policy = Policy(bf16=True, fp8="hybrid", **fields)
     assert hardware.backend_of(policy, gpu((9, 0), libraries=libraries)) == backend
+
+
+class _Accelerator:
+    """torch's `torch.accelerator` of a build for some device, with two of them."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.counted = kind, 0
+
+    def current_accelerator(self) -> Any:
+        return types.SimpleNamespace(type=self.kind)
+
+    def is_available(self) -> bool:
+        self.counted += 1
+        return True
+
+    def device_count(self) -> int:
+        self.counted += 1
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "hip", "name"), [("xpu", None, "2 x Intel GPU"), ("cuda", "6.4", "2 x AMD GPU"), ("cuda", None, "")]
+)
+def test_another_accelerator_is_named_and_gpus_of_nvidia_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch, kind: str, hip: str | None, name: str
+) -> None:
+    """Once torch has counted CUDA's devices, processes that the script forks cannot use them."""
+    accelerator = _Accelerator(kind)
+    torch = types.SimpleNamespace(accelerator=accelerator, version=types.SimpleNamespace(hip=hip))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert hardware.other_accelerator() == name
+    assert bool(accelerator.counted) == bool(name)

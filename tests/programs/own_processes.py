@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import socket
 import sys
 
@@ -11,6 +12,10 @@ import torch
 import torch.distributed as dist
 
 import mpguard
+
+# As in a build of torch with CUDA, where the parent has counted the GPUs: its forked processes can use the CPU.
+parent = os.getpid()
+torch.cuda._is_in_bad_fork = lambda: os.getpid() != parent
 
 mpguard.activate("bf16_mixed", proof_json="proof.json")
 

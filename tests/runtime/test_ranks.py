@@ -77,7 +77,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 parent = os.getpid()
-torch.cuda._is_in_bad_fork = lambda: os.getpid() != parent  # as if CUDA had been initialized
+# As if CUDA had been initialized before the fork; not in the parent, whose torch may have no CUDA.
+torch.cuda._is_in_bad_fork = lambda: os.getpid() != parent
+os.register_at_fork(
+    before=lambda: setattr(torch.cuda, "_initialized", True),
+    after_in_parent=lambda: setattr(torch.cuda, "_initialized", False),
+)
 
 class Event:
     def __del__(self):

@@ -139,7 +139,8 @@ def is_capturing() -> bool:
     """True while a CUDA graph is captured: reading values would end that."""
     import torch
 
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    cuda: Any = torch.cuda
+    return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
 
 
 def safely(look: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
