@@ -94,6 +94,11 @@ RETIRED: dict[str, Retired] = {
         "accumulate-in-half", None, "wrong in 2 of 2 findings in public code: autocast returns FP32 losses"
     ),
     "MPG605": Retired("norm-in-half", None, "it reported nothing in public code"),
+    "MPG607": Retired(
+        "router-in-half",
+        None,
+        "it reported nothing in public code; the field `fp32_modules` computes routers in FP32",
+    ),
     "MPG701": Retired(
         "mixed-tf32-apis", None, "it reported nothing in public code, and torch raises where the two contradict"
     ),
