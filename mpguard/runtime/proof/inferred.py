@@ -124,7 +124,7 @@ def products_behind(outputs: Iterable[Any]) -> Inferred:
             (products.in_fp8_layers if _is_of_fp8_layers(node) else products.in_functions).update(taken)
             if any(len(_leaf_shape(operand)) == 2 for operand in node.next_functions if _leaf(operand)):
                 products.matrix_functions.add(node._sequence_nr())
-        weight, work = _work(node, tuple(output.shape), function)
+        weight, work = _work(node, _sizes(output), function)
         if work:
             products.work[short(output.dtype), weight] += work
             operands = [] if function else _factors(node)
@@ -199,6 +199,17 @@ def _metadata(node: Any, position: int) -> Any:
     return outputs[position] if position < len(outputs) else None
 
 
+def _sizes(output: Any) -> tuple[int, ...]:
+    """Return the shape of an output; empty for a nested tensor of strided layout, which has none.
+
+    The length of the rows of a jagged one is a symbol, with which Python cannot compute: it counts as 1.
+    """
+    try:
+        return tuple(each if isinstance(each, int) else 1 for each in output.shape)
+    except RuntimeError:
+        return ()
+
+
 def _shape(node: Any, position: int) -> tuple[int, ...]:
     """Return the shape of an operand; empty if it needs no gradient."""
     if node is None:
@@ -206,7 +217,7 @@ def _shape(node: Any, position: int) -> tuple[int, ...]:
     variable = getattr(node, "variable", None) if is_leaf(node) else None
     full = getattr(variable, "ds_shape", None)  # the tensor of ZeRO-3 is a part of the parameter
     output = _metadata(node, position)
-    return tuple(full) if full is not None else tuple(output.shape) if output is not None else ()
+    return tuple(full) if full is not None else _sizes(output) if output is not None else ()
 
 
 def _leaf_node(operand: tuple[Any, int]) -> Any:
