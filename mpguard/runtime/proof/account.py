@@ -48,12 +48,13 @@ REMEMBERED_NODES = 200_000
 class Products:
     """The matmuls of a step. FLOPs by place.
 
-    trained: their results reach a gradient. frozen: they do not. passes: backward passes, looked_at: of them.
-    reason: why the operators could not be recorded (then `trained` and `frozen` are empty); empty if they were.
-    inferred: what autograd's graph implies. called: the classes of the modules that were called, by id; None if calls
-    were not observed. autocast: the autocast regions; None likewise. unscaled, scaled: True if a loss was not scaled by
-    a GradScaler, and if one was. converted: elements that were copied to another dtype in backward, by the dtypes
-    before and after. overflows, unaligned: what cannot be right in any policy, see `trace`.
+    trained: their results reach a gradient. frozen: they do not. passes: backward passes, looked_at: of them. reason:
+    why the operators could not be recorded (then `trained` and `frozen` are empty); empty if they were. inferred: what
+    autograd's graph implies. called: the classes of the modules that were called, by id; None if calls were not
+    observed. autocast: the autocast regions; None likewise. unscaled, scaled: True if a loss was not scaled by a
+    GradScaler, and if one was. converted: elements that were copied to another dtype in backward, by the dtypes before
+    and after. casts: elements that were rounded elsewhere. overflows, unaligned: what cannot be right in any policy,
+    see `trace`.
     """
 
     trained: Counter[Work] = dataclasses.field(default_factory=Counter)
@@ -67,6 +68,7 @@ class Products:
     unscaled: bool = False
     scaled: bool = False
     converted: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
+    casts: Counter[tuple[str, int | None]] = dataclasses.field(default_factory=Counter)
     overflows: set[Overflow] = dataclasses.field(default_factory=set)
     unaligned: set[Unaligned] = dataclasses.field(default_factory=set)
 
@@ -209,6 +211,7 @@ class StepAccount:
         self._passes: list[_Pass] = []
         self._forward = _Forward()
         self._applied: set[int] = set()
+        self._casts: Counter[tuple[str, int | None]] = Counter()
         self.overflows: set[Overflow] = set()
         self._unaligned: set[Unaligned] = set()
         self._ended = 0
@@ -428,6 +431,7 @@ class StepAccount:
     def _remember(self, found: OperatorTrace) -> None:
         """Keep what later backward passes may need."""
         self._forward.remember(found)
+        self._casts += found.casts
         self.overflows |= found.overflows
 
     def imply(self, inferred: Inferred) -> None:
@@ -476,7 +480,7 @@ class StepAccount:
         whole.frozen += self._forward.without_gradient()
         whole.called = dict(self._ranges.called) if self._ranges.named else None
         whole.autocast = self._ranges.autocast() if self._ranges.named else None
-        whole.overflows, whole.unaligned = set(self.overflows), set(self._unaligned)
+        whole.casts, whole.overflows, whole.unaligned = self._casts.copy(), set(self.overflows), set(self._unaligned)
         if not whole.trained and (whole.inferred.work or whole.inferred.compiled):
             whole.reason = "no operator of torch multiplied"
         return whole

@@ -34,6 +34,9 @@ BATCHED = ("Bmm", "Baddbmm", "ScaledDotProduct")
 #: Nodes whose results are logarithms of probabilities, or sums of exponentials.
 LOG_PROBABILITIES = ("LogSoftmax", "Logsumexp", "LogSigmoid")
 
+#: Nodes that read rows or elements of a table, and those that multiply by a sparse matrix, which no autocast casts.
+LOOKUPS = ("Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "Take", "Select", "SparseAddmm")
+
 #: Used in place of a weight's id: for a matmul of activations, and for an unknown weight.
 ATTENTION, UNNAMED = 0, -1
 
@@ -51,7 +54,7 @@ class Inferred:
     functions of the FP8 libraries took. in_functions: those that other functions took. matrix_functions: sequence
     numbers of the nodes of these that took a matrix. in_the_loss: those of matmuls in FP32 whose factors are results of
     the model, and whose result no weight multiplies: similarities. log_probabilities: the dtypes of those behind the
-    loss.
+    loss. matrices: ids of the leaves with more than one dimension. tables: those of leaves of which rows were read.
     compiled: True if a compiled region is part of it, whose matmuls are in dynamo's graph.
     """
 
@@ -63,7 +66,15 @@ class Inferred:
     matrix_functions: set[int] = dataclasses.field(default_factory=set)
     in_the_loss: set[int] = dataclasses.field(default_factory=set)
     log_probabilities: set[str] = dataclasses.field(default_factory=set)
+    matrices: set[int] = dataclasses.field(default_factory=set)
+    tables: set[int] = dataclasses.field(default_factory=set)
     compiled: bool = False
+
+    @property
+    def multiplies_nothing(self) -> bool:
+        """True if the graph has no matmul, and each trained matrix is a table: an embedding, a factor."""
+        functions = self.in_functions or self.in_fp8_layers or self.matrix_functions
+        return not (self.work or self.compiled or functions) and self.matrices <= self.tables
 
     def add(self, other: Inferred) -> None:
         self.work += other.work
@@ -74,6 +85,8 @@ class Inferred:
         self.matrix_functions |= other.matrix_functions
         self.in_the_loss |= other.in_the_loss
         self.log_probabilities |= other.log_probabilities
+        self.matrices |= other.matrices
+        self.tables |= other.tables
         self.compiled |= other.compiled
 
 
@@ -108,11 +121,14 @@ def products_behind(outputs: Iterable[Any]) -> Inferred:
     for node in nodes_behind(outputs):
         if is_leaf(node):
             products.leaves.add(id(node.variable))
+            products.matrices |= {id(node.variable)} if node.variable.ndim > 1 else set()
             continue
         if type(node).__name__.startswith("CompiledFunction"):
             products.compiled = True
             others.append(node)
             continue
+        if _kind(node) in LOOKUPS:
+            products.tables |= {_leaf(operand) for operand in node.next_functions}
         output = _metadata(node, 0)
         if output is None or not output.dtype.is_floating_point:
             continue

@@ -124,6 +124,8 @@ class Observed:
     widened: dict[str, int] = dataclasses.field(default_factory=dict)
     #: Of these the elements that went to a narrow dtype and back.
     rounded_in_backward: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: Elements that were rounded to 16 bits or fewer outside of backward passes, by the dtype and the place.
+    casts: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     #: The dtype of the last module output.
     output: str | None = None
     #: The class of the optimizer.
@@ -169,6 +171,8 @@ class Observed:
     rounded_states: dict[str, int] = dataclasses.field(default_factory=dict)
     #: The first witness of each row, in words: where it was, and an element before and after.
     witnesses: dict[str, str] = dataclasses.field(default_factory=dict)
+    #: True if every backward pass was recorded, and neither they nor what they began from have multiplied matrices.
+    without_products: bool = False
     #: False if no parameter of the optimizer is a matrix, and the process has, or had, other optimizers, whose matrix
     #: multiplications are proven.
     matrices: bool = True
@@ -421,6 +425,11 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
                 whole[dataclasses.replace(found, by_script=True)] += scripted
                 whole[found] += part - scripted
         seen.computed += [dataclasses.replace(found, flops=flops) for found, flops in whole.most_common() if flops]
+    recorded = products.looked_at == products.passes > 0
+    seen.without_products = recorded and not seen.computed and products.inferred.multiplies_nothing
+    for (to, module), elements in products.casts.items():
+        place = places.get(module, (None, OUTSIDE if module is None else "other modules"))[1]
+        seen.casts.setdefault(to, {})[place] = seen.casts.get(to, {}).get(place, 0) + elements
     if any(each.by_script for each in seen.computed):
         named = [[(plain_name(name), module) for name, module in root.named_modules()] for root in roots]
         seen.output_heads = [

@@ -64,6 +64,9 @@ COPY = "aten::copy_"
 #: The operator that writes a number into a tensor of another dtype, where it may be infinite. Others raise an error.
 WHERE = "aten::where"
 
+#: Dtypes to which a copy rounds.
+ROUNDED = ("bf16", "fp16", "fp8", "fp4")
+
 #: The dtypes of 16 bits, each with its largest number.
 LARGEST: dict[str | None, float] = {each.short: each.largest for each in (Dtype.FP16, Dtype.BF16)}
 
@@ -103,10 +106,11 @@ class OperatorTrace:
     derived: of those that a backward pass has created, the node whose backward that was. opaque: FLOPs of the kernels
     that are no operators, by their nodes; their backward does twice as much. likely: those that multiply by a trained
     matrix if their node has taken one: all of their operands have the shape of one.
-    converted: elements that were copied to another dtype in backward, by the dtypes before and after. overflows:
-    numbers that do not fit. unaligned: FP8 matmuls of the backward pass, with the node that they belong to. eager:
-    True if there are matmuls outside of compiled graphs whose name has a hash. unknown: True if something was recorded
-    without shapes that cannot be told without.
+    converted: elements that were copied to another dtype in backward, by the dtypes before and after. casts: elements
+    that were rounded to 16 bits or fewer elsewhere, by the dtype and the module. overflows: numbers that do not fit.
+    unaligned: FP8 matmuls of the backward pass, with the node that they belong to. eager: True if there are matmuls
+    outside of compiled graphs whose name has a hash. unknown: True if something was recorded without shapes that cannot
+    be told without.
     """
 
     forward: list[tuple[Work, frozenset[GraphNode], int]] = dataclasses.field(default_factory=list)
@@ -117,6 +121,7 @@ class OperatorTrace:
     opaque: dict[GraphNode, tuple[Work, int]] = dataclasses.field(default_factory=dict)
     likely: dict[GraphNode, tuple[Work, int]] = dataclasses.field(default_factory=dict)
     converted: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
+    casts: Counter[tuple[str, int | None]] = dataclasses.field(default_factory=Counter)
     overflows: set[Overflow] = dataclasses.field(default_factory=set)
     unaligned: list[tuple[Unaligned, GraphNode | None]] = dataclasses.field(default_factory=list)
     eager: bool = False
@@ -325,8 +330,8 @@ def _add_fact(event: _Event, trace: OperatorTrace, *, shapes: bool) -> None:
         event.outer.sparse = True
     elif not shapes:
         return
-    elif event.place.inside and event.name == COPY:
-        _add_conversion(event.raw, trace)
+    elif event.name == COPY:
+        _add_conversion(event.raw, trace) if event.place.inside else _add_cast(event, trace)
     elif event.name == WHERE:
         _add_overflow(event, trace)
 
@@ -470,6 +475,13 @@ def _add_conversion(copy: Any, trace: OperatorTrace) -> None:
     to, source = map(products.kineto_dtype, copy.dtypes()[:2])
     if to and source and to != source and to.startswith(("fp", "bf")):
         trace.converted[source, to] += math.prod(copy.shapes()[1])
+
+
+def _add_cast(event: _Event, trace: OperatorTrace) -> None:
+    """Add a copy outside of backward passes that rounds numbers to 16 bits or fewer."""
+    to, source = map(products.kineto_dtype, event.raw.dtypes()[:2])
+    if to in ROUNDED and source and source != to and source.startswith(("fp", "bf")) and not event.place.evaluated:
+        trace.casts[to, event.place.module] += math.prod(event.raw.shapes()[1])
 
 
 def _add_overflow(event: _Event, trace: OperatorTrace) -> None:

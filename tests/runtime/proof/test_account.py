@@ -61,6 +61,25 @@ def test_an_ordinary_program_is_proven(tmp_path: Path, name: str) -> None:
         assert "their events True" in ended.stdout, transcript(ended)
 
 
+def test_tables_and_their_products_by_elements_are_proven_and_casts_are_named(tmp_path: Path) -> None:
+    """A step without any matmul; the FP16 that the script rounds to is none of the policy's dtypes."""
+    script = (
+        "e = nn.Embedding(64, 16); o = adam(e); i = torch.randint(0, 64, (32,))\n"
+        "for _ in range(2):\n"
+        "    with torch.autocast('cpu', torch.bfloat16): loss = (e(i) * e(i + 1 - 64 * (i == 63))).sum(-1)\n"
+        "    loss = (loss + (e(i).half().float() - e(i)).detach().sum(-1)).pow(2).mean()\n"
+        "    loss.backward(); o.step(); o.zero_grad()"
+    )
+    ended = run(tmp_path, script)
+    rows = proof(tmp_path / "proof.json")["rows"]
+    assert ended.returncode == 0 and rows["compute"]["found"] == "none: no matmul leads to the gradients", rows
+    assert rows["casts to fp16"]["found"].endswith(
+        "512 elements became that were rounded so, in code outside of modules"
+    )
+    line = "in force at steps 1-2 (2 checks), except for what could not be observed: casts to fp16"
+    assert ended.stderr.splitlines()[-1] == line, transcript(ended)
+
+
 def test_what_a_gpu_needs_changes_nothing_that_is_recorded(tmp_path: Path) -> None:
     """With CUDA, Kineto is asked for other activities: see `_leaves_out_cuda`."""
     rows = []

@@ -42,6 +42,7 @@ CHECKS: dict[str, Callable[[Observed, Plan], Row | list[Row]]] = {
     "frozen parts": compute.frozen,
     "evaluation": compute.evaluation,
     "saved activations": compute.saved_activations,
+    "casts": compute.foreign_casts,
     "fp8": fp8.fp8,
     "fp32 modules": compute.fp32_modules,
     "gradients": gradients.gradients,

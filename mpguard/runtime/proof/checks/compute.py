@@ -29,7 +29,7 @@ from mpguard.runtime.proof.checks.common import wider as wider_than_asked
 from mpguard.runtime.proof.inferred import OUTSIDE
 from mpguard.runtime.proof.observe import Computed, Observed
 from mpguard.runtime.proof.products import bits
-from mpguard.runtime.proof.verdict import Row, Verdict, not_observed
+from mpguard.runtime.proof.verdict import UNOBSERVED, Row, Verdict, not_observed
 
 #: At most this share of the matmuls may be in a wider dtype than the policy's: a router, a small head. None may be in
 #: a narrower one.
@@ -54,6 +54,9 @@ PACKED = ("int8", "uint8", "int16")
 #: What is found where an optimizer updates only scalars and vectors (a temperature), and no matmul leads to them.
 NO_PRODUCTS = "none: no matrix is trained"
 
+#: What is found where the step has no matmul: embeddings, factors or vectors are multiplied element by element.
+NO_MATMULS = "none: no matmul leads to the gradients"
+
 #: What is found where TF32 is asked for on a CPU.
 NO_TF32 = "none: the model is on the CPU, which has no TF32"
 
@@ -65,6 +68,8 @@ def compute(seen: Observed, plan: Plan) -> Row:
     total = sum(each.flops for each in products)
     if not total and not seen.matrices and seen.passes and not seen.compiled:
         return Row(name, NO_PRODUCTS, "", Verdict.NOT_ASKED)
+    if not total and seen.without_products:
+        return Row(name, NO_MATMULS, "", Verdict.NOT_ASKED)
     if not total and not seen.passes and _has_no_graph(products_of(seen, trained=False)):
         return _estimated(seen, plan)
     if not total:
@@ -290,6 +295,25 @@ def saved_activations(seen: Observed, _plan: Plan) -> list[Row]:
     packed = {dtype: elements for dtype, elements in seen.widened.items() if dtype in PACKED and elements > least}
     found = ", ".join(f"{dtype}, {format_amount(elements)} elements" for dtype, elements in packed.items())
     return [Row("saved activations", f"converted from {found}", "", Verdict.NOT_ASKED)] if packed else []
+
+
+def foreign_casts(seen: Observed, plan: Plan) -> list[Row]:
+    """Show values that were rounded to a dtype that neither the policy nor an allowance has, outside of backward.
+
+    That they went into the training in this form is not known: they may be logged, or saved.
+    """
+    policy = plan.policy
+    own = {each.short for each in vars(policy).values() if isinstance(each, Dtype)} | {policy.compute_dtype.short}
+    own |= {"fp8", "fp4"} if policy.low_bit_recipe else set()
+    own |= {word for each in plan.allow for word in (each.kind, each.value)}
+    rows = []
+    for dtype, places in seen.casts.items():
+        if dtype not in own and sum(places.values()) >= MANY:
+            found = (
+                f"{UNOBSERVED}: what {format_amount(sum(places.values()))} elements became that were rounded so, in "
+            )
+            rows.append(Row(f"casts to {dtype}", found + format_names(list(places)), "", Verdict.UNPROVEN))
+    return rows
 
 
 def attention(seen: Observed, plan: Plan) -> list[Row]:

@@ -61,6 +61,9 @@ FROZEN = [*SEEN.computed, Computed(False, "fp16", 1, inside=True)]
         ("processes", allowing("idle_ranks: 1"), {"idle": 1, "world_size": 1}, Verdict.ALLOWED),
         ("compute", PLAN, {"computed": []}, Verdict.UNPROVEN),
         ("compute", PLAN, {"computed": [], "matrices": False, "passes": 1}, Verdict.NOT_ASKED),
+        ("compute", PLAN, {"computed": [], "without_products": True}, Verdict.NOT_ASKED),
+        ("casts to fp16", PLAN, {"casts": {"fp16": {"net.noise": 300}, "bf16": {"x": 300}}}, Verdict.UNPROVEN),
+        ("casts to bf16", FP32, {"casts": {"bf16": {"net.noise": 300}}}, Verdict.UNPROVEN),
         ("compute", PLAN, {"computed": [Computed(False, "bf16", 9, evaluated=True)]}, Verdict.AS_ASKED),
         ("compute", PLAN, {"computed": [Computed(False, "fp32", 9, evaluated=True)]}, Verdict.UNPROVEN),
         ("compute", PLAN, {"computed": [Computed(False, "bf16", 9, evaluated=True)], "passes": 1}, Verdict.UNPROVEN),
@@ -258,6 +261,21 @@ def test_attention_in_a_wider_dtype_is_said_to_be_wider() -> None:
     )  # fmt: skip
     mixed = [Computed(True, "bf16", 90, attention=True), Computed(True, "fp32", 10, attention=True)]
     assert row("attention", computed=mixed).verdict is Verdict.AS_ASKED
+
+
+@pytest.mark.parametrize(
+    ("plan", "casts"),
+    [
+        (PLAN, {"bf16": {"net": 300}}),
+        (FP32, {"bf16": {"net": 200}}),
+        (allowing("frozen: fp16"), {"fp16": {"teacher": 300}}),
+        (Plan(mpguard.recipe("bf16_with_fp8_rowwise_mixed")), {"fp8": {"net.0": 300}}),
+    ],
+    ids=["of the policy", "few", "allowed", "fp8 recipe"],
+)
+def test_casts_that_the_run_asks_for_or_that_are_few_are_no_row(plan: Plan, casts: dict[str, dict[str, int]]) -> None:
+    rows = compare(dataclasses.replace(SEEN, casts=casts), plan)
+    assert not [each for each in rows if each.name.startswith("casts")]
 
 
 def test_one_rank_that_trains_next_to_idle_ones_reduces_nothing() -> None:
