@@ -80,7 +80,7 @@ class Loaded:
     """What a process has loaded from checkpoints since its last applied step."""
 
     def __init__(self) -> None:
-        self._weights: list[Load] = []
+        self._weights: dict[int, Load] = {}  # by the id of the module: what it has loaded last
         self._states: list[Load] = []
         self._scale: float | None = None
 
@@ -89,7 +89,9 @@ class Loaded:
         plain = {plain_name(name): each for name, each in saved.items()}
         own = [(plain_name(name), each) for name, each in (*module.named_parameters(), *module.named_buffers())]
         pairs = [(plain[name], each) for name, each in own if name in plain]
-        self._weights.append(Load("weights", _counted(each for each, _ in pairs), _counted(each for _, each in pairs)))
+        load = Load("weights", _counted(each for each, _ in pairs), _counted(each for _, each in pairs))
+        self._weights.pop(id(module), None)
+        self._weights[id(module)] = load
 
     def states(self, optimizer: Any, saved: Mapping[str, Any]) -> None:
         """Record the states that an optimizer has loaded from a `state_dict`; torch casts them to its parameters'."""
@@ -101,13 +103,19 @@ class Loaded:
         """Record that a GradScaler has loaded its state."""
         self._scale = scale
 
+    def narrower(self, module: nn.Module) -> str:
+        """Return the dtype in which the weights of a module were saved, if they are in a wider one; else nothing."""
+        load = self._weights.get(id(module))
+        is_narrow = load is not None and 0 < _width(load.saved) < _width(load.now)
+        return load.saved.most_common(1)[0][0] if load is not None and is_narrow else ""
+
     def report(self, scaler: Mapping[str, Any] | None) -> list[str]:
         """Return what to print at the first step afterwards, and forget it.
 
         scaler: facts about the GradScaler of the optimizer; None without one, and for DeepSpeed's, which is part of the
         optimizer's state. Weights alone, such as pretrained ones, are reported if they were saved in a lower dtype.
         """
-        loads = [each for each in (*self._weights, *self._states) if each.saved and each.now]
+        loads = [each for each in (*self._weights.values(), *self._states) if each.saved and each.now]
         if not self._states:
             loads = [each for each in loads if _width(each.saved) < _width(each.now)]
         lines = [str(each) for each in loads]
@@ -117,7 +125,7 @@ class Loaded:
             lines.append(
                 missing if self._scale is None else f"mpguard: resumed: GradScaler loaded, scale {self._scale:g}"
             )
-        self._weights, self._states, self._scale = [], [], None
+        self._weights, self._states, self._scale = {}, [], None
         return list(dict.fromkeys(lines))
 
 

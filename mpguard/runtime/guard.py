@@ -214,8 +214,7 @@ class Guard(FirstProof):
         if is_idle() and self.refusal is None:
             self.alone = True
             self.conclude_unproven(f"allow: idle_ranks names rank {rank()}, and {progress.name} was stepped there")
-        progress.applied += 1
-        progress.skipped_in_a_row = 0
+        progress.count_applied()
         if progress.skipped:
             self._follow_schedule(optimizer, progress, skipped=False)
         self._compare_regions(progress, checked=not progress.proven or progress in self._under_check)
@@ -344,14 +343,15 @@ class Guard(FirstProof):
         self.recorder.tensors_are_exchanged(tensors)
 
     def weights_loaded(self, module: nn.Module) -> None:
-        """Forget casts of weights that were loaded since, and values from before."""
+        """Forget casts of weights that were loaded since, and values from before; record a load from fewer bits."""
         self.script.forget()
         self.recorder.values.forget()
         self.recorder.by_hand.forget()
-        trained = self.trained_parameters() if any(progress.cast for progress in self.run) else {}
+        trained = self.trained_parameters()
         for parameter in module.parameters() if trained else ():
             if id(parameter) in trained:
-                self.progress_of(trained[id(parameter)]).cast = None
+                progress = self.progress_of(trained[id(parameter)])
+                progress.cast, progress.loaded_from = None, self.loaded.narrower(module)
 
     # -- the end -------------------------------------------------------------------------
 

@@ -92,6 +92,8 @@ class Progress:
     awaited_regions: AutocastRegions | None = None
     #: For how many further steps one like it is waited for.
     awaited_steps: int = 0
+    #: The dtype with fewer bits from which weights were loaded since the last applied step; empty if they were not.
+    loaded_from: str = ""
     #: Where weights were cast; None if they were not.
     cast: str | None = None
     #: Flags of a fused optimizer that are still on its device, see `StepCounter`.
@@ -100,6 +102,14 @@ class Progress:
     empty: int = 0
     #: When it was proven (`time.monotonic`), and at which applied step.
     _proven_at: tuple[float, int] = (0.0, 0)
+
+    def count_applied(self) -> None:
+        """Count a step that was applied, and keep for the last line from what weights were loaded before it."""
+        self.applied += 1
+        self.skipped_in_a_row = 0
+        if self.loaded_from:
+            self.unobserved[f"what weights lost that were loaded from {self.loaded_from}"] = None
+            self.loaded_from = ""
 
     def prove(self, agrees: bool) -> None:
         """Record a first proof, or one after a checkpoint was loaded."""

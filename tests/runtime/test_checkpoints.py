@@ -8,7 +8,10 @@ import pytest
 
 pytest.importorskip("torch", reason="the real library runs here")
 
+import torch
 from processes import in_fork, mp_yaml, transcript
+
+from mpguard.runtime.checkpoints import Loaded
 
 HEAD = """
 import torch
@@ -54,6 +57,32 @@ def test_states_in_another_dtype_are_named(tmp_path: Path) -> None:
         "weights saved in bf16, loaded into fp32",
         "states of AdamW saved in bf16, loaded into fp32",
     ]
+
+
+def test_the_last_line_names_weights_that_a_rollback_has_loaded_from_16_bits(tmp_path: Path) -> None:
+    script = HEAD + (
+        "train(model, optimizer, scaler)\n"
+        "model.load_state_dict(halved(model.state_dict())); train(model, optimizer, scaler)"
+    )
+    (tmp_path / "t.py").write_text(f"FP16 = False\n{script}")
+    ended = in_fork(["--config", mp_yaml(tmp_path), "t.py"], cwd=tmp_path)
+    line = "except for what could not be observed: what weights lost that were loaded from bf16"
+    assert ended.returncode == 0 and ended.stderr.splitlines()[-1].endswith(line), transcript(ended)
+
+
+def test_weights_that_are_restored_after_an_evaluation_are_not_narrow() -> None:
+    """The average of the weights is loaded in BF16, and after it the weights themselves."""
+    model, loaded = torch.nn.Linear(4, 4), Loaded()
+    exact = dict(model.state_dict())
+    narrow = {name: each.bfloat16() for name, each in exact.items()}
+    loaded.weights(model, narrow)
+    assert loaded.narrower(model) == "bf16"
+    loaded.weights(model, exact)
+    assert loaded.narrower(model) == "" and loaded.report(None) == []
+    loaded.weights(model, exact)
+    loaded.weights(model, narrow)
+    assert loaded.report(None) == ["mpguard: resumed: weights saved in bf16, loaded into fp32"]
+    assert loaded.narrower(model) == "", "it is forgotten"
 
 
 def test_a_missing_scaler_is_named(tmp_path: Path) -> None:

@@ -242,16 +242,54 @@ def divided(left: torch.Tensor, found: torch.Tensor, scale: float) -> Match | No
 
 
 def on_grid(left: torch.Tensor, found: torch.Tensor, row: slice) -> Match | None:
-    """Return a match if the values of a row were put on a grid: on the nearest multiples of one scale.
+    """Return a match if the values of a row were put on a grid: on the nearest multiples of one scale, or of FP8.
 
-    A whole row may have the scale, or a group of 64, 32 or 16 of its elements. row: which values are of one row.
+    A whole row may have the scale, or a group of 64, 32 or 16 of its elements; of FP8 a whole row. row: which values
+    are of one row.
     """
     left, found = left[row], found[row]
     for size in dict.fromkeys(min(group, found.numel()) for group in GROUPS):
         match = _group_on_grid(left[:size], found[:size]) if size >= GROUPS[-1] else None
         if match is not None:
             return dataclasses.replace(match, number=row.start + match.number)
+    match = _row_in_fp8(left, found) if found.numel() >= GROUPS[-1] else None
+    return None if match is None else dataclasses.replace(match, number=row.start + match.number)
+
+
+def _row_in_fp8(left: torch.Tensor, found: torch.Tensor) -> Match | None:
+    """Return a match if a row was rounded to FP8 with one scale: all values are that scale times numbers of FP8.
+
+    These have 8 significands (E4M3), or 4 (E5M2). Blocks whose scales are powers of two are such a row, too.
+    """
+    import torch
+
+    changed = found != left
+    if int(changed.sum()) < LEAST or _different(left[changed]) < LEAST or not bool(torch.isfinite(found).all()):
+        return None
+    size = found.abs()
+    significands = torch.tensor(sorted(set(torch.frexp(size[size > 0]).mantissa.tolist())))
+    for first in (8, 4):
+        levels = torch.arange(first, 2 * first, dtype=torch.float32)
+        if not LEVELS <= len(significands) <= first or not _are_scaled(significands, levels):
+            continue
+        # Half a step is 1/16, or 1/8, of a number at most; the smallest ones are multiples of one step.
+        nearest = (left - found).abs() <= (size / (1.99 * first)).clamp(min=float(size[size > 0].min()) * 0.50001)
+        if bool(nearest.all()):
+            return _match("a grid of fp8", 1.0, changed, left, found)
     return None
+
+
+def _are_scaled(significands: torch.Tensor, levels: torch.Tensor) -> bool:
+    """True if numbers are whole levels times one scale, or divided by one, apart from powers of two."""
+    import torch
+
+    for level in levels:
+        for scales, inverse in ((significands[0] / level, False), (level / significands[0], True)):
+            scale = _neighbours(scales)
+            exact = torch.frexp(levels / scale if inverse else levels * scale).mantissa
+            if any(bool(torch.isin(significands, each).all()) for each in exact):
+                return True
+    return False
 
 
 def _group_on_grid(left: torch.Tensor, found: torch.Tensor) -> Match | None:

@@ -165,6 +165,22 @@ def test_rows_on_a_grid(levels: int, kind: str) -> None:
     assert witness.on_grid(row, row.round(decimals=1), slice(0, 12)) is None, "too few"
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_rows_in_fp8(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    for seed in range(20):
+        row = values(seed)[:64]
+        scale = largest / row.abs().max() * 0.37  # the largest element of the tensor is in another row
+        for found in ((row * scale).to(dtype).float() / scale, (row * scale).to(dtype).float() * (1 / scale)):
+            match = witness.on_grid(row, found, slice(0, 64))
+            assert match is not None and match.to == "a grid of fp8", seed
+        assert witness.on_grid(row, row.to(dtype).float(), slice(0, 64)) is not None, "without a scale"
+        blocks = torch.cat([(part * 2.0**n).to(dtype).float() / 2.0**n for n, part in enumerate(row.split(16))])
+        assert witness.on_grid(row, blocks, slice(0, 64)) is not None, "scales that are powers of two"
+        assert witness.on_grid(row, row.sign() * row.abs().mean(), slice(0, 64)) is None, "signs alone"
+        assert witness.on_grid(row, row.roll(1).to(dtype).float(), slice(0, 64)) is None, "of other values"
+
+
 def test_a_division_by_the_loss_scale() -> None:
     left = values(0, 1000)
     assert witness.divided(left, left / 65536, 65536.0) is not None
