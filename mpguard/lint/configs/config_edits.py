@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from mpguard.document.nodes import Node, Pair
 
 
-def rename_key(title: str, document: Document, entry: Entry, key: str, applicability: Applicability = "safe") -> Fix:
-    """Return a fix that renames a key and keeps its quotes."""
+def rename_key(title: str, document: Document, entry: Entry, key: str) -> Fix:
+    """Return a safe fix that renames a key and keeps its quotes."""
     start, end = entry.key_span
     source = document.text[start:end]
     quote = source[0] if source[:1] in ("'", '"') else ""
-    return Fix(title, applicability, (Edit(start, end, f"{quote}{key}{quote}"),))
+    return Fix(title, "safe", (Edit(start, end, f"{quote}{key}{quote}"),))
 
 
 def likely_key(key: str, known: Collection[str], cutoff: float) -> str | None:

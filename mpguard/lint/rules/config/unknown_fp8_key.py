@@ -7,12 +7,12 @@ from mpguard.lint import (
     ConfigRule,
     Diagnostic,
     Document,
-    Edit,
     Entry,
     Fix,
     accelerate_config,
     accelerate_keys,
     any_of,
+    config_edits,
     did_you_mean,
     lazy_pattern,
     misspelling_of,
@@ -192,8 +192,5 @@ def _own_keys() -> set[str]:
 def _rename(document: Document, entry: Entry, meant: str | None, present: Container[str]) -> Fix | None:
     if meant is None or meant in present:
         return None
-    start, end = entry.key_span
-    source = document.text[start:end]
-    quote = source[0] if source[:1] in ("'", '"') else ""
-    prefix = entry.key[: len(entry.key) - len(accelerate_keys.SECTIONS[entry.path[0]].bare(entry.key))]
-    return Fix(f"Rename it to `{prefix}{meant}`", "safe", (Edit(start, end, f"{quote}{prefix}{meant}{quote}"),))
+    prefix = entry.key.removesuffix(accelerate_keys.SECTIONS[entry.path[0]].bare(entry.key))
+    return config_edits.rename_key(f"Rename it to `{prefix}{meant}`", document, entry, f"{prefix}{meant}")
