@@ -13,7 +13,7 @@ from mpguard.core import settings, tracked_fs
 from mpguard.core.errors import ConfigError
 from mpguard.lint.project import launch_lines
 from mpguard.lint.project.launch_lines import Launch, Word
-from mpguard.lint.project.siblings import LARGEST_CONFIG, mentions
+from mpguard.lint.project.siblings import LARGEST_CONFIG, deepspeed_precision, mentions
 from mpguard.lint.project.tree import top_of
 from mpguard.lint.source.files import CONFIG
 from mpguard.lint.source.strip_comments import stripped
@@ -69,7 +69,7 @@ def launch_config(path: Path, shown: str | None = None) -> LaunchConfig:
 
 def of_deepspeed(read: Document, shown: str | None = None) -> LaunchConfig:
     """Return a DeepSpeed file that was read as a launch config."""
-    return LaunchConfig(shown or read.path, read, _deepspeed_precision(read.require()), "DEEPSPEED")
+    return LaunchConfig(shown or read.path, read, deepspeed_precision(read.require()), "DEEPSPEED")
 
 
 def _accelerate_precision(data: dict[str, object], path: Path) -> str | None:
@@ -89,19 +89,10 @@ def _accelerate_precision(data: dict[str, object], path: Path) -> str | None:
         return None
     for candidate in (Path(name), path.parent / name):
         try:
-            return _deepspeed_precision(read(candidate).require())
+            return deepspeed_precision(read(candidate).require())
         except ConfigError:
             continue
     return None
-
-
-def _deepspeed_precision(data: dict[str, object]) -> str | None:
-    enabled = [
-        name
-        for name in ("bf16", "fp16")
-        if isinstance(section := data.get(name), dict) and section.get("enabled") is True
-    ]
-    return enabled[0] if len(enabled) == 1 else None
 
 
 def launched_with(config: str, option: str = "config_file") -> Iterator[tuple[str, Launch]]:

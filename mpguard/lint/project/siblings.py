@@ -9,9 +9,9 @@ import ast
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpguard.core import tracked_fs
 from mpguard.core.tracked_fs import cached_per_run
@@ -76,6 +76,13 @@ def _launch_configs(folder: Path) -> tuple[Path, ...]:
     )
 
 
+def deepspeed_precision(config: Mapping[str, Any]) -> str | None:
+    """Return `bf16` or `fp16` if a DeepSpeed config enables one of the two; else None."""
+    sections = {name: config.get(name) for name in ("bf16", "fp16")}
+    on = [name for name, each in sections.items() if isinstance(each, dict) and each.get("enabled") is True]
+    return on[0] if len(on) == 1 else None
+
+
 @cached_per_run
 def deepspeed_half(folder: Path) -> str:
     """Return "FP16" or "BF16" if the DeepSpeed JSONs in a folder all cast the model to it; else an empty string."""
@@ -87,9 +94,8 @@ def deepspeed_half(folder: Path) -> str:
             config = json.loads(data)
         except ValueError:
             return ""
-        sections = {name: config.get(name) if isinstance(config, dict) else None for name in ("fp16", "bf16")}
-        on = [name for name, each in sections.items() if isinstance(each, dict) and each.get("enabled") is True]
-        found.add(on[0].upper() if len(on) == 1 and "keep_in_fp32_modules" not in config else "")
+        mode = deepspeed_precision(config) if isinstance(config, dict) else None
+        found.add(mode.upper() if mode is not None and "keep_in_fp32_modules" not in config else "")
     return found.pop() if len(found) == 1 else ""
 
 

@@ -32,6 +32,7 @@ class PrecisionOnOldGpu(ConfigRule, form_of="MPG408"):
     one of them nothing is reported. axolotl's `bf16: auto` is decided on the machine.
     """
 
+    severity = "warning"
     message = "{what} on {gpu} (compute capability {has}): {effect}"
     kinds = ("accelerate", "deepspeed", "axolotl")
     triggers = (any_of(b"fp8", b"FP8", b"bf16", b"BF16", b"bfloat16"),)
@@ -50,9 +51,8 @@ class PrecisionOnOldGpu(ConfigRule, form_of="MPG408"):
             stops = "with the torch that the project requires, the run stops"
             what, effect = "BF16", f"{stops if raises else 'it is emulated, without tensor cores'}; BF16 needs 8.0"
             help = "use FP16 with loss scaling on this GPU"
-        severity = "error" if mode == "fp8" or raises else "warning"
         yield self.at(
-            entry, notes=notes, help=help, severity=severity,
+            entry, notes=notes, help=help, severity="error" if mode == "fp8" or raises else None,
             what=what, gpu=gpu, has=".".join(map(str, has)), effect=effect,
         )  # fmt: skip
 

@@ -156,8 +156,8 @@ def _deepspeed_entry(other: Document, key: str) -> Entry | None:
     """Return the key of the DeepSpeed file that matches a key of the YAML."""
     if key != "mixed_precision":
         return other.entry(_REFUSED[key])
-    enabled = [entry for name in ("bf16", "fp16") if (entry := other.entry(f"{name}.enabled")) and entry.value is True]
-    return enabled[0] if len(enabled) == 1 else None
+    mode = siblings.deepspeed_precision(other.data)
+    return other.entry(f"{mode}.enabled") if mode is not None else None
 
 
 def _note(entry: Entry, other: Document) -> Note:

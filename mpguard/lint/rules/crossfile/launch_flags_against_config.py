@@ -146,7 +146,8 @@ class LaunchFlagsAgainstConfig(LaunchRule, form_of="MPG863"):
         named = launch.argument("--deepspeed")
         if named is not None:
             document = self._read(named[1], launch)
-            mode = _deepspeed_mode(document) if document is not None and document.kind == "deepspeed" else None
+            known = document is not None and document.kind == "deepspeed"
+            mode = siblings.deepspeed_precision(document.data) if document is not None and known else None
             return (mode, named[1], "the run stops") if mode is not None else None
         place = launch.options.get("mixed_precision")
         if place is not None:
@@ -176,8 +177,3 @@ class LaunchFlagsAgainstConfig(LaunchRule, form_of="MPG863"):
 
 def _truth(value: str) -> bool | None:
     return True if value.lower() in _TRUE else False if value.lower() in _FALSE else None
-
-
-def _deepspeed_mode(document: Document) -> str | None:
-    on = [mode for mode in _MODES if (entry := document.entry(f"{mode}.enabled")) is not None and entry.value is True]
-    return on[0] if len(on) == 1 else None
