@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import statistics
@@ -135,7 +136,8 @@ class Analysis:
         self._replays += 1
         found = Located(None)
         for batch in _suspects(batches, losses, captures.dropped):
-            found = replay(batch, bad_loss=bool(losses))
+            with _unrecorded():
+                found = replay(batch, bad_loss=bool(losses))
             if found.module is not None and batch.first:
                 found = dataclasses.replace(found, module=name_in_owner(batch.module(), found.module))
             if found.module is not None or not found.replayed:
@@ -435,6 +437,12 @@ def _computed_text(found: Located) -> str:
     elif computed.tried:
         text += "; in FP32 its results are not finite either"
     return text
+
+
+def _unrecorded() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the proof records nothing: a replay is no part of the training."""
+    guard = guards.current()
+    return contextlib.nullcontext() if guard is None else guard.recorder.suspended()
 
 
 def _by_order(losses: list[float], norms: dict[str, float], reason: str) -> Located:

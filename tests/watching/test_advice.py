@@ -120,6 +120,7 @@ def test_nan_from_the_first_step_of_a_launched_run_is_replayed(keywords: bool, t
     printed = transcript(run)
     assert "step 1: the loss is not finite: the first NaN is made by `norm` in the forward pass" in printed
     assert "6 of 6 not finite" in printed and "its own code failed" not in printed
+    assert "frozen parts" not in printed, "the replay is no part of the step"
 
 
 def test_an_fp32_part_of_a_model_inside_of_autocast_is_named(tmp_path: Path) -> None:

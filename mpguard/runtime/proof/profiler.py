@@ -57,33 +57,37 @@ _starting = threading.Lock()
 
 
 class _Muting(threading.local):
-    """True in a thread whose operators are not recorded now."""
+    """True in a thread whose operators are not recorded now. whole: nor those of modules that it calls."""
 
-    on = False
+    on = whole = False
 
 
 _muting = _Muting()
 
 
 @contextlib.contextmanager
-def muted() -> Iterator[None]:
+def muted(*, whole: bool = False) -> Iterator[None]:
     """Record no operators of this thread in the block: what would be ignored later costs most when it is recorded.
 
-    Does nothing unless a recording of mpguard runs.
+    Does nothing unless a recording of mpguard runs. whole: also if a module is called, or a backward pass begins.
     """
-    if _running is None or _muting.on:
+    if _running is None or (_muting.on and not whole):
         yield
         return
+    was_on = _muting.on
     _mute(True)
+    _muting.whole = whole
     try:
         yield
     finally:
-        record_on()
+        _muting.whole = False
+        if not was_on:
+            record_on()
 
 
 def record_on() -> None:
-    """End what `muted` has begun in this thread, inside of its block."""
-    if _muting.on:
+    """End what `muted` has begun in this thread, inside of its block, unless that is muted as a whole."""
+    if _muting.on and not _muting.whole:
         _mute(False)
 
 

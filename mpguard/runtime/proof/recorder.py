@@ -135,6 +135,16 @@ class Recorder:
         if self.active:
             self.account.start()
 
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Record nothing inside the block: the watch computes a batch again, which is no part of the training."""
+        was_active, self.active = self.active, False
+        try:
+            with muted(whole=True):
+                yield
+        finally:
+            self.active = was_active
+
     # -- backward ----------------------------------------------------------------------------
 
     @contextlib.contextmanager

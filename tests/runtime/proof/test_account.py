@@ -356,6 +356,8 @@ def test_the_operators_of_a_step_are_not_recorded_up_to_a_module_that_is_called_
             layer(x)
         with profiler.muted(), profiler.muted():
             x @ x.t()
+        with account.step_of(None, trains=False), profiler.muted(whole=True):
+            layer(x)
         x.t() @ x
         whole._recording, recording = None, whole._recording
         assert recording is not None
