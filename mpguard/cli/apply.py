@@ -22,6 +22,7 @@ from mpguard.core.console import Line, printable, write_lines
 from mpguard.core.errors import ConfigError, PolicyError
 from mpguard.core.text_edits import apply_edits, write_atomically
 from mpguard.document import Document, deepspeed_file, dialects, mp_yaml, parse, read, validation
+from mpguard.document.ignored_keys import ignored
 from mpguard.document.schemas import deepspeed
 from mpguard.policy import hardware, recipes
 from mpguard.policy.policy import Policy
@@ -224,11 +225,14 @@ def _job(document: Document, recipe: str, policy: Policy, documents: list[Docume
         notes.append(f"the precision is set in {other} too; pass that file to `mpguard apply`")
         named = deepspeed_file.read_named(after)
         refused = _mismatches(after, named) if named is not None else []
+    elif (section := deepspeed_file.inline(after)) is not None:
+        refused = list(deepspeed_file.refusals(after, section))
     if kind == "deepspeed" and (line := deepspeed.other_optimizer(document.data, after.data)):
         notes.append(line)
     problems = list(validation.problems(after))
     if (unknown := dialects.unknown_keys(after, {each.key for each in problems})) is not None:
         notes.append(unknown)
+    notes += [each.message(after) for each in ignored(after)]
     messages = (*(each.message(after) for each in problems), *refused)
     return Job(document, kind, policy, strategy, tuple(changes), text, tuple(notes), messages)
 
@@ -302,7 +306,7 @@ def _without_changes(job: Job, recipe: str) -> str:
     """Return the line of a file without changes. It matches only if its keys of precision are known, and accepted."""
     if job.problems:
         return f"has the keys of {recipe}, and others that are refused"
-    if job.at_launch or dialects.unknown_keys(job.document) is None:
+    if job.at_launch or (dialects.unknown_keys(job.document) is None and not any(ignored(job.document))):
         return f"matches {recipe}"
     return f"has the keys of {recipe} that mpguard knows"
 

@@ -40,7 +40,7 @@ class Dialect:
             if not inside and len(entry.path) > 1:
                 continue
             alike = not isinstance(entry.value, Mapping) and (
-                _PRECISION.search(entry.key) or misspelling_of(entry.key, self.keys)
+                PRECISION.search(entry.key) or misspelling_of(entry.key, self.keys)
             )
             if entry.key in self.keys or alike:
                 yield entry
@@ -53,7 +53,7 @@ class Dialect:
 
 
 #: Names that speak of precision.
-_PRECISION = lazy_pattern(
+PRECISION = lazy_pattern(
     r"(?i)fp8|fp4|mxfp|nvfp|bf16|bfloat16|fp16|float16|fp32|float32|float8|tf32|mixed_precision|^precision$|autocast"
     r"|(?:^|_)amp(?:_|$)|loss_scale|transformer_engine|amax"
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from mpguard.core.errors import did_you_mean, near
 from mpguard.document import Document, mp_yaml
-from mpguard.document.schemas import accelerate, axolotl, deepspeed, llamafactory, megatron_bridge
+from mpguard.document.schemas import accelerate, axolotl, deepspeed, llamafactory, megatron_bridge, nemo
 from mpguard.document.schemas.accelerate import DISTRIBUTED_TYPES, unknown_key
 from mpguard.document.values import is_filled_in, wrong_values
 from mpguard.targets.settings import show
@@ -23,11 +23,15 @@ COUNTS = ("num_processes", "num_machines")
 
 @dataclasses.dataclass(frozen=True)
 class ConfigProblem:
-    """A key that is refused. reason: a clause, with the remedy. unknown: the program does not have the key."""
+    """A key that is refused. reason: a clause, with the remedy. unknown: the program does not have the key.
+
+    flag: the flag of `accelerate launch` that replaces the key.
+    """
 
     key: str
     reason: str
     unknown: bool = False
+    flag: str = ""
 
     def message(self, document: Document) -> str:
         """Return the text of an error: the place, the key, and the reason."""
@@ -46,6 +50,9 @@ def problems(document: Document) -> Iterator[ConfigProblem]:
         yield from (ConfigProblem(".".join(entry.path), why) for entry, why in llamafactory.refusals(document))
     elif document.kind == "megatron-bridge":
         yield from _megatron_bridge(document)
+        yield from (ConfigProblem(".".join(entry.path), why) for entry, why in megatron_bridge.value_refusals(document))
+    elif document.kind == "nemo":
+        yield from (ConfigProblem(".".join(entry.path), why) for entry, why in nemo.refusals(document))
 
 
 def deepspeed_problems(document: Document) -> Iterator[ConfigProblem]:
@@ -83,6 +90,7 @@ def accelerate_problems(document: Document) -> Iterator[ConfigProblem]:
             yield ConfigProblem(str(key), f"accelerate has no such key{hint}", unknown=True)
     if not sagemaker:
         yield from accelerate_values(document)
+        yield from _booleans(document)
 
 
 def accelerate_values(document: Document) -> Iterator[ConfigProblem]:
@@ -96,12 +104,28 @@ def accelerate_values(document: Document) -> Iterator[ConfigProblem]:
         value = config.get(key)
         valid = isinstance(value, int) and not isinstance(value, bool) and value > 0
         if value is not None and not valid and not is_filled_in(value):
-            yield ConfigProblem(key, f"is {show(value)}; a number from 1 is needed")
+            yield ConfigProblem(key, f"is {show(value)}; a number from 1 is needed", flag=key)
     kinds = {**accelerate.VALUES, **accelerate.VALUES_OF_TYPE.get(str(kind), {})}
     if config.get("num_processes", 1) != 1:
         kinds |= accelerate.VALUES_OF_PROCESSES
     for entry, reason in wrong_values(document, kinds):
         yield ConfigProblem(".".join(entry.path), reason)
+    for entry, reason in wrong_values(document, accelerate.MODES_OF, (None, False, True)):
+        yield ConfigProblem(".".join(entry.path), reason, flag="mixed_precision")
+
+
+def _booleans(document: Document) -> Iterator[ConfigProblem]:
+    """Yield the modes and backends that are booleans, because YAML reads an unquoted `no` so; lint has MPG802."""
+    under_deepspeed = document.data.get("distributed_type") == "DEEPSPEED"  # which gets no setting of dynamo (S27)
+    for key in ("mixed_precision", *(() if under_deepspeed else accelerate.DYNAMO_KEYS)):
+        entry = document.entry(key)
+        if entry is None or not isinstance(entry.value, bool):
+            continue
+        reason = (
+            f"is the boolean {show(entry.value)}, because YAML reads an unquoted `{'yes' if entry.value else 'no'}` so;"
+            " accelerate stops with AttributeError. Write 'no' with quotation marks, or the name that is meant"
+        )
+        yield ConfigProblem(key, reason, flag="mixed_precision" if key == "mixed_precision" else "dynamo_backend")
 
 
 def own_problems(document: Document) -> Iterator[ConfigProblem]:

@@ -72,6 +72,7 @@ SWITCH = ValueKind("true or false is needed", _switch)
 SWITCH_OR_AUTO = ValueKind("auto, true or false is needed", lambda value: value == "auto" or _switch(value))
 WHOLE = ValueKind("a whole number is needed", _whole)
 SCALE = ValueKind("a number from 0 is needed", _scale)
+WHOLE_FROM_0 = ValueKind("a whole number from 0 is needed", lambda value: _whole(value) and _scale(value))
 SECTION = ValueKind("a section is needed", lambda value: isinstance(value, Mapping))
 
 
@@ -95,10 +96,15 @@ def wrong_values(
         yield entry, f"is {written}{meant or f'; {kind.needed}'}"
 
 
-def misspelling_of(key: str, known: Collection[str]) -> str | None:
-    """Return the known key of which another one is clearly a misspelling: nearly the same letters, or swapped ones."""
+def misspelling_of(key: str, known: Collection[str], cutoff: float = 0.9) -> str | None:
+    """Return the known key of which another one is clearly a misspelling; None if none is, or more than one may be.
+
+    Its letters are swapped, or it is similar. cutoff: the similarity that is needed, from 0 to 1, as in
+    `difflib.get_close_matches`.
+    """
     if key in known:
         return None
     letters = sorted(key.replace("_", ""))
     swapped = next((each for each in sorted(known) if sorted(each.replace("_", "")) == letters), None)
-    return swapped or next(iter(difflib.get_close_matches(key, known, 1, 0.9)), None)
+    close = difflib.get_close_matches(key, known, 2, cutoff)
+    return swapped or (close[0] if len(close) == 1 else None)

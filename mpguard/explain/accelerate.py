@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from mpguard.document.schemas.accelerate import MODES
 from mpguard.explain import launch
 from mpguard.explain.inputs import RunInputs
 from mpguard.explain.model import DEFAULT, Claim, Given, Resolved, ShadowedValue, UnknownValue, resolve
@@ -13,7 +14,6 @@ from mpguard.lint.facts.program.api_names import TRL_CONFIGS
 from mpguard.policy import hardware
 from mpguard.policy.dtype import Dtype
 
-MODES = ("no", "fp16", "bf16", "fp8")
 BACKENDS = ("AO", "TE", "MSAMP")
 
 _CODE = "`Accelerator({name}=...)` is used before what the launcher sets"
@@ -101,7 +101,7 @@ def stops(run: RunInputs, mode: Resolved) -> Iterator[str]:
         if len(both) == 2:
             yield f"{both[1].origin}: fp16 and bf16 are both True; TrainingArguments stops with ValueError. Remove one"
     known = not isinstance(mode.value, (UnknownValue, bool))
-    if known and mode.value not in MODES:
+    if known and mode.value not in MODES and mode.origin.layer != "YAML":  # which `validation` reports
         known_modes = ", ".join(MODES)
         yield f"{where}: `{mode.value}` is no mode of accelerate, which stops with ValueError; known are {known_modes}"
     backend = _backend_claims(run)

@@ -223,6 +223,11 @@ def stops(run: RunInputs, mode: Resolved, engine: list[Resolved], guarded: bool 
         yield f"{document.path}: has no section `zero_optimization`; accelerate stops with ValueError. Add it"
     if not guarded:
         yield from _mismatches(run, document)
+    yield from wrong_keys(document)
+
+
+def wrong_keys(document: Document) -> Iterator[str]:
+    """Yield the messages of the keys and values at which DeepSpeed stops when it parses its config."""
     yield from (problem.message(document) for problem in validation.problems(document))
 
 

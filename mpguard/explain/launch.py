@@ -250,14 +250,6 @@ def stops(run: RunInputs, guarded: bool = False) -> Iterator[str]:
     if not run.launches or config is None:
         return
     replaced = ("mixed_precision",) if guarded else ()
-    for key in ("mixed_precision", "dynamo_config.dynamo_backend", "dynamo_config.backend", "dynamo_backend"):
-        entry = config.entry(key)
-        if entry is not None and isinstance(entry.value, bool) and key not in (*replaced, *run.flags):
-            written = "no" if entry.value is False else "yes"
-            yield (
-                f"{config.where(key)} is the boolean {str(entry.value).lower()}, because YAML reads an unquoted "
-                f"`{written}` so; accelerate stops with AttributeError. Write '{written}' with quotation marks"
-            )
     if launcher_engine(run) != "DEEPSPEED" or deepspeed_config_file(run) is None:
         return
     keys = [key for key in _REFUSED if key not in replaced and config.entry(f"deepspeed_config.{key}") is not None]

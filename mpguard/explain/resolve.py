@@ -65,6 +65,7 @@ def _explain(run: RunInputs, machine: hardware.Hardware | None, refused: list[st
         stops = list(_refused(run, in_force.policy, engine, strategy))
         in_use = next(each for each in settings if each.key == "mixed_precision")
         stops = stops or list(deepspeed.stops(run, in_use, of_engine, guarded=True))
+        stops += deepspeed.wrong_keys(document) if document is not None and of_engine else ()
     values = _values(settings)
     in_force_mode = str(values.get("mixed_precision", "no"))
     facts = RunFacts(
@@ -107,8 +108,9 @@ def _invalid(run: RunInputs) -> Iterator[str]:
     """Yield what `mpguard launch` refuses in the config, by the same validator: keys and values."""
     if run.config is None or not run.launches:
         return
+    replaced = {*run.flags, *(("mixed_precision",) if run.launcher == "mpguard" else ())}  # by flags, and the policy
     for problem in validation.accelerate_problems(run.config):
-        if not (problem.key == "num_processes" and "num_processes" in run.flags):
+        if problem.flag not in replaced:
             yield problem.message(run.config)
     yield from (problem.message(run.config) for problem in validation.own_problems(run.config))
 

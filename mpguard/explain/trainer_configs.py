@@ -11,8 +11,9 @@ from pathlib import Path
 from mpguard.core.errors import PolicyError
 from mpguard.document import Document, deepspeed_file, validation
 from mpguard.document.dialects import DIALECTS
+from mpguard.document.ignored_keys import ignored, of_deepspeed
 from mpguard.explain.inputs import origin_of
-from mpguard.explain.model import Explanation, Origin, Resolved, ShadowedValue, UnreadKey
+from mpguard.explain.model import Explanation, Origin, Resolved, SettingLayer, ShadowedValue, UnreadKey
 from mpguard.policy.policy import Policy
 from mpguard.targets.plugin import get
 from mpguard.targets.settings import lookup
@@ -34,10 +35,10 @@ def explain_config(document: Document) -> Explanation:
         for entry in dialect.entries(document)
         if entry.path not in unknown and not isinstance(entry.value, dict)
     ]
-    other = deepspeed_file.read_named(document)
+    other, named = deepspeed_file.read_named(document), [document]
     if other is not None:
-        stops += [f"{document.where(key)}: {reason}" for key, reason in deepspeed_file.mismatches(document, other)]
-        stops += [problem.message(other) for problem in validation.deepspeed_problems(other)]
+        stops += deepspeed_file.refusals(document, other)
+        named = [document] if deepspeed_file.is_inline(document, other) else [document, other]
         written += _deepspeed(document, other)
     notes = [f"The keys are those of {dialect.title} {dialect.version}. `mpguard apply` writes a recipe into them."]
     if dialect.overrides and not policy and not stops:
@@ -45,22 +46,23 @@ def explain_config(document: Document) -> Explanation:
     if other is None and (name := deepspeed_file.named_file(document)) is not None:
         notes.append(f"`{name}`, DeepSpeed's config, is not here: its precision must be that of this file.")
     return Explanation(
-        title=f"{_names(document, other)} · {dialect.title} · without mpguard",
+        title=f"{_names(*named)} · {dialect.title} · without mpguard",
         settings=(*written, *policy),
-        unread=tuple(_unread(document, kind)),
+        unread=(*_unread(document, kind), *(_ignored(other) if other is not None else ())),
         stops=tuple(stops),
         notes=tuple(notes),
     )
 
 
-def _names(*documents: Document | None) -> str:
-    return ", ".join(Path(each.path).as_posix() for each in documents if each is not None)
+def _names(*documents: Document) -> str:
+    return ", ".join(Path(each.path).as_posix() for each in documents)
 
 
 def _deepspeed(document: Document, other: Document) -> Iterator[Resolved]:
     """Yield the precision of the DeepSpeed file that a config names, with what the Trainer fills in."""
+    layer: SettingLayer = "YAML" if deepspeed_file.is_inline(document, other) else "DeepSpeed JSON"
     for key, value, filled in deepspeed_file.in_force(document, other):
-        origin = origin_of(other, key, "DeepSpeed JSON")
+        origin = origin_of(other, key, layer)
         if not filled:
             yield Resolved(key, value, origin)
             continue
@@ -68,7 +70,7 @@ def _deepspeed(document: Document, other: Document) -> Iterator[Resolved]:
         yield Resolved(key, value, origin_of(document, key.partition(".")[0]), (shadowed,))
     reduce = lookup(other.data, "communication_data_type")
     if isinstance(reduce, str):
-        yield Resolved("communication_data_type", reduce, origin_of(other, "communication_data_type", "DeepSpeed JSON"))
+        yield Resolved("communication_data_type", reduce, origin_of(other, "communication_data_type", layer))
 
 
 def _policy(document: Document, kind: str) -> Iterator[Resolved]:
@@ -89,3 +91,10 @@ def _unread(document: Document, kind: str) -> Iterator[UnreadKey]:
         key = ".".join(entry.path)
         why = f"keys that mpguard does not know: {dialect.title} {dialect.version} has no such key"
         yield UnreadKey(key, origin_of(document, key), why)
+    yield from _ignored(document)
+
+
+def _ignored(document: Document) -> Iterator[UnreadKey]:
+    keys = of_deepspeed(document) if document.kind not in DIALECTS else ignored(document)
+    for each in keys:
+        yield UnreadKey(each.key, origin_of(document, each.key), each.reason)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from mpguard.core.errors import near
 from mpguard.document import Document, Entry, mp_yaml
+from mpguard.document.ignored_keys import of_deepspeed
 from mpguard.document.schemas import accelerate as accelerate_keys
 from mpguard.document.schemas import deepspeed as deepspeed_keys
 from mpguard.explain import launch
@@ -125,17 +126,17 @@ def _other(facts: RunFacts) -> str:
 
 def _deepspeed(document: Document, direct: bool) -> Iterator[UnreadKey]:
     data = document.data
+    told = {each.key: f"{each.reason} (S18)" for each in of_deepspeed(document)}
     for entry in document.entries():
         name = entry.path[0]
         if len(entry.path) == 1:
             if name == "bfloat16" and ("bf16" in data or not direct):
                 yield _key(document, entry, "the old name of bf16, which is read only where there is no `bf16`")
             elif name not in deepspeed_keys.KEYS:
-                meant = deepspeed_keys.RENAMED.get(name)
-                hint = f"; it is called `{meant}`" if meant else ""
-                yield _key(document, entry, f"DeepSpeed ignores unknown sections{hint} (S18)")
+                yield _key(document, entry, told.get(name, "DeepSpeed ignores unknown sections (S18)"))
         elif len(entry.path) == 2 and _is_ignored(name, entry.key):
-            yield _key(document, entry, "DeepSpeed ignores unknown keys in this section (S18)")
+            key = ".".join(entry.path)
+            yield _key(document, entry, told.get(key, "DeepSpeed ignores unknown keys in this section (S18)"))
 
 
 def _is_ignored(section: str, key: str) -> bool:

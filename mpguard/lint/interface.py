@@ -23,7 +23,7 @@ from mpguard.document import deepspeed_file as deepspeed_file
 from mpguard.document import dialects as dialects
 from mpguard.document import mp_yaml as mp_yaml
 from mpguard.document import validation as validation
-from mpguard.document.schemas import accelerate, axolotl, deepspeed, llamafactory, megatron_bridge
+from mpguard.document.schemas import accelerate, axolotl, deepspeed, llamafactory, megatron_bridge, nemo
 from mpguard.document.values import misspelling_of as misspelling_of
 from mpguard.lint.configs import accelerate_config as accelerate_config
 from mpguard.lint.configs import config_edits as config_edits
@@ -133,5 +133,5 @@ from mpguard.targets.settings import ABSENT as ABSENT
 from mpguard.targets.settings import show as show
 
 accelerate_keys, axolotl_keys, deepspeed_keys, llamafactory_keys = accelerate, axolotl, deepspeed, llamafactory
-megatron_bridge_keys = megatron_bridge
+megatron_bridge_keys, nemo_keys = megatron_bridge, nemo
 fp8_facts, library_names, trace_facts = fp8, api_names, trace_steps

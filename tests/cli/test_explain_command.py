@@ -159,7 +159,7 @@ def test_a_deepspeed_file_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_that_stops_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     Path("no.yaml").write_text("distributed_type: MULTI_GPU\nmixed_precision: no\nnum_processes: 2\n")
     assert main(["explain", "no.yaml"]) == 1
-    assert "no.yaml:2: `mixed_precision` is the boolean false" in capsys.readouterr().err
+    assert "no.yaml:2: `mixed_precision`: is the boolean false" in capsys.readouterr().err
 
 
 def test_a_config_in_the_wrong_place(capsys: pytest.CaptureFixture[str]) -> None:

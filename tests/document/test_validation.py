@@ -11,7 +11,8 @@ from limits import seconds
 
 from mpguard.cli import main
 from mpguard.core.errors import MpguardError
-from mpguard.document import parse, validation
+from mpguard.document import parse, read, validation
+from mpguard.document.ignored_keys import ignored
 from mpguard.runtime.launch import preflight
 
 BASE = {
@@ -40,6 +41,30 @@ REFUSED = [
     (
         {"distributed_type": "DEEPSPEED", "deepspeed_config": "{zero_stage: four}"},
         "`deepspeed_config.zero_stage`: is four; it is one of 0, 1, 2, 3", "",
+    ),
+    ({"machine_rank": "zero"}, "`machine_rank`: is zero; a whole number from 0 is needed", ""),
+    ({"fsdp_config": "full"}, "`fsdp_config`: is full; a section is needed", ""),
+    ({"dynamo_config": "inductor"}, "`dynamo_config`: is inductor; a section is needed", ""),
+    ({"dynamo_config": "{dynamo_backend: no}"}, "`dynamo_config.dynamo_backend", "AttributeError"),
+    (
+        {"dynamo_config": "{use_fullgraph: maybe}"},
+        "`dynamo_config.use_fullgraph`: is maybe; true or false is needed", "",
+    ),
+    (
+        {"distributed_type": "FSDP", "fsdp_config": "{fsdp_auto_wrap_policy: TRANSFORMERS_WRAP}"},
+        "`fsdp_config.fsdp_auto_wrap_policy`: is TRANSFORMERS_WRAP; did you mean", "`transformer_based_wrap`",
+    ),
+    (
+        {"distributed_type": "FSDP", "fsdp_config": "{state_dict_type: SHARDED}"},
+        "`fsdp_config.state_dict_type`: is SHARDED; ", "sharded_state_dict",
+    ),
+    (
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": "{gradient_clipping: one}"},
+        "`deepspeed_config.gradient_clipping`: is one; a number is needed", "",
+    ),
+    (
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": "{offload_optimizer_device: disk}"},
+        "`deepspeed_config.offload_optimizer_device`: is disk; it is one of none, cpu, nvme", "",
     ),
     ({"fp8_config": "{mpguard_recipe: bf16_mixd}"}, "mpguard_recipe`: there is no recipe `bf16_mixd`", "`bf16_mixed`"),
     ({"fp8_config": "{mpguard_recipe: [bf16_mixed]}"}, "mpguard_recipe`: is [bf16_mixed]; the name of a recipe", ""),
@@ -98,7 +123,14 @@ def test_launch_explain_and_lint_refuse_the_same(
         {"distributed_type": "NO", "num_processes": "1"},
         {"num_processes": "${GPUS}"},
         {"num_processes": None, "num_machines": None},
-        {"tpu_env": "[]", "main_process_port": "29500"},
+        {"tpu_env": "[]", "main_process_port": "29500", "machine_rank": "'0'", "fsdp_config": "{}"},
+        {"mixed_precision": "BF16", "dynamo_config": "{dynamo_backend: 'NO', dynamo_use_dynamic: 'no'}"},
+        {
+            "distributed_type": "FSDP",
+            "fsdp_config": "{fsdp_version: 1, fsdp_sharding_strategy: 1, fsdp_state_dict_type: full_state_dict,"
+            " fsdp_backward_prefetch: NO_PREFETCH, fsdp_reshard_after_forward: SHARD_GRAD_OP}",
+        },
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": "{gradient_clipping: auto, zero3_init_flag: true}"},
     ],
 )
 def test_configs_that_can_be_launched_have_no_problem(tmp_path: Path, changes: dict[str, str | None]) -> None:
@@ -109,6 +141,7 @@ def test_configs_that_can_be_launched_have_no_problem(tmp_path: Path, changes: d
 AXOLOTL = "base_model: m\ndatasets:\n  - path: d\n    type: alpaca\ntorch_compile: true\n"
 FACTORY = "model_name_or_path: m\nstage: sft\ndo_train: true\nfinetuning_type: full\n"
 DEEPSPEED = '{"train_micro_batch_size_per_gpu": 2%s}'
+NEMO = "trainer:\n  precision: bf16\nmodel:\n  megatron_amp_O2: true\n  transformer_engine: true\n"
 FP8 = AXOLOTL + "bf16: true\nfp8: true\n"
 #: name of the file -> text, a recipe that leaves the problem in it, the clause that apply, explain and lint print.
 TRAINERS = {
@@ -154,6 +187,33 @@ TRAINERS = {
         FACTORY + "bf16: true\nupcast_layernrom: true\n", "bf16_mixed",
         "`upcast_layernrom`: LLaMA-Factory has no such key, and stops; did you mean `upcast_layernorm`?",
     ),
+    "the batch size as text": (
+        DEEPSPEED.replace("2", '"four"') % "", "bf16_mixed",
+        "`train_micro_batch_size_per_gpu`: is four; a number above 0 is needed",
+    ),
+    "clipping as text": (
+        DEEPSPEED % ', "gradient_clipping": "1.0"', "bf16_mixed", "`gradient_clipping`: is 1.0; a number is needed",
+    ),
+    "a bucket of ZeRO": (
+        '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2, "reduce_bucket_size": "large"}}',
+        "bf16_mixed", "`zero_optimization.reduce_bucket_size`: is large; a whole number from 0 is needed",
+    ),
+    "a section of DeepSpeed in axolotl": (
+        AXOLOTL + "bf16: true\ndeepspeed:\n  bf16: {enabled: false}\n  zero_optimization: {stage: 2}\n", "bf16_mixed",
+        "`bf16`: bf16 is true for the Trainer, and `bf16.enabled` is false in the section `deepspeed`",
+    ),
+    "a key in that section": (
+        AXOLOTL + "bf16: true\ndeepspeed:\n  bf16: {enabled: auto, foo: 1}\n  zero_optimization: {stage: 2}\n",
+        "bf16_mixed", "`deepspeed.bf16.foo`: DeepSpeed has no such key, and stops; remove it",
+    ),
+    "a section of DeepSpeed in LLaMA-Factory": (
+        FACTORY + "bf16: true\ndeepspeed: {bf16: {enabled: auto}, zero_optimization: {stage: 5}}\n", "bf16_mixed",
+        "`deepspeed.zero_optimization.stage`: is 5; it is one of 0, 1, 2, 3",
+    ),
+    "the algorithm of NeMo": (
+        NEMO + "  fp8_amax_compute_algo: maximum\n", "bf16_mixed",
+        "`model.fp8_amax_compute_algo`: is maximum; did you mean `max`?",
+    ),
     "a key of accelerate": (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nmixed_precision: bf16\n"
         "num_procesess: 2\nuse_cpu: true\n",
@@ -178,6 +238,64 @@ def test_what_a_program_refuses_is_left_neither_by_apply_nor_by_explain(
         assert main(["apply", *options, recipe, str(path)]) == 1
         shown = capsys.readouterr().out
         assert f"problem: {path}:" in shown and clause in shown and "matches" not in shown
+
+
+DATA_TYPES = (
+    '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "bf16": {"enabled": true},'
+    ' "communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"%s}%s}'
+)
+#: name -> text, the key that is ignored while the run goes on, and the clause of explain, apply and launch.
+IGNORED = {
+    "a key of data_types": (
+        DATA_TYPES % (', "grad_acum_dtype": "fp32"', ""), "data_types.grad_acum_dtype",
+        "DeepSpeed 0.19.8 has no such key, and ignores it; did you mean `grad_accum_dtype`?",
+    ),
+    "a section of a newer DeepSpeed": (
+        DATA_TYPES % ("", ', "mxfp8": {"enabled": true}'), "mxfp8", "DeepSpeed 0.19.8 has no such key, and ignores it",
+    ),
+    "a key of a newer accelerate": (
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nmixed_precision: bf16\nuse_cpu: true\n"
+        "fp8_config:\n  mpguard_recipe: bf16_mixed\n  amax_rounding_fp4: 2\n",
+        "fp8_config.amax_rounding_fp4", "accelerate 1.15.0 has no such key, and ignores it",
+    ),
+    "two modes of axolotl": (AXOLOTL + "bf16: true\nfp16: true\n", "fp16", "`bf16` is true as well, and wins"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_a_key_that_is_ignored_never_matches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    text, key, clause = IGNORED[name]
+    monkeypatch.chdir(tmp_path)
+    path = Path("ds.json" if text.startswith("{") else "mp.yaml")
+    path.write_text(text)
+    document = parse(text, str(path))
+    assert [(each.key, each.reason) for each in ignored(document)] == [(key, clause)]
+    main(["explain", str(path)])
+    assert key in capsys.readouterr().out.partition("nothing reads")[2]
+    main(["apply", "bf16_mixed", "--check", str(path)])
+    shown = capsys.readouterr().out
+    assert "matches" not in shown and (clause in shown or f"{key}: true -> (removed)" in shown)
+    if document.kind == "accelerate":
+        assert [f"mp.yaml:7: `{key}`: {clause}"] == list(preflight.ignored_keys(document))
+
+
+def test_a_launch_reports_what_is_ignored_in_the_deepspeed_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text(IGNORED["a key of data_types"][0])
+    changes: dict[str, str | None] = {
+        "distributed_type": "DEEPSPEED", "deepspeed_config": "{deepspeed_config_file: ds.json}",
+    }  # fmt: skip
+    (line,) = preflight.ignored_keys(read(write(tmp_path, changes)))
+    assert "ds.json:1: `data_types.grad_acum_dtype`: DeepSpeed 0.19.8 has no such key, and ignores it" in line
+
+
+def test_a_flag_replaces_the_boolean_of_a_backend(tmp_path: Path) -> None:
+    path = write(tmp_path, {"dynamo_config": "{dynamo_backend: no}"})
+    preflight.check_named_config(["--dynamo_backend", "no", f"--config={path}", "train.py"])
 
 
 def test_a_problem_that_a_recipe_removes_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

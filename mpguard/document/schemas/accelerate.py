@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from mpguard.core.errors import did_you_mean, near
-from mpguard.document.values import SECTION, SWITCH, WHOLE, ValueKind, one_of
+from mpguard.document.values import SECTION, SWITCH, WHOLE, WHOLE_FROM_0, ValueKind, number, one_of
 
 VERSION = "1.15.0"
 
@@ -121,23 +121,73 @@ DYNAMO_BACKENDS = (
     "no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt",
     "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm", "hpu_backend", "neuron",
 )  # fmt: skip
-#: An unquoted `no` is MPG802's: the flag `--dynamo_backend` replaces it.
-_DYNAMO = one_of(*DYNAMO_BACKENDS, fold=True, also=(False,))
-#: Dotted key -> the values that accelerate can parse there, whatever is launched.
+_DYNAMO = one_of(*DYNAMO_BACKENDS, fold=True, also=(False,))  # the boolean has a text of its own
+#: The keys that name a backend of torch.compile.
+DYNAMO_KEYS = ("dynamo_config.dynamo_backend", "dynamo_config.backend", "dynamo_backend")
+
+
+def _in_section(section: str, kinds: Mapping[str, ValueKind]) -> dict[str, ValueKind]:
+    """Return kinds by the dotted keys of a section, in both spellings: with its prefix and without."""
+    prefixes = {"", SECTIONS[section].prefix}
+    return {f"{section}.{prefix}{key}": kind for prefix in sorted(prefixes) for key, kind in kinds.items()}
+
+
+#: Dotted key -> the values that accelerate can parse there, whatever is launched. A section that is none is lost.
 VALUES: Mapping[str, ValueKind] = {
-    "use_cpu": SWITCH, "dynamo_config.dynamo_backend": _DYNAMO, "dynamo_config.backend": _DYNAMO,
-    "dynamo_backend": _DYNAMO,
+    "use_cpu": SWITCH,
+    "machine_rank": WHOLE_FROM_0,
+    **dict.fromkeys(DYNAMO_KEYS, _DYNAMO),
+    **_in_section("dynamo_config", dict.fromkeys(("use_fullgraph", "use_dynamic", "use_regional_compilation"), SWITCH)),
+    **dict.fromkeys(
+        ("deepspeed_config", "dynamo_config", "fsdp_config", "megatron_lm_config", "mpirun_config",
+         "parallelism_config"),
+        SECTION,
+    ),
 }  # fmt: skip
-_FSDP_VERSION = ValueKind("it is 1 or 2", lambda value: str(value) in ("1", "2"))
-_ZERO_STAGE = ValueKind("it is one of 0, 1, 2, 3", lambda value: str(value) in ("0", "1", "2", "3"))
+#: The modes, in upper or lower case; `deepspeed_config.mixed_precision` is used before the top level (S7).
+MODES = ("no", "fp16", "bf16", "fp8")
+MODES_OF = dict.fromkeys(("mixed_precision", "deepspeed_config.mixed_precision"), one_of(*MODES, fold=True))
+_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+
+
+def _numbered(*words: str) -> ValueKind:
+    """Return the kind of the names of an enumeration, or their numbers from 1."""
+    names = one_of(*words, fold=True)
+    numbers = {str(number) for number in range(1, len(words) + 1)}
+    return ValueKind(names.needed, lambda value: str(value) in numbers or names.parses(value), words)
+
+
+_FSDP = {
+    "version": ValueKind("it is 1 or 2", lambda value: str(value) in ("1", "2")),
+    "auto_wrap_policy": one_of("transformer_based_wrap", "size_based_wrap", "no_wrap", fold=True),
+    "state_dict_type": _numbered("full_state_dict", "local_state_dict", "sharded_state_dict"),
+    "sharding_strategy": _numbered(*_STRATEGIES),
+    "backward_prefetch": _numbered("backward_pre", "backward_post", "no_prefetch"),
+    "reshard_after_forward": ValueKind(  # FSDP1 takes a strategy there
+        "true or false is needed", lambda value: SWITCH.parses(value) or _numbered(*_STRATEGIES).parses(value)
+    ),
+    **dict.fromkeys(
+        ("offload_params", "use_orig_params", "cpu_ram_efficient_loading", "sync_module_states", "forward_prefetch",
+         "activation_checkpointing", "activation_checkpointing_offload"),
+        SWITCH,
+    ),
+}  # fmt: skip
+_DEVICE = one_of("none", "cpu", "nvme", fold=True)
+_DEEPSPEED = {
+    "zero_stage": ValueKind("it is one of 0, 1, 2, 3", lambda value: str(value) in ("0", "1", "2", "3")),
+    "gradient_clipping": ValueKind("a number is needed", lambda value: value == "auto" or number(value) is not None),
+    "gradient_accumulation_steps": ValueKind(
+        "a whole number is needed", lambda value: value == "auto" or WHOLE.parses(value)
+    ),
+    "offload_optimizer_device": _DEVICE,
+    "offload_param_device": _DEVICE,
+    "zero3_init_flag": SWITCH,
+    "zero3_save_16bit_model": SWITCH,
+}
 #: `distributed_type` -> the same for keys that are read under it only.
 VALUES_OF_TYPE: Mapping[str, Mapping[str, ValueKind]] = {
-    "FSDP": {
-        "fsdp_config": SECTION,
-        "fsdp_config.fsdp_version": _FSDP_VERSION,
-        "fsdp_config.version": _FSDP_VERSION,
-    },
-    "DEEPSPEED": {"deepspeed_config": SECTION, "deepspeed_config.zero_stage": _ZERO_STAGE},
+    "FSDP": _in_section("fsdp_config", _FSDP),
+    "DEEPSPEED": _in_section("deepspeed_config", _DEEPSPEED),
 }
 #: The same for keys that are read where more than one process is started.
 VALUES_OF_PROCESSES: Mapping[str, ValueKind] = {"main_process_port": WHOLE}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mpguard.document.values import SCALE, SECTION, SWITCH, WHOLE, ValueKind, one_of
+from mpguard.document.values import SCALE, SECTION, SWITCH, WHOLE, WHOLE_FROM_0, ValueKind, one_of
 from mpguard.policy.dtype import Dtype
 from mpguard.targets.settings import lookup, show
 
@@ -81,6 +81,23 @@ _DTYPES = one_of(
     "torch.float16", "int8", "torch.int8",
 )  # fmt: skip
 _COMMUNICATION = one_of("fp32", "bf16", "fp16", fold=True)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+#: DeepSpeed compares these with 0, which text cannot be.
+_COUNT = ValueKind("a number above 0 is needed", lambda value: _number(value) and value > 0)
+_NUMBER = ValueKind("a number is needed", _number)
+_ZERO_OR_SWITCH = ValueKind("a section is needed", lambda value: isinstance(value, (Mapping, bool)))  # its old form
+_OFFLOAD = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+_ZERO_SECTIONS = frozenset({"stage", "offload_optimizer", "offload_param", "zenflow", "leaf_module"})
+#: The fields of ZeRO that are whole numbers; the other ones without a section are switches.
+ZERO_NUMBERS = frozenset(
+    key for key in ZERO - _ZERO_SECTIONS if key.endswith(("_size", "_threshold", "_live_parameters", "_distance"))
+)
+ZERO_SWITCHES = ZERO - _ZERO_SECTIONS - ZERO_NUMBERS
 #: Dotted key -> the values that DeepSpeed can parse there; it drops "auto" in the strict sections.
 VALUES: Mapping[str, ValueKind] = {
     **dict.fromkeys(("bf16", "bfloat16", "fp16", "torch_autocast", "data_types"), SECTION),
@@ -98,6 +115,13 @@ VALUES: Mapping[str, ValueKind] = {
     "data_types.grad_accum_dtype": _DTYPES,
     "data_types.param_dtype": _DTYPES,
     "data_types.buffer_dtype": _DTYPES,
+    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), _COUNT),
+    "gradient_clipping": _NUMBER,
+    "zero_optimization": _ZERO_OR_SWITCH,
+    **{f"zero_optimization.{key}": WHOLE_FROM_0 for key in sorted(ZERO_NUMBERS)},
+    **{f"zero_optimization.{key}": SWITCH for key in sorted(ZERO_SWITCHES)},
+    **dict.fromkeys(_OFFLOAD, SECTION),
+    **dict.fromkeys((f"{section}.device" for section in _OFFLOAD), one_of("none", "cpu", "nvme")),
     "zero_optimization.stage": ValueKind("it is one of 0, 1, 2, 3", lambda value: str(value) in ("0", "1", "2", "3")),
 }
 

@@ -7,6 +7,15 @@ same names in `model`, `optimizer` and `ddp`, and logs that at debug level only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mpguard.document.values import BOOLEAN, WHOLE, ValueKind, one_of, wrong_values
+from mpguard.policy.dtype import Dtype
+
+if TYPE_CHECKING:
+    from mpguard.document import Document, Entry
+
 VERSION = "067f987 (2026-08-22)"
 SECTIONS = ("mixed_precision", "model", "optimizer", "ddp")
 RECIPES = (
@@ -34,3 +43,30 @@ KEYS = FIELDS | {
     "fp8_param_gather", "tp_only_amax_red", "cuda_graph_scope", "fp8_output_proj", "grad_scale_func",
     "moe_padding_for_fp8", "moe_padding_for_fp4", "autocast_enabled", "enable_autocast", "fp8_quantizer_factory",
 }  # fmt: skip
+
+
+def _is_dtype(value: Any) -> bool:
+    name = value.get("_target_") if isinstance(value, Mapping) else value  # as hydra instantiates it
+    return Dtype.spelled(str(name)) is not None
+
+
+_IN_SECTION: Mapping[str, ValueKind] = {
+    **dict.fromkeys(
+        ("params_dtype", "pipeline_dtype", "autocast_dtype"), ValueKind("the name of a dtype is needed", _is_dtype)
+    ),
+    **dict.fromkeys(
+        ("fp32", "fp16", "bf16", "autocast_enabled", "grad_reduce_in_fp32", "first_last_layers_bf16", "fp8_wgrad",
+         "fp8_param", "fp8_param_gather", "fp4_param", "fp4_param_gather"),
+        BOOLEAN,
+    ),
+    **dict.fromkeys(("fp8_margin", "fp8_amax_history_len"), WHOLE),
+    "fp8": one_of("e4m3", "hybrid"),
+    "fp8_amax_compute_algo": one_of("max", "most_recent"),
+}  # fmt: skip
+#: Dotted key -> the values that the fields of `MixedPrecisionConfig` have.
+VALUES: Mapping[str, ValueKind] = {f"mixed_precision.{key}": kind for key, kind in _IN_SECTION.items()}
+
+
+def value_refusals(document: Document) -> Iterator[tuple[Entry, str]]:
+    """Yield the values that Megatron Bridge or Transformer Engine cannot use, or take for something else."""
+    yield from wrong_values(document, VALUES)

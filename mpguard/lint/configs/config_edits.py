@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpguard.core.errors import MpguardError
@@ -23,15 +22,6 @@ def rename_key(title: str, document: Document, entry: Entry, key: str) -> Fix:
     source = document.text[start:end]
     quote = source[0] if source[:1] in ("'", '"') else ""
     return Fix(title, "safe", (Edit(start, end, f"{quote}{key}{quote}"),))
-
-
-def likely_key(key: str, known: Collection[str], cutoff: float) -> str | None:
-    """Return the known key that a typo stands for; None if there is none, or more than one.
-
-    cutoff: the similarity that is needed, from 0 to 1, as in `difflib.get_close_matches`.
-    """
-    close = difflib.get_close_matches(key, known, n=2, cutoff=cutoff)
-    return close[0] if len(close) == 1 else None
 
 
 def set_values(

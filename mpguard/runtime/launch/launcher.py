@@ -96,7 +96,8 @@ def prepare(
     path = Path(options.config_file)
     document = read(path)
     config = document.require()
-    preflight.check_config(document, options.num_processes)
+    replacing = [name for name in ("num_processes", "dynamo_backend") if getattr(options, name) is not None]
+    preflight.check_config(document, replacing)
     policy = mp_yaml.load_policy(path)
     if overrides:
         policy = policy.replace(**overrides)
@@ -133,7 +134,8 @@ def prepare(
     require_supported("accelerate", policy, plan.strategy)
     flags = argv[: len(argv) - len(arguments) - 1]
     flags, header = _flags(flags, options, launch)
-    header = "\n".join([header, *(f"mpguard: {line}" for each in outside if (line := each.line()) is not None)])
+    lines = [*preflight.ignored_keys(document), *(line for each in outside if (line := each.line()) is not None)]
+    header = "\n".join([header, *(f"mpguard: {line}" for line in lines)])
     environment = dict(plan.environment())
     if kind == "MULTI_CPU" and (plan.processes or 1) > 1 and not _uses_mpi(options, config):
         # Stock accelerate starts one process for MULTI_CPU; its torchrun launcher starts `num_processes` (S21).

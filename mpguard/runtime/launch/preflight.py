@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mpguard.core.errors import ConfigError
 from mpguard.document import Document, mp_yaml, read, validation
+from mpguard.document.ignored_keys import ignored, of_deepspeed
 from mpguard.document.schemas.accelerate import OLD, TOP, VERSION
 from mpguard.document.schemas.deepspeed import VERSION as DEEPSPEED_VERSION
 from mpguard.nn import compile as compilation
@@ -57,10 +58,10 @@ class PlannedLaunch:
         return f"the command line asks for {requested}"
 
 
-def check_config(document: Document, processes: int | None) -> None:
+def check_config(document: Document, flags: Collection[str]) -> None:
     """Raise `ConfigError` for a config that accelerate would refuse, with the line and a similar name.
 
-    accelerate would report neither, and name the temporary copy of the file. processes: `--num_processes`.
+    accelerate would report neither, and name the temporary copy of the file. flags: the names of those that are given.
     """
     config = document.require()
     if config.get("compute_environment") == "AMAZON_SAGEMAKER":
@@ -75,8 +76,8 @@ def check_config(document: Document, processes: int | None) -> None:
             "one"
         )
     for problem in validation.accelerate_problems(document):
-        given = problem.key == "num_processes" and processes is not None
-        if not given and not (problem.unknown and problem.key in _newer_keys()):
+        replaced = problem.flag in flags or problem.flag == "mixed_precision"  # which the policy replaces
+        if not replaced and not (problem.unknown and problem.key in _newer_keys()):
             raise ConfigError(problem.message(document))
     _check_deepspeed_file(document)
 
@@ -92,6 +93,15 @@ def _check_deepspeed_file(document: Document) -> None:
     for problem in validation.deepspeed_problems(named):
         if not (problem.unknown and _is_other("deepspeed", DEEPSPEED_VERSION)):
             raise ConfigError(problem.message(named))
+
+
+def ignored_keys(document: Document) -> Iterator[str]:
+    """Yield a line for each key of the config, and of the DeepSpeed file that it names, that its program ignores."""
+    config = document.require()
+    named = deepspeed_file(config, Path(document.path)) if config.get("distributed_type") == "DEEPSPEED" else None
+    yield from (each.message(document) for each in ignored(document))
+    if named is not None and not named.problems and isinstance(named.data, dict):
+        yield from (each.message(named) for each in of_deepspeed(named))
 
 
 def check_remote_shell(document: Document, kind: str, machines: int, launcher: str | None) -> None:
@@ -156,8 +166,8 @@ def check_named_config(argv: Sequence[str]) -> None:
         path = Path(value if equals else next(iter(words[place + 1 : script]), ""))
         if path.is_file():
             document = read(path)
-            flag = any(each.partition("=")[0] in ("--num_processes", "--num-processes") for each in words[:script])
-            check_config(document, 1 if flag else None)
+            given = (each.partition("=")[0] for each in words[:script] if each.startswith("--"))
+            check_config(document, {each.removeprefix("--").replace("-", "_") for each in given})
             mp_yaml.load_policy(path)
         return
     if script < len(words) and not any(word.startswith("--c") or word.endswith(_ENDINGS) for word in words):

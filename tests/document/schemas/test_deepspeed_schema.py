@@ -14,7 +14,7 @@ import pytest
 from limits import seconds
 
 from mpguard.document import parse, validation
-from mpguard.document.schemas.deepspeed import CONFIG, ELSEWHERE, RENAMED, SECTIONS, STRICT, VERSION
+from mpguard.document.schemas.deepspeed import CONFIG, ELSEWHERE, RENAMED, SECTIONS, STRICT, VERSION, ZERO_NUMBERS
 
 pytest.importorskip("torch", reason="the real library runs here")
 pytest.importorskip("deepspeed", reason="the real library runs here")
@@ -52,7 +52,9 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 zero = DeepSpeedZeroConfig.model_fields
 result = {"bf16": sorted(DeepSpeedBF16Config.model_fields), "fp16": sorted(DeepSpeedFP16Config.model_fields), "ran": [],
-          "zero_optimization": sorted({*zero, *(field.alias for field in zero.values() if field.alias)})}
+          "zero_optimization": sorted({*zero, *(field.alias for field in zero.values() if field.alias)}),
+          "numbers": sorted({name for key, field in zero.items() for name in (key, field.alias)
+                             if name and field.annotation is int})}
 for line in sys.stdin:
     config = Recorded(json.loads(line))
     for name in ("torch_autocast", "data_types"):
@@ -116,6 +118,15 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any] | str]] = {
     "a long dtype of autocast": (
         {"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}, {"torch_autocast_on": True},
     ),
+    "text for the clipping": ({"gradient_clipping": "one"}, {"bf16": False}),
+    "text for a bucket": ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "large"}}, "valid integer"),
+    "a float for a bucket": ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}}, {"stage": 2}),
+    "text for a switch of ZeRO": ({"zero_optimization": {"stage": 2, "overlap_comm": "maybe"}}, "valid boolean"),
+    "a number for ZeRO": ({"zero_optimization": 2}, "must be a mapping, not int"),
+    "an unknown device": (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "disk"}}}, "Input should be 'none', 'cpu'",
+    ),
+    "text for steps": ({"gradient_accumulation_steps": "2"}, "TypeError"),
     "power of 64": ({"fp16": {"enabled": True, "initial_scale_power": 64}}, {"fp16": True}),
 }  # fmt: skip
 
@@ -159,6 +170,10 @@ def test_keys_of_strict_sections_are_their_fields(real: dict[str, Any], section:
     assert section in STRICT
 
 
+def test_numbers_of_zero_are_its_fields_with_whole_numbers(real: dict[str, Any]) -> None:
+    assert set(real["numbers"]) == ZERO_NUMBERS
+
+
 def test_the_tables_agree() -> None:
     assert set(SECTIONS) <= CONFIG
     assert set(RENAMED.values()) <= set(SECTIONS) and not set(RENAMED) & CONFIG
@@ -173,6 +188,8 @@ def test_behaviour(real: dict[str, Any], name: str) -> None:
         assert expected in seen["raised"]
     else:
         assert {key: seen.get(key) for key in expected} == expected
+    if name == "text for the clipping":  # which the engine compares with 0, later
+        seen = {"raised": "TypeError"}
     if name not in ("fp16 and bf16", "amp", "amp that is off"):  # which are two keys, and a removed section
         document = parse(json.dumps({"train_micro_batch_size_per_gpu": 1, **CASES[name][0]}), "ds.json")
         assert bool(list(validation.deepspeed_problems(document))) == ("raised" in seen)

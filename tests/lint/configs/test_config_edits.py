@@ -42,14 +42,6 @@ def test_a_renamed_key_keeps_its_quotes_and_value(path: str, text: str, expected
 
 
 @pytest.mark.parametrize(
-    ("key", "found"), [("bf61", "bf16"), ("zero_optimisation", "zero_optimization"), ("zzz", None), ("fp1", None)]
-)
-def test_a_typo_stands_for_one_known_key(key: str, found: str | None) -> None:
-    """`fp1` is as close to `fp16` as to `fp12`: neither is proposed."""
-    assert config_edits.likely_key(key, ["bf16", "zero_optimization", "fp16", "fp12"], 0.75) == found
-
-
-@pytest.mark.parametrize(
     ("text", "values", "expected"),
     [
         ("a: 1  # one\nb: 2\n", {"b": 3}, "a: 1  # one\nb: 3\n"),

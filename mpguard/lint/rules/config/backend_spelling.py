@@ -22,6 +22,8 @@ class BackendSpelling(ConfigRule, form_of="MPG813"):
     fixes = True
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
+        if accelerate_config.mixed_precision_mode(document) in ("no", "fp16", "bf16"):
+            return  # the launcher passes the section on under `fp8` only (S24)
         entry = accelerate_config.setting(document, "fp8_config", "backend")
         if entry is None or accelerate_config.is_sagemaker(document) or not isinstance(entry.value, str):
             return

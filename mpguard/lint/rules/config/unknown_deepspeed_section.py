@@ -2,7 +2,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, Entry, Fix, config_edits, deepspeed_keys, lazy_pattern
+from mpguard.lint import (
+    Bad,
+    ConfigRule,
+    Diagnostic,
+    Document,
+    Entry,
+    Fix,
+    config_edits,
+    deepspeed_keys,
+    lazy_pattern,
+    misspelling_of,
+)
 
 #: Matches keys about precision.
 _PRECISION = lazy_pattern(r"fp8|fp16|bf16|fp32|float|precision|dtype|data_type|autocast|loss_?scal")
@@ -105,7 +116,7 @@ class UnknownDeepspeedSection(ConfigRule):
             return
         if section in deepspeed_keys.STRICT and entry.value == "auto":
             return
-        meant = config_edits.likely_key(key.lower(), known, cutoff=0.88)
+        meant = misspelling_of(key.lower(), known, cutoff=0.88)
         hint = f"; it reads `{meant}`" if meant else ""
         strict = section in deepspeed_keys.STRICT
         if strict and self.project.required(document.path, "deepspeed").before(_STRICT_SINCE):
@@ -131,7 +142,7 @@ def _of_another_program(document: Document) -> bool:
 def _meant(key: str) -> str | None:
     """Return the key of DeepSpeed that an unknown one is a misspelling of, or None."""
     known = deepspeed_keys.RENAMED.get(key.lower())
-    likely = known or config_edits.likely_key(key.lower(), deepspeed_keys.KEYS, cutoff=0.88)
+    likely = known or misspelling_of(key.lower(), deepspeed_keys.KEYS, cutoff=0.88)
     # `gradient_accumulation_dtype` is no misspelling of `gradient_accumulation_steps`.
     return None if likely is not None and ("dtype" in key.lower()) != ("dtype" in likely) else likely
 

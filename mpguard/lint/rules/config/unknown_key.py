@@ -13,6 +13,7 @@ from mpguard.lint import (
     accelerate_keys,
     any_of,
     config_edits,
+    misspelling_of,
 )
 
 
@@ -69,7 +70,7 @@ num_processes: 8
             hint = accelerate_keys.unknown_key(entry.key, sagemaker) if len(entry.path) == 1 else None
             if hint is None:
                 continue
-            meant = config_edits.likely_key(
+            meant = misspelling_of(
                 entry.key.lower().replace("-", "_"),
                 accelerate_keys.SAGEMAKER if sagemaker else accelerate_keys.TOP,
                 cutoff=0.85,

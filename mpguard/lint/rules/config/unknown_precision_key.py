@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, Good, config_edits, dialects
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, Good, dialects, misspelling_of
 
 
 class UnknownPrecisionKey(ConfigRule):
@@ -56,7 +56,7 @@ fp8_backend: torchao
         for entry in dialect.unknown(document):
             if document.kind == "axolotl" and len(entry.path) == 2:
                 continue  # axolotl stops there: MPG849
-            meant = config_edits.likely_key(entry.key, dialect.keys, cutoff=0.75)
+            meant = misspelling_of(entry.key, dialect.keys, cutoff=0.75)
             yield self.at(
                 entry,
                 key=".".join(entry.path),

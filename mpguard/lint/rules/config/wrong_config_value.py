@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import ConfigRule, Diagnostic, Document, any_of, validation
+from mpguard.lint import ConfigRule, Diagnostic, Document, accelerate_config, any_of, validation
 
 
 class WrongConfigValue(ConfigRule, form_of="MPG813"):
@@ -23,5 +23,6 @@ class WrongConfigValue(ConfigRule, form_of="MPG813"):
             return
         for problem in validation.accelerate_values(document):
             entry = document.entry(problem.key)
-            if entry is not None:
+            replaced = problem.flag == "mixed_precision" and accelerate_config.names_recipe(document)
+            if entry is not None and not replaced:
                 yield self.at(entry, key=problem.key, reason=problem.reason)

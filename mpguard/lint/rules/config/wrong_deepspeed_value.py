@@ -8,8 +8,8 @@ from mpguard.lint import ConfigRule, Diagnostic, Document, any_of, validation
 class WrongDeepspeedValue(ConfigRule, form_of="MPG823"):
     """A value of a DeepSpeed config that DeepSpeed 0.19.8 cannot parse: each process stops.
 
-    Checked are the sections `bf16`, `fp16`, `torch_autocast` and `data_types`, the ZeRO stage, and
-    `communication_data_type`, which has three names of dtypes only: `float32` is refused there.
+    Checked are the sections `bf16`, `fp16`, `torch_autocast`, `data_types` and `zero_optimization`, the batch sizes,
+    `gradient_clipping`, and `communication_data_type`, which has three names of dtypes: `float32` is refused there.
 
     Values that a template or the Trainer fills in (`"auto"`) are unknown. A dict that is set on another library's
     config is read by that library, and not reported.
@@ -18,7 +18,12 @@ class WrongDeepspeedValue(ConfigRule, form_of="MPG823"):
     message = "`{key}`: {reason}"
     help = "write a value that DeepSpeed parses"
     kinds = ("deepspeed",)
-    triggers = (any_of(b"bf16", b"fp16", b"stage", b"data_type", b"bfloat16", b"torch_autocast"),)
+    triggers = (
+        any_of(
+            b"bf16", b"fp16", b"stage", b"data_type", b"bfloat16", b"torch_autocast", b"batch_size", b"gradient_",
+            b"zero_optimization",
+        ),
+    )  # fmt: skip
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         if document.attribute:

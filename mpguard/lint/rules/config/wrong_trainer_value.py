@@ -2,24 +2,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import ConfigRule, Diagnostic, Document, any_of, axolotl_keys, llamafactory_keys
+from mpguard.lint import (
+    ConfigRule,
+    Diagnostic,
+    Document,
+    any_of,
+    axolotl_keys,
+    llamafactory_keys,
+    megatron_bridge_keys,
+    nemo_keys,
+)
+
+_REFUSALS = {
+    "axolotl": axolotl_keys.value_refusals, "llamafactory": llamafactory_keys.value_refusals,
+    "megatron-bridge": megatron_bridge_keys.value_refusals, "nemo": nemo_keys.value_refusals,
+}  # fmt: skip
 
 
 class WrongTrainerValue(ConfigRule, form_of="MPG849"):
-    """A value of a precision key that axolotl or LLaMA-Factory cannot parse, or takes for something else.
+    """A value of a precision key that a training program cannot parse, or takes for something else.
 
     axolotl 0.19.0 stops at a value that is no boolean. LLaMA-Factory 0.9.5 stops at `bf16` together with `fp16`, and
-    converts no value, so that `bf16: "false"`, which is text, counts as true.
+    converts no value, so that `bf16: "false"`, which is text, counts as true; nor do NeMo 1.x and Megatron Bridge.
 
     Values that a template fills in are unknown.
     """
 
     message = "`{key}`: {reason}"
     help = "`mpguard apply RECIPE FILE` writes one precision into the file"
-    kinds = ("axolotl", "llamafactory")
-    triggers = (any_of(b"base_model", b"finetuning_type"),)
+    kinds = ("axolotl", "llamafactory", "megatron-bridge", "nemo")
+    triggers = (any_of(b"base_model", b"finetuning_type", b"mixed_precision", b"precision"),)
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        keys = llamafactory_keys if document.kind == "llamafactory" else axolotl_keys
-        for entry, reason in keys.value_refusals(document):
+        for entry, reason in _REFUSALS[str(document.kind)](document):
             yield self.at(entry, key=".".join(entry.path), reason=reason)
