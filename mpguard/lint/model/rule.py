@@ -200,7 +200,7 @@ class Rule(BaseRule, kind=True):
 
 
 class ScalingRule(Rule, kind=True):
-    """A rule about one operation of the loss scaling protocol: see `facts/behaviour/scaling_protocol.py`.
+    """A rule about one operation of the loss scaling protocol: `facts/behaviour/trace.py` has the traces.
 
     operations: the kinds of the operations that may be wrong. `misuse` returns the finding if the operation at a place
     of a trace is one; an operation that several traces contain is reported once.
