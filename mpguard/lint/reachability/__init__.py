@@ -4,6 +4,8 @@ unused.py      functions, classes and methods that nothing in the project uses
 untaken.py     branches that no call of the project takes
 raising.py     code behind a statement that raises whenever it runs
 namespaces.py  the options of an argument parser, where all of the parser is in the code
+executed.py    what is evaluated for certain before and after a line
+modules.py     the modules of a project as Python's own parser sees them
 """
 
 from __future__ import annotations

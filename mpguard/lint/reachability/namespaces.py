@@ -11,10 +11,9 @@ from collections.abc import Iterator
 
 from mpguard.core import tracked_fs
 from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint.facts.syntax import executed
-from mpguard.lint.facts.syntax.executed import DefinitionNode, FunctionNode
-from mpguard.lint.project import modules
-from mpguard.lint.project.modules import ParsedModule
+from mpguard.lint.reachability import executed, modules
+from mpguard.lint.reachability.executed import DefinitionNode, FunctionNode
+from mpguard.lint.reachability.modules import ParsedModule
 
 #: How many calls and names a namespace is followed through.
 _DEPTH = 5

@@ -25,11 +25,9 @@ import libcst as cst
 from mpguard.core import tracked_fs
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.program.lattice import Object
-from mpguard.lint.facts.syntax import executed
-from mpguard.lint.facts.syntax.executed import DefinitionNode, FunctionNode
-from mpguard.lint.project import modules
-from mpguard.lint.project.modules import ParsedModule
-from mpguard.lint.reachability import namespaces
+from mpguard.lint.reachability import executed, modules, namespaces
+from mpguard.lint.reachability.executed import DefinitionNode, FunctionNode
+from mpguard.lint.reachability.modules import ParsedModule
 from mpguard.lint.source.files import MARKDOWN, NOTEBOOK
 
 if TYPE_CHECKING:
