@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from mpguard.lint.project.questions import settings, uses
+from mpguard.lint.project.questions.asked import Question
 from mpguard.lint.project.requirements import Required
 
 if TYPE_CHECKING:
@@ -15,10 +19,24 @@ if TYPE_CHECKING:
 
 
 class ProjectApi:
-    """The rest of the linted tree, as the facts of a file access it. This class is for a file without a tree.
+    """The rest of the linted tree, as the facts of a file access it. This class itself is for a file without a tree.
 
     What returns facts of other files returns objects of the class of the asking ones.
     """
+
+    def _ask(
+        self,
+        path: str,  # noqa: ARG002
+        question: Question,  # noqa: ARG002
+        name: str = "",  # noqa: ARG002
+        otherwise: bool = False,
+        whole: bool = False,  # noqa: ARG002
+    ) -> bool:
+        """Answer a question about the project of a file; outside of a project, the answer is `otherwise`.
+
+        whole: a folder that the user has named is as good as a project.
+        """
+        return otherwise
 
     def configs_for(self, path: str) -> tuple[LaunchConfig, ...]:  # noqa: ARG002
         """Return the launch configs that start a file."""
@@ -56,9 +74,9 @@ class ProjectApi:
         """Return "FP16" or "BF16" if the DeepSpeed JSONs in the folder of a file all cast the model to it, else ""."""
         return ""
 
-    def launches_with_deepspeed_only(self, path: str) -> bool:  # noqa: ARG002
+    def launches_with_deepspeed_only(self, path: str) -> bool:
         """True if the project has accelerate configs, and all of them choose DeepSpeed."""
-        return False
+        return self._ask(path, settings.configs_choose_deepspeed)
 
     def executed_settings(self, path: str, names: frozenset[str]) -> dict[str, list[object]]:  # noqa: ARG002
         """Return what Python files that only set some of these names, in the config folders of a script, set them to.
@@ -101,33 +119,36 @@ class ProjectApi:
         """Return the facts of all other modules that may use a top-level name of a file; None if they are not known."""
         return None
 
-    def method_used_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
+    def method_used_elsewhere(self, path: str, name: str) -> bool:
         """True if other code may use a method of this name of a class of a file; outside of a project, it may."""
-        return True
+        return self._ask(path, uses.may_call, name, otherwise=True)
 
-    def subclassed_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
-        """True if a class of another file may derive from a class of a file; outside of a project, it may."""
-        return True
+    def subclassed_elsewhere(self, path: str, name: str) -> bool:
+        """True if a class of another file may derive from a class of a file; outside of a project, it may.
 
-    def is_replaced(self, path: str, name: str) -> bool:  # noqa: ARG002
+        Unlike `derived_elsewhere`, this resolves imports.
+        """
+        return self._ask(path, uses.may_derive, name, otherwise=True, whole=True)
+
+    def is_replaced(self, path: str, name: str) -> bool:
         """True if another file that imports a module has its own definition of a function of this name."""
-        return False
+        return self._ask(path, uses.is_replaced, name)
 
-    def attribute_set_from_outside(self, path: str, name: str) -> bool:  # noqa: ARG002
+    def attribute_set_from_outside(self, path: str, name: str) -> bool:
         """True if a file that uses another one assigns to an attribute of this name, other than of `self`."""
-        return False
+        return self._ask(path, uses.may_set_from_outside, name)
 
-    def attribute_set_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
+    def attribute_set_elsewhere(self, path: str, name: str) -> bool:
         """True if other code may set an attribute of this name; outside of a project, it may."""
-        return True
+        return self._ask(path, uses.may_set, name, otherwise=True, whole=True)
 
-    def compiled_elsewhere(self, path: str) -> bool:  # noqa: ARG002
+    def compiled_elsewhere(self, path: str) -> bool:
         """True if other code may compile a model that a file gets; outside of a project, it may."""
-        return True
+        return self._ask(path, settings.may_compile, otherwise=True, whole=True)
 
-    def scaler_updated_elsewhere(self, path: str) -> bool:  # noqa: ARG002
+    def scaler_updated_elsewhere(self, path: str) -> bool:
         """True if other code may update a GradScaler that a file steps with; outside of a project, it may."""
-        return True
+        return self._ask(path, settings.may_update_scaler, otherwise=True, whole=True)
 
     def looked_up(self, path: str) -> bool:  # noqa: ARG002
         """True if code of the project of a file may get a class by a name that is not in the code."""
@@ -137,42 +158,43 @@ class ProjectApi:
         """True if a file is in a package that other projects may install, and use."""
         return False
 
-    def is_all_code(self, path: str) -> bool:  # noqa: ARG002
+    def is_all_code(self, path: str) -> bool:
         """True if a file is the only Python file of its project, which has no notebook either."""
-        return False
+        return self._ask(path, uses.is_all_code)
 
-    def asks_for(self, path: str, word: str) -> bool:  # noqa: ARG002
+    def asks_for(self, path: str, word: str) -> bool:
         """True if a script, config or text of the project contains a word; outside of a project that is unknown."""
-        return True
+        return self._ask(path, settings.may_ask_for, word, otherwise=True)
 
-    def mentioned_beside(self, path: str, name: str, paths: Iterable[str]) -> bool:  # noqa: ARG002
+    def mentioned_beside(self, path: str, name: str, paths: Iterable[str]) -> bool:
         """True if code in the folder that contains a file and others, but not in the file, has a name."""
-        return True
+        folder = os.path.commonpath([Path(each).absolute().parent for each in (path, *paths)])
+        return self._ask(path, uses.may_mention, f"{name} {folder}", otherwise=True)
 
-    def keyword_given_elsewhere(self, path: str, name: str) -> bool:  # noqa: ARG002
+    def keyword_given_elsewhere(self, path: str, name: str) -> bool:
         """True if other code gives something a keyword argument of this name; outside of a project, it may."""
-        return True
+        return self._ask(path, uses.may_give, name, otherwise=True)
 
-    def drops_option(self, path: str, name: str) -> bool:  # noqa: ARG002
+    def drops_option(self, path: str, name: str) -> bool:
         """True if no code of the project of a file reads an option; outside of a project, it may."""
-        return False
+        return not self._ask(path, settings.may_read_option, name, otherwise=True)
 
     def passes_option(self, path: str, name: str) -> bool:  # noqa: ARG002
         """True if a script, config or text of the project of a file passes an option that asks for low precision."""
         return False
 
-    def gives_option(self, path: str, name: str, value: str) -> bool:  # noqa: ARG002
+    def gives_option(self, path: str, name: str, value: str) -> bool:
         """True if a config or script of the project of a file gives an option this value."""
-        return False
+        return self._ask(path, settings.gives_option, f"{name} {value}")
 
-    def gives_unhandled(self, path: str, name: str, value: str) -> bool:  # noqa: ARG002
+    def gives_unhandled(self, path: str, name: str, value: str) -> bool:
         """True if a config or script of the project gives an option a value that no code of the project mentions."""
-        return False
+        return self.gives_option(path, name, value) and not self._ask(path, settings.may_handle_value, value)
 
     def unread_keys(self, path: str) -> list[tuple[str, str]]:  # noqa: ARG002
         """Return the configs that a file names with a key for low precision that no code names, each with the key."""
         return []
 
-    def deepspeed_config_read(self, path: str) -> bool:  # noqa: ARG002
+    def deepspeed_config_read(self, path: str) -> bool:
         """True if something in the project may read the DeepSpeed config that a file is, or contains."""
-        return True
+        return self._ask(path, settings.may_read_deepspeed, otherwise=True)

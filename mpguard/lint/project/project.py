@@ -41,14 +41,10 @@ LARGEST_USER = 256 << 10
 MOST_NEARBY = 32
 
 
-class _Questions:
+class _Questions(ProjectApi):
     """What a rule asks of the other files of the tree: each answer is searched for in their bytes, and recorded."""
 
     def _ask(self, path: str, question: Question, name: str = "", otherwise: bool = False, whole: bool = False) -> bool:
-        """Answer a question about the project of a file; outside of a project, the answer is `otherwise`.
-
-        whole: a folder that the user has named is as good as a project.
-        """
         file = Path(path).absolute()
         with tracked_fs.recording_for(path):
             top = tree.top_of(file.parent)
@@ -66,38 +62,6 @@ class _Questions:
         with tracked_fs.recording_for(path):
             return summaries.may_derive(tree.top_of(file.parent), file, name)
 
-    def method_used_elsewhere(self, path: str, name: str) -> bool:
-        return self._ask(path, uses.may_call, name, otherwise=True)
-
-    def subclassed_elsewhere(self, path: str, name: str) -> bool:
-        """True if a class of another file may derive from a class of a file; outside of a project, it may.
-
-        Unlike `derived_elsewhere`, this resolves imports.
-        """
-        return self._ask(path, uses.may_derive, name, otherwise=True, whole=True)
-
-    def attribute_set_elsewhere(self, path: str, name: str) -> bool:
-        return self._ask(path, uses.may_set, name, otherwise=True, whole=True)
-
-    def mentioned_beside(self, path: str, name: str, paths: Iterable[str]) -> bool:
-        folder = os.path.commonpath([Path(each).absolute().parent for each in (path, *paths)])
-        return self._ask(path, uses.may_mention, f"{name} {folder}", otherwise=True)
-
-    def keyword_given_elsewhere(self, path: str, name: str) -> bool:
-        return self._ask(path, uses.may_give, name, otherwise=True)
-
-    def is_replaced(self, path: str, name: str) -> bool:
-        return self._ask(path, uses.is_replaced, name)
-
-    def attribute_set_from_outside(self, path: str, name: str) -> bool:
-        return self._ask(path, uses.may_set_from_outside, name)
-
-    def scaler_updated_elsewhere(self, path: str) -> bool:
-        return self._ask(path, settings_read.may_update_scaler, otherwise=True, whole=True)
-
-    def compiled_elsewhere(self, path: str) -> bool:
-        return self._ask(path, settings_read.may_compile, otherwise=True, whole=True)
-
     def looked_up(self, path: str) -> bool:
         with tracked_fs.recording_for(path):
             return ask(tree.top_of(Path(path).absolute().parent), "", uses.may_look_up)
@@ -112,24 +76,9 @@ class _Questions:
                 package = package.parent
             return packages.is_installable(top) and (package == top or packages.builds_from(top, package.parent))
 
-    def is_all_code(self, path: str) -> bool:
-        return self._ask(path, uses.is_all_code)
-
-    def asks_for(self, path: str, word: str) -> bool:
-        return self._ask(path, settings_read.may_ask_for, word, otherwise=True)
-
-    def drops_option(self, path: str, name: str) -> bool:
-        return not self._ask(path, settings_read.may_read_option, name, otherwise=True)
-
     def passes_option(self, path: str, name: str) -> bool:
         with tracked_fs.recording_for(path):
             return ask(tree.top_of(Path(path).absolute().parent), "", settings_read.passes_option, name)
-
-    def gives_option(self, path: str, name: str, value: str) -> bool:
-        return self._ask(path, settings_read.gives_option, f"{name} {value}")
-
-    def gives_unhandled(self, path: str, name: str, value: str) -> bool:
-        return self.gives_option(path, name, value) and not self._ask(path, settings_read.may_handle_value, value)
 
     def unread_keys(self, path: str) -> list[tuple[str, str]]:
         file = Path(path).absolute()
@@ -151,12 +100,6 @@ class _Questions:
             top = tree.outermost(file.parent)
             return tree.is_project(top) and copies.is_in_copy(file, top, by_terms=True)
 
-    def launches_with_deepspeed_only(self, path: str) -> bool:
-        return self._ask(path, settings_read.configs_choose_deepspeed)
-
-    def deepspeed_config_read(self, path: str) -> bool:
-        return self._ask(path, settings_read.may_read_deepspeed, otherwise=True)
-
     def deepspeed_config_read_as_json(self, path: str) -> bool:
         """True if something in the project may read a DeepSpeed config by a stricter reader than DeepSpeed's."""
         return self._ask(path, settings_read.may_read_deepspeed_as_json, otherwise=True)
@@ -166,7 +109,7 @@ class _Questions:
         return self._ask(path, settings_read.may_read_deepspeed_key, key)
 
 
-class Project(_Questions, ProjectApi):
+class Project(_Questions):
     """The surroundings of a file, for rules. There is one per process, for one file after another.
 
     `ProjectApi` documents the methods that facts and rules call.
