@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpguard.cli.help_texts import HelpFormatter, fitted
+from mpguard.cli.help_texts import HelpFormatter, Parser, fitted
 from mpguard.core.console import columns, print_message
 from mpguard.core.errors import MpguardError, NotInForce, did_you_mean, near
 
@@ -111,7 +111,7 @@ def _run(arguments: list[str]) -> int:
     if command not in COMMANDS:
         return _error(f"there is no command `{command}`{did_you_mean(command, COMMANDS)}")
     module = importlib.import_module(f"mpguard.cli.{command}")
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"mpguard {command}",
         description=(module.__doc__ or "").strip(),
         formatter_class=HelpFormatter,

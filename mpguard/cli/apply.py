@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mpguard import targets
-from mpguard.core.console import Line, printable, write_lines
+from mpguard.core.console import Line, columns, folded, printable, write_lines
 from mpguard.core.errors import ConfigError, PolicyError
 from mpguard.core.text_edits import apply_edits, write_atomically
 from mpguard.document import Document, deepspeed_file, dialects, mp_yaml, parse, read, validation
@@ -32,6 +32,8 @@ from mpguard.targets.settings import ABSENT
 
 #: A file of another kind, such as a script, is not reported with an error of the YAML parser.
 _SUFFIXES = (".yaml", ".yml", ".json", "")
+#: On a narrow terminal what continues a line is indented by so much at most, however long the path is.
+_WIDEST_INDENT = 16
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
     if options.format == "json":
         print(json.dumps(_as_json(jobs, recipe, writes), indent=2))
     elif options.diff:
-        write_lines(line for job in jobs for line in _diff(job))
+        write_lines((line for job in jobs for line in _diff(job)), fold=False)
     else:
         write_lines(_lines(jobs, recipe, writes))
     differs = options.check and any(job.changes for job in jobs)
@@ -288,7 +290,8 @@ def _lines(jobs: list[Job], recipe: str, written: bool) -> Iterator[Line]:
         rows += [(f"note: {note}", "") for note in notes]
         rows += [(f"problem: {problem}", "red") for problem in job.problems]
         for index, (text, style) in enumerate(rows):
-            yield [(f"{'' if index else job.path:{width}}  ", "bold"), (printable(text), style)]
+            line = [(f"{'' if index else job.path:{width}}  ", "bold"), (printable(text), style)]
+            yield from folded(line, min(width + 4, _WIDEST_INDENT), columns())
     changed = [job for job in jobs if job.changes]
     count = sum(len(job.changes) for job in changed)
     if not changed:

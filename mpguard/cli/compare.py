@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpguard.core import watch_events
 from mpguard.core.console import Line, columns, folded, printable, shows_unicode, write_lines
 from mpguard.core.errors import ConfigError
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 _STYLES = {"same": "green", "different": "yellow", "diverged": "bold red", "inconclusive": "cyan"}
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH, _SPARK_NARROWEST = 24, 6
+#: The columns that a narrow terminal has no room for; the first ones are in the page, and in JSON.
+_LEFT_OUT_FIRST = ("events", "memory", "ms/step", "interval", "loss", "at the end")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -167,6 +170,11 @@ def _lines(report: Comparison) -> Iterator[Line]:
     if width is not None and (excess := sum(widths.values()) + 2 * (len(keep) - 1) - width) > 0:
         header, rows = _table(report, max(_SPARK_NARROWEST, _SPARK_WIDTH - excess))
         widths = {i: max(len(printable(row[i])) for row in [header, *rows]) for i in keep}
+        for title in _LEFT_OUT_FIRST:
+            if sum(widths.values()) + 2 * (len(widths) - 1) <= width:
+                break
+            widths.pop(header.index(title), None)
+        keep = list(widths)
     yield [("  ".join(f"{header[i]:{widths[i]}}" for i in keep).rstrip(), "bold")]
     for row in rows:
         cells = [(f"{printable(row[i]):{widths[i]}}  ", _STYLES.get(row[i], "") if i == 1 else "") for i in keep]
@@ -212,7 +220,7 @@ def _difference(verdict: RunVerdict, margin: Margin) -> tuple[str, str]:
 
 def _facts(logs: Sequence[RunLog], spark: int) -> list[str]:
     """Return the cells about the runs themselves: of the first one's loss, and of all of them the rest."""
-    from mpguard.compare.model import count_events, in_words, median_of
+    from mpguard.compare.model import count_events, median_of
 
     losses = list(logs[0].loss.values())
     ms = median_of([value for log in logs for value in log.ms.values()])
@@ -223,7 +231,7 @@ def _facts(logs: Sequence[RunLog], spark: int) -> list[str]:
         f"{losses[-1]:.4g}",
         "" if ms is None else f"{ms:.3g}",
         "" if memory is None else f"{memory / 2**30:.3g} GiB",
-        ", ".join(in_words(kind, count) for kind, count in events.items()),
+        ", ".join(watch_events.counted(kind, count) for kind, count in events.items()),
     ]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
+from typing import Any
 
 from mpguard.core.console import columns, wrapped
 
@@ -11,6 +13,15 @@ from mpguard.core.console import columns, wrapped
 _IN_COLUMNS = re.compile(r"\s*\S.*?\s{2,}(?=\S)")
 #: The least width of a second column; below it, what follows goes under the first one.
 _LEAST = 30
+
+
+class Parser(argparse.ArgumentParser):
+    """Prints usage lines and errors in the width of the terminal."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        stream = sys.stderr if file is None else file
+        width = columns(stream) if message else None
+        super()._print_message("\n".join(wrapped(line, 4, width) for line in message.split("\n")), stream)
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

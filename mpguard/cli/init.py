@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mpguard import targets
+from mpguard.core.console import write_lines
 from mpguard.core.errors import ConfigError, PolicyError
 from mpguard.core.text_edits import apply_edits, write_atomically
 from mpguard.document import Document, mp_yaml, parse
@@ -65,7 +66,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--yes", action="store_true", help="without RECIPE: ask nothing, take what is recommended here")
     parser.add_argument("--model", metavar="MODEL", help="without RECIPE: the model, for an estimate of what fits")
-    parser.add_argument("--strategy", choices=STRATEGIES, help="default: ddp if there are several GPUs, else single")
+    parser.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        metavar="STRATEGY",
+        help=f"{', '.join(STRATEGIES)}; default: ddp if there are several GPUs, else single",
+    )
     parser.add_argument(
         "-o",
         "--output",
@@ -327,9 +333,16 @@ def _check_paths(paths: list[Path], force: bool) -> None:
         if path.is_dir():
             raise ConfigError(f"{path}: is a folder; a file name is needed")
         if os.path.lexists(path) and not force:
-            raise ConfigError(
-                f"{path}: already exists, and was not changed. Use --force to overwrite it, or -o for another name"
-            )
+            raise ConfigError(f"{path}: already exists, and was not changed. {_instead(path, paths[0])}")
+
+
+def _instead(path: Path, config: Path) -> str:
+    if path == config:
+        return "Use --force to overwrite it, or -o for another name"
+    return (
+        f"Use --force to overwrite it. To keep it, write both files to another folder (-o FOLDER/{config.name}), name "
+        f"yours there as `deepspeed_config_file`, and run `mpguard apply RECIPE FOLDER/{config.name} {path.name}`"
+    )
 
 
 def _print(plan: InitPlan, files: list[Document], notes: list[str], form: str) -> None:
@@ -349,15 +362,13 @@ def _print(plan: InitPlan, files: list[Document], notes: list[str], form: str) -
         return
     plural = "es" * (plan.processes > 1)
     names = " and ".join(each.path for each in files)
-    print(f"Wrote {names}: {plan.recipe}, {plan.strategy}, {plan.processes} process{plural}.")
+    lines = [f"Wrote {names}: {plan.recipe}, {plan.strategy}, {plan.processes} process{plural}."]
     width = max(len(each.path) for each in files)
     for each in files:
         for key, value in _precision(each, plan).items():
-            print(f"  {each.path:{width}}  {key}: {show(value)}")
-    for note in notes:
-        print(note)
+            lines.append(f"  {each.path:{width}}  {key}: {show(value)}")
     where = "" if plan.device == "cpu" or hardware.detect().gpu else ", on a machine with a GPU"
-    print(f"Next{where}: {following}")
+    write_lines([(line, "")] for line in (*lines, *notes, f"Next{where}: {following}"))
 
 
 def _precision(document: Document, plan: InitPlan) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def report(options: argparse.Namespace, outcome: Outcome, to_stderr: bool) -> No
     stream = sys.stderr if to_stderr else sys.stdout
     text = _document(options, outcome)
     if text is None:
-        write_lines(_lines_of(options, outcome), stream)
+        write_lines(_lines_of(options, outcome), stream, fold=False)
     elif text:
         write_text(f"{text}\n", stream)
 
@@ -56,7 +56,7 @@ def patch(reports: Iterable[FileReport], outcome: Outcome) -> None:
             data = _diff(each.target.path, each.fix_result)
             if sys.stdout.isatty():  # for reading, not for `patch`
                 lines = data.decode("utf-8", "replace").split("\n")
-                write_lines([(printable(line.rstrip("\r")), "")] for line in lines[:-1])
+                write_lines(([(printable(line.rstrip("\r")), "")] for line in lines[:-1]), fold=False)
             else:
                 print_bytes(data)
     write_lines([_patch_summary(outcome)], sys.stderr)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpguard import targets
-from mpguard.core.console import columns, print_message, rich_console, write_lines
+from mpguard.core.console import columns, print_message, rich_console, wrapped, write_lines
 from mpguard.core.errors import MissingExtra, NotCarried, PolicyError
 from mpguard.policy import hardware
 from mpguard.policy.dtype import Dtype
@@ -212,22 +212,32 @@ def _text_of(name: str, arguments: Mapping[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={shown(value)}' for key, value in arguments.items())})"
 
 
+def _comment(text: str) -> None:
+    """Print a comment, of several lines where the terminal is narrow."""
+    width = columns()
+    print("\n".join(f"# {line}" for line in wrapped(text, 0, width and width - 2).split("\n")))
+
+
 def _show_built(target: Plugin, built: Mapping[str, Any]) -> None:
     if built["missing"]:
         print(f"{built['missing']}\nThe arguments would be:")
     if built["object"]:
-        print(built["object"])
+        print(wrapped(built["object"], 4, columns()))
     elif target.name == "deepspeed":
         print(json.dumps(built["arguments"], indent=2))
     else:
-        print(f"# {(inspect.cleandoc(target.doc) or target.name).splitlines()[0]}")
+        _comment((inspect.cleandoc(target.doc) or target.name).splitlines()[0])
         for name, value in built["arguments"].items():
-            print(f"{name}={value!r}")
+            print(wrapped(f"{name}={value!r}", 4, columns()))
     if target.name == "accelerate":
         print("# In the config file")
         for key, value in built["settings"].items():
-            print(f"{key}: {show(value)}")
+            print(wrapped(f"{key}: {show(value)}", 4, columns()))
         for key, why in built["absent"].items():
-            print(f"{key}: (absent)" + (f" # {why}" if why else ""))
+            line = f"{key}: (absent)" + (f" # {why}" if why else "")
+            if (columns() or len(line)) < len(line):
+                _comment(why)
+                line = f"{key}: (absent)"
+            print(line)
     for each in built["not_carried"]:
         print_message(str(NotCarried(each["field"], each["value"], target.name, each["carriers"])))

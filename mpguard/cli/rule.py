@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from mpguard.core.console import print_message
+from mpguard.core.console import columns, print_message, wrapped
 from mpguard.core.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 FORMATS = ("text", "json")
 #: Columns of a page on a terminal; longer lines are hard to read.
 _MAX_WIDTH = 100
+#: Where the marks of a rule go on a narrow terminal.
+_MARKS = 17
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +80,8 @@ def _print_list(rules: Iterable[type[BaseRule]]) -> None:
     width = max(len(rule.name) for rule in rules)
     for rule in rules:
         marks = [*(["preview"] if rule.preview else []), *(["fix"] if rule.fixable() else [])]
-        print(f"{rule.code}  {rule.severity:7}  {rule.name:{width}}  {', '.join(marks)}".rstrip())
+        line = f"{rule.code}  {rule.severity:7}  {rule.name:{width}}  {', '.join(marks)}".rstrip()
+        print(wrapped(line, _MARKS, columns()))
 
 
 def _print_pages(text: str) -> None:

@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 
 #: How many layers the table has without `--all`.
 _ROWS = 20
+#: The columns that a narrow terminal has no room for, the least needed first; the recipe that sorts always stays.
+_LEFT_OUT_FIRST = ("underflow", "in x out", "drift", "loses in", "share", "bf16", "blockwise", "mxfp8")
+_LEFT_ALIGNED = ("layer", "in x out", "loses in", "underflow")
+#: Names of layers are not made shorter than this.
+_SHORTEST_NAME = 16
 
 parse_arguments = launch.parse_arguments
 
@@ -192,19 +197,39 @@ def _table(report: Sensitivity, proposal: Proposal, most: int | None) -> Iterato
     """Yield the layers, the one that loses most first: ratios in dB, where it loses, and underflow."""
     head = ("layer", "in x out", "share", *report.formats, "loses in", "underflow", "drift")
     shown = report.measured[:most]
-    rows = [head, *(_cells(layer, report) for layer in shown)]
-    widths = [max(len(printable(row[i])) for row in rows) for i in range(len(head))]
-    left = {0, 1, len(head) - 3, len(head) - 2}
+    rows = [[printable(cell) for cell in row] for row in (head, *(_cells(layer, report) for layer in shown))]
+    widths = {title: max(len(row[i]) for row in rows) for i, title in enumerate(head)}
+    width, omitted = columns(), list[str]()
+    for title in (*_LEFT_OUT_FIRST, "layer"):
+        excess = sum(widths.values()) + 2 * (len(widths) - 1) - (width or math.inf)
+        if excess <= 0:
+            break
+        if title == "layer":
+            widths[title] = max(_SHORTEST_NAME, widths[title] - int(excess))
+        elif title in widths and title != report.recipe:
+            omitted.append(title)
+            del widths[title]
     for number, row in enumerate(rows):
         cells = [
-            f"{printable(cell):{'<' if i in left else '>'}{width}}"
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            f"{_shortened(cell, widths[title]):{'<' if title in _LEFT_ALIGNED else '>'}{widths[title]}}"
+            for title, cell in zip(head, row, strict=True)
+            if title in widths
         ]
         snr = shown[number - 1].snr(report.recipe) if number else None
         style = "bold" if not number else "yellow" if snr is not None and snr < proposal.bound else ""
         yield [("  ".join(cells).rstrip(), style)]
     if len(shown) < len(report.measured):
         yield [(f"... and {len(report.measured) - len(shown)} more, which lose less (--all)", "dim")]
+    if omitted:
+        yield [(f"Left out, as the terminal is narrow: {', '.join(omitted)}", "dim")]
+
+
+def _shortened(text: str, width: int) -> str:
+    """Return a name of at most `width` characters, without its middle: the ends of names of layers differ."""
+    if len(text) <= width:
+        return text
+    start = (width - 2) // 3
+    return f"{text[:start]}..{text[len(text) - (width - 2 - start) :]}"
 
 
 def _cells(layer: MeasuredLayer, report: Sensitivity) -> tuple[str, ...]:

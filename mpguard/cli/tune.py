@@ -20,12 +20,12 @@ import importlib.util
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpguard.cli import launch, script_runs
-from mpguard.core.console import Line, print_line, printable, rich_console, write_lines
+from mpguard.core.console import Line, columns, print_line, printable, rich_console, write_lines
 from mpguard.core.errors import MissingExtra
 
 if TYPE_CHECKING:
@@ -145,10 +145,26 @@ def _print_list(chosen: Sequence[TuneCandidate], form: str) -> None:
         print(json.dumps({"version": 1, "candidates": rows}, indent=2))
         return
     width = max(len(each.name) for each in chosen)
-    write_lines(
-        [(f"{each.name:{width}}  ", "bold"), (printable(each.refused) or "runs here", "yellow" if each.refused else "")]
-        for each in chosen
-    )
+    reasons: dict[str, list[str]] = {}
+    for each in chosen:
+        state = ("refused", "yellow") if each.refused else ("runs here", "")
+        write_lines([[(f"{each.name:{width}}  ", "bold"), state]])
+        if each.refused:
+            reasons.setdefault(each.refused, []).append(each.name)
+    write_lines(_grouped(reasons))
+
+
+def _fitted(
+    rows: list[tuple[str, ...]], widths: list[int], width: int | None
+) -> tuple[list[tuple[str, ...]], list[int]]:
+    """Return the columns that a terminal has room for, with the state: the interval, memory and loss go first."""
+    for title in ("interval", "memory", "loss"):
+        if width is None or sum(widths) + 2 * len(widths) + len("refused") <= width:
+            break
+        at = rows[0].index(title)
+        rows = [row[:at] + row[at + 1 :] for row in rows]
+        widths = widths[:at] + widths[at + 1 :]
+    return rows, widths
 
 
 @contextlib.contextmanager
@@ -199,6 +215,7 @@ def _style(row: TuneRow) -> str:
 def _lines(report: TuneReport, request: TuneRequest, *, written: bool) -> Iterator[Line]:
     rows = [_HEADER[:-1], *(tuple(_cells(row, report)) for row in report.rows)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    rows, widths = _fitted(rows, widths, columns())
     yield [("  ".join(f"{cell:{width}}" for cell, width in zip(rows[0], widths, strict=True)).rstrip(), "bold")]
     for row, cells in zip(report.rows, rows[1:], strict=True):
         text = "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
@@ -208,10 +225,15 @@ def _lines(report: TuneReport, request: TuneRequest, *, written: bool) -> Iterat
     reasons: dict[str, list[str]] = {}
     for row in report.rows:
         reasons.setdefault(_why(row, report), []).append(row.candidate.name)
+    yield from _grouped(reasons)
+    yield from _verdict(report, request, written)
+
+
+def _grouped(reasons: Mapping[str, Sequence[str]]) -> Iterator[Line]:
+    """Yield each reason once, with the candidates that it is about."""
     for why, names in reasons.items():
         if why:
             yield [(f"{', '.join(names)}: ", "bold"), (printable(why), "")]
-    yield from _verdict(report, request, written)
 
 
 def _verdict(report: TuneReport, request: TuneRequest, written: bool) -> Iterator[Line]:

@@ -175,12 +175,6 @@ def _after(spikes: Sequence[tuple[int, int]]) -> str:
     return f", after {'a spike' if len(spikes) == 1 else f'{len(spikes)} spikes, the first'} at {at}"
 
 
-def in_words(kind: str, count: int) -> str:
-    """Return a number of events of a kind as words: "11 skipped steps"."""
-    words = kind.replace("_", " ")
-    return f"{count} {words}" if count == 1 or words.endswith("s") or words.count(" ") > 1 else f"{count} {words}s"
-
-
 def count_events(logs: tuple[RunLog, ...]) -> dict[str, int]:
     """Return how often the logs report each kind of event."""
     counted: dict[str, int] = {}

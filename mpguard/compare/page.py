@@ -10,7 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from mpguard.compare.model import Comparison, Margin, RunLog, RunVerdict, count_events, in_words, median_of
+from mpguard.compare.model import Comparison, Margin, RunLog, RunVerdict, count_events, median_of
+from mpguard.core import watch_events
 from mpguard.core.version import __version__
 
 _ASSETS = Path(__file__).with_name("assets")
@@ -111,7 +112,7 @@ def _facts(logs: Sequence[RunLog]) -> dict[str, str]:
     """Return the cells about the runs themselves, by `_COLUMNS`; a column without any is left out."""
     ms = median_of([value for log in logs for value in log.ms.values()])
     memory = max((log.memory for log in logs if log.memory is not None), default=None)
-    events = ", ".join(in_words(kind, count) for kind, count in count_events(tuple(logs)).items())
+    events = ", ".join(watch_events.counted(kind, count) for kind, count in count_events(tuple(logs)).items())
     last = list(logs[0].loss.values())[-1]
     cells = [f"{last:.4g}", "" if ms is None else f"{ms:.3g}",
              "" if memory is None else f"{memory / 2**30:.3g} GiB", events]  # fmt: skip
@@ -183,7 +184,7 @@ def page_data(report: Comparison) -> dict[str, Any]:
                 "run": name,
                 "color": color[name],
                 "step": event.step,
-                "kind": in_words(event.kind, 1)[2:],
+                "kind": watch_events.named(event.kind),
                 "text": event.text,
             }
             for name, logs in arms.items()

@@ -27,14 +27,27 @@ Line = list[tuple[str, str]]
 
 def print_line(text: str) -> None:
     """Write one line to stderr in a single write, because several ranks may share the stream."""
-    sys.stderr.write(f"{shown(text, sys.stderr)}\n")
+    sys.stderr.write(f"{_fitted(shown(text, sys.stderr), sys.stderr)}\n")
     sys.stderr.flush()
 
 
 def print_message(message: str) -> None:
     """Print `mpguard: message` to stderr; control characters are replaced, and `::` commands of CI are disarmed."""
     text = "mpguard: " + "\n".join(map(_harmless, message.split("\n")))
-    print(shown(text, sys.stderr), file=sys.stderr)
+    print(_fitted(shown(text, sys.stderr), sys.stderr), file=sys.stderr)
+
+
+def _fitted(text: str, stream: TextIO) -> str:
+    """Return lines of text as a terminal's width takes them; unchanged if the stream is no terminal."""
+    width = columns(stream)
+    if width is None:
+        return text
+    return "\n".join(wrapped(line, _indent_of(line), width) for line in text.split("\n"))
+
+
+def _indent_of(text: str) -> int:
+    """Return how far the lines that continue a line are indented."""
+    return len(text) - len(text.lstrip(" ")) + 2
 
 
 def _harmless(line: str) -> str:
@@ -48,9 +61,15 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def write_lines(lines: Iterable[Line], stream: TextIO | None = None) -> None:
-    """Print lines, in color where `use_color` is true; the text is the same either way."""
+def write_lines(lines: Iterable[Line], stream: TextIO | None = None, *, fold: bool = True) -> None:
+    """Print lines, in color where `use_color` is true; the text is the same either way.
+
+    fold: break lines that are wider than the terminal at spaces; not for source code, whose columns are marked below.
+    """
     stream = sys.stdout if stream is None else stream
+    width = columns(stream) if fold else None
+    if width is not None:
+        lines = (part for line in lines for part in folded(line, _indent_of("".join(text for text, _ in line)), width))
     if not use_color(stream):
         write_text(shown("".join("".join(text for text, _ in line) + "\n" for line in lines), stream), stream)
         return
@@ -106,13 +125,17 @@ def folded(line: Line, indent: int, width: int | None) -> Iterator[Line]:
     part: Line = []
     used = 0
     for piece, style in line:
-        for word in re.findall(r"\s*\S+|\s+$", piece):
+        for word in re.findall(r"\s*\S+|\s+$", piece) if width is not None else [piece]:
             breaks = width is not None and used > indent and used + len(word) > width
             if breaks:
                 yield part
                 part, used = [(" " * indent, "")], indent
-            part.append((word.lstrip() if breaks else word, style))
-            used += len(part[-1][0])
+            text = word.lstrip() if breaks else word
+            if part and part[-1][1] == style:
+                part[-1] = (part[-1][0] + text, style)
+            else:
+                part.append((text, style))
+            used += len(text)
     yield part
 
 

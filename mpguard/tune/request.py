@@ -86,7 +86,8 @@ def _refused(request: TuneRequest, candidate: TuneCandidate, parser_factory: lau
     try:
         launcher.prepare(["--enforce", "error", *request.argv], parser_factory, candidate.overrides)
     except NotInForce as error:
-        return error.reasons
+        name = candidate.policy.name if candidate.policy is not None else ""
+        return error.reasons.replace(f"the policy `{name}` does not run here: ", "")  # one reason for many candidates
     except PolicyError as error:
         return str(error)
     return ""

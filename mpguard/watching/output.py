@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import IO, Any
 
+from mpguard.core import watch_events
 from mpguard.core.console import print_line, write_lines
 from mpguard.core.errors import ConfigError
 from mpguard.core.version import __version__
@@ -177,8 +178,10 @@ class Terminal:
         if rank() != 0 or not (found or skipped):
             return
         parts = [f"{skipped} skipped"] if skipped else []
-        parts += [f"{bad} of {steps} not finite"] if bad > 1 else []
-        parts += [f"{kind} {count}x" for kind, count in sorted(found.items())]
+        if bad > 1:
+            parts.append(f"{bad} of {steps} not finite")
+            found.pop("nonfinite", None)  # is reported once, not again while it lasts
+        parts += [watch_events.counted(kind, count) for kind, count in sorted(found.items())]
         write_lines([[("mpguard watch: ", "bold yellow"), (f"{steps} steps: {', '.join(parts)}", "")]], sys.stderr)
 
 

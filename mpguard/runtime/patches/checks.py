@@ -172,6 +172,17 @@ def build_lock() -> None:
         baton.release()
 
 
+def build() -> None:
+    """An extension is built; the compiler refuses this one at once."""
+    from torch.utils import cpp_extension
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "extension.cpp")
+        source.write_text("#error\n", encoding="utf-8")
+        with contextlib.suppress(RuntimeError):  # also where there is no ninja
+            cpp_extension.load("mpguard_check", [str(source)], build_directory=folder)
+
+
 # -- torch: compiled code ------------------------------------------------------------------------
 
 
