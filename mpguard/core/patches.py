@@ -76,7 +76,8 @@ class Adjustment:
 
     module: the module after whose import it is made. what: the option or the operator. reason, lost, tested: as in
     `Patch`. apply: takes the module, and returns why it could not make the change, None if it did; it leaves a user's
-    own value.
+    own value. check: a small program that raises `AssertionError` without the change, and none with it; `NotHere` where
+    this machine cannot run it. option: the name in the module's file that the change relies on.
     """
 
     module: str
@@ -84,7 +85,9 @@ class Adjustment:
     reason: str
     lost: str
     apply: Callable[[ModuleType], str | None]
+    check: Callable[[], None]
     tested: Window | None = None
+    option: str = ""
 
     @property
     def package(self) -> str:
@@ -95,12 +98,24 @@ class Adjustment:
         return self.what
 
     @property
+    def target(self) -> str:
+        return self.what.removeprefix(f"{self.module}.")
+
+    @property
+    def required(self) -> None:
+        """No policy needs one: the proof reads the dtypes that it is for."""
+
+    @property
     def window(self) -> Window | None:
         return self.tested or TESTED.get(self.package)
 
 
 class Obsolete(Exception):
     """Raised by the program of a patch where the installed library no longer needs it, with the reason."""
+
+
+class NotHere(Exception):
+    """Raised by the program of an adjustment that this machine cannot run, with the reason."""
 
 
 PATCHES: list[Patch] = []
@@ -133,12 +148,19 @@ def patch(
 
 
 def adjustment(
-    module: str, what: str, *, reason: str, lost: str, tested: Window | None = None
+    module: str,
+    what: str,
+    *,
+    reason: str,
+    lost: str,
+    check: Callable[[], None],
+    tested: Window | None = None,
+    option: str = "",
 ) -> Callable[[Callable[[ModuleType], str | None]], Callable[[ModuleType], str | None]]:
     """Put a change that is no wrapped function into the table; the arguments are those of `Adjustment`."""
 
     def collect(apply: Callable[[ModuleType], str | None]) -> Callable[[ModuleType], str | None]:
-        ADJUSTMENTS.append(Adjustment(module, what, reason, lost, apply, tested))
+        ADJUSTMENTS.append(Adjustment(module, what, reason, lost, apply, check, tested, option))
         return apply
 
     return collect

@@ -128,7 +128,8 @@ def prepare(
     )
     changes = differences(config, policy, "accelerate", plan.strategy)
     launch = preflight.PlannedLaunch(plan, document, kind, tuple(changes), has_accelerator())
-    outside = windows.inspect(windows.installed_versions(), sys.path, all_of_them=False)
+    needed_by = windows.needed_by(policy, plan.strategy)
+    outside = windows.inspect(windows.installed_versions(), sys.path, needed_by)
     needed = [reason for each in outside for reason in each.refusals(policy, plan.strategy)]
     _refuse(plan, [*preflight.refusals(launch), *needed])
     require_supported("accelerate", policy, plan.strategy)

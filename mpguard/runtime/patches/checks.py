@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from mpguard.core.patches import Obsolete
+from mpguard.core.patches import NotHere, Obsolete
 
 
 @contextlib.contextmanager
@@ -304,6 +304,50 @@ def deepspeed_engine() -> None:
         engine.backward(engine(_input().to(torch.bfloat16)).sum())
         engine.step()
         assert engine.was_step_applied() and engine.skipped_steps == 0, "the engine does not report an applied step"
+
+
+# -- adjustments ---------------------------------------------------------------------------------
+
+
+def compiled_backward() -> None:
+    """A compiled backward pass of a custom function runs outside of the forward pass's autocast."""
+    import torch
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any) -> Any:
+            ctx.save_for_backward(weight)
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            (weight,) = ctx.saved_tensors
+            return gradients[0].float() @ weight.float().t(), None
+
+    torch.compiler.reset()
+    apply: Any = Own.apply
+
+    def forward(x: Any, weight: Any) -> Any:
+        return apply(x, weight).float().sum()
+
+    program: Any = torch.compile(forward, backend="aot_eager")
+    x, weight = torch.ones(2, 4, requires_grad=True), torch.full((4, 4), 1 + 2.0**-12)  # which BF16 rounds to 1
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = program(x, weight)
+    loss.backward()
+    torch.compiler.reset()
+    assert x.grad is not None and torch.equal(x.grad, torch.full((2, 4), 4 * (1 + 2.0**-12))), "it runs under autocast"
+
+
+def rnn() -> None:
+    """An LSTM under autocast in BF16 is not computed in FP16."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise NotHere("there is no GPU")
+    with torch.autocast("cuda", torch.bfloat16):
+        found, _ = torch.nn.LSTM(4, 4, device="cuda")(torch.ones(2, 3, 4, device="cuda"))
+    assert found.dtype is not torch.float16, "it is computed in FP16"
 
 
 # -- transformers --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.machinery
+import itertools
 import json
 import mmap
 import sys
@@ -19,7 +20,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpguard.core.patches import PATCHES, AnyFunction, Obsolete, Patch, misfit, resolve
+from mpguard.core.patches import (
+    ADJUSTMENTS,
+    PATCHES,
+    Adjustment,
+    AnyFunction,
+    NotHere,
+    Obsolete,
+    Patch,
+    misfit,
+    resolve,
+)
 
 #: The states of a patch.
 APPLIES, OBSOLETE, ABSENT, LOST = "applies", "obsolete", "library absent", "does not apply"
@@ -35,7 +46,7 @@ TABLES = (
 class Fit:
     """If a patch applies. reason: why not; empty if it does."""
 
-    patch: Patch
+    patch: Patch | Adjustment
     state: str
     reason: str = ""
 
@@ -49,7 +60,7 @@ class Fit:
 # -- without an import: the files of the libraries -----------------------------------------------
 
 
-def read(patches: Iterable[Patch], paths: Sequence[str]) -> Iterator[Fit]:
+def read(patches: Iterable[Patch | Adjustment], paths: Sequence[str]) -> Iterator[Fit]:
     """Yield the fit of each patch, from the files of the libraries; nothing is imported. paths: as `sys.path`.
 
     What is no `def` in its file (an alias, an inherited method) counts as applying: only an import would show it.
@@ -119,7 +130,9 @@ def _collect(body: Sequence[ast.stmt], prefix: str, found: dict[str, frozenset[s
                     found.setdefault(prefix + name, None)
 
 
-def _missing(patch: Patch, found: dict[str, frozenset[str] | None]) -> str | None:
+def _missing(patch: Patch | Adjustment, found: dict[str, frozenset[str] | None]) -> str | None:
+    if isinstance(patch, Adjustment):
+        return None if patch.option in ("", *found) else f"there is no {patch.option} in {patch.module}"
     owner = patch.target.rpartition(".")[0]
     if patch.target not in found and owner in found and found[owner] is None:
         return None  # a class with bases may inherit it
@@ -242,12 +255,35 @@ def _established(patch: Patch, traced: Sequence[Patch], reason: str | None) -> F
     return Fit(patch, APPLIES)
 
 
+def adjusted(adjustments: Iterable[Adjustment]) -> Iterator[Fit]:
+    """Yield the fit of each adjustment, by running its program without it and with it. It stays in force."""
+    for each in adjustments:
+        try:
+            each.check()
+        except NotHere as error:
+            yield Fit(each, ABSENT, str(error))
+            continue
+        except Exception:
+            reason = each.apply(importlib.import_module(each.module)) or _failure(each.check)
+            yield Fit(each, LOST if reason else APPLIES, reason)
+        else:
+            yield Fit(each, OBSOLETE)
+
+
+def _failure(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def main() -> int:
-    """Run the programs of all patches."""
+    """Run the programs of all patches, then those of the adjustments."""
     for name in TABLES:
         importlib.import_module(name)
     found = []
-    for each in behaviours(PATCHES):
+    for each in itertools.chain(behaviours(PATCHES), adjusted(ADJUSTMENTS)):
         found.append(each)
         print(json.dumps(each.as_json()), flush=True)
     return int(any(each.state == LOST for each in found))

@@ -132,7 +132,9 @@ def _leave_to_dynamo() -> None:
     "torch._functorch.config.backward_pass_autocast",
     reason="compiled, backward of a custom Function or operator runs under the forward's autocast; not in eager (S35)",
     lost="compiled backward passes of custom functions run under autocast",
+    check=checks.compiled_backward,
     tested=Window("2.9", TESTED["torch"].newest),  # torch 2.7 has no such option
+    option="backward_pass_autocast",
 )
 def _compiled_backward(config: ModuleType) -> str | None:
     """Compile backward passes as eager ones run: outside of the autocast region of the forward pass."""

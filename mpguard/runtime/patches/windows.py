@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mpguard.core.patches import PATCHES, Patch
+from mpguard.core.patches import ADJUSTMENTS, PATCHES, PROOF, Adjustment, Patch
 from mpguard.core.tested import DISTRIBUTIONS, SHOWN, TESTED, Window
 from mpguard.runtime.patches.fit import LOST, TABLES, Fit, read
 
@@ -74,10 +74,12 @@ class InstalledLibrary:
         }
 
 
-def inspect(versions: Mapping[str, str], paths: Sequence[str], *, all_of_them: bool = True) -> list[InstalledLibrary]:
+def inspect(
+    versions: Mapping[str, str], paths: Sequence[str], needed: Callable[[Patch | Adjustment], bool] | None = None
+) -> list[InstalledLibrary]:
     """Return the installed libraries of the window. versions: by the name of the distribution. paths: as `sys.path`.
 
-    all_of_them: False to read only the files of those that are outside of their window.
+    needed: of the libraries inside their window, read only the files of these patches, and leave out what has none.
     """
     found = []
     for library, window in TESTED.items():
@@ -85,9 +87,11 @@ def inspect(versions: Mapping[str, str], paths: Sequence[str], *, all_of_them: b
         if version is None:
             continue
         place = window.place(version)
-        if place == "inside" and not all_of_them:
-            continue
         own = [each for each in _table() if each.package == library]
+        if place == "inside" and needed is not None:
+            own = [each for each in own if needed(each)]
+            if not own:
+                continue
         found.append(InstalledLibrary(library, version, window, place, tuple(read(own, paths))))
     return found
 
@@ -104,7 +108,12 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
-def _table() -> Sequence[Patch]:
+def needed_by(policy: Any, strategy: str | None) -> Callable[[Patch | Adjustment], bool]:
+    """Return a function that is True for the patches without which a run cannot have a policy."""
+    return lambda each: each.required is not None and each.required(policy, strategy)
+
+
+def _table() -> Sequence[Patch | Adjustment]:
     """Return the table of a run; the modules that fill it import no library."""
     importlib.import_module(TABLES[0])
-    return [each for each in PATCHES if each.part == "proof"]
+    return [*(each for each in PATCHES if each.part == PROOF), *ADJUSTMENTS]

@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 
 from paths import REPOSITORY
 
-from mpguard.core.patches import PATCHES, Patch
+from mpguard.core.patches import ADJUSTMENTS, PATCHES, Adjustment, NotHere, Patch
 from mpguard.core.tested import DISTRIBUTIONS, TESTED
 from mpguard.runtime.patches import fit, table, windows
 
@@ -31,16 +31,19 @@ def test_every_patch_does_what_it_is_for_with_the_installed_libraries() -> None:
     run = subprocess.run([sys.executable, "-m", "mpguard.runtime.patches.fit"], capture_output=True, text=True)
     found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"patch"')]
     assert len(found) > 50, run.stderr[-2000:]
-    outside = {each.name for each in PATCHES if not _is_tested(each)}
+    outside = {each.name for each in (*PATCHES, *ADJUSTMENTS) if not _is_tested(each)}
     lost = [(each["patch"], each["reason"]) for each in found if each["state"] == fit.LOST]
     lost = [each for each in lost if each[0] not in outside]
     assert not lost, run.stderr[-2000:]
     absent = {each["library"] for each in found if each["state"] == fit.ABSENT}
-    assert absent <= {"transformer_engine"}
+    assert absent <= {"transformer_engine", "torch"}
+    without_gpu = {each["patch"] for each in found if each["reason"] == "there is no GPU"}
+    assert without_gpu <= {"aten::_cudnn_rnn under autocast"}, "an RNN under autocast needs cuDNN"
+    assert {each.name for each in ADJUSTMENTS} <= {each["patch"] for each in found}
     assert {each["patch"] for each in found if each["state"] == fit.OBSOLETE} <= OBSOLETE
 
 
-def _is_tested(patch: Patch) -> bool:
+def _is_tested(patch: Patch | Adjustment) -> bool:
     """Return False for a patch of a later version than the installed one: `make test-oldest` has one of those."""
     version = windows.installed_versions().get(DISTRIBUTIONS.get(patch.package, patch.package))
     return version is None or patch.window is None or patch.window.place(version) == "inside"
@@ -115,6 +118,25 @@ def test_a_patch_whose_program_does_not_call_its_target_does_not_apply() -> None
     assert states["calls_another"].reason == "it is not called in: Calls another function."
     assert states["fails"].state == fit.LOST and "another colour" in states["fails"].reason
     assert colorsys.rgb_to_hsv(1, 0, 0) == (0.0, 1.0, 1), "the original is back"
+
+
+@pytest.mark.parametrize(
+    ("needs", "has", "state"),
+    [(1, 1, fit.APPLIES), (0, 1, fit.OBSOLETE), (2, 1, fit.LOST), (None, 1, fit.ABSENT)],
+)
+def test_an_adjustment_is_checked_without_it_and_with_it(needs: int | None, has: int, state: str) -> None:
+    made: list[int] = []
+
+    def program() -> None:
+        if needs is None:
+            raise NotHere("there is no GPU")
+        assert len(made) >= needs, "without it"
+
+    each = Adjustment("colorsys", "option", "reason", "lost", lambda _module: made.extend([1] * has), program)
+    [found] = fit.adjusted([each])
+    assert found.state == state
+    reason = {fit.LOST: "AssertionError: without it", fit.ABSENT: "there is no GPU"}.get(state, "")
+    assert found.reason.partition("\n")[0] == reason
 
 
 @pytest.mark.parametrize(("wanted", "state"), [("wrapped", fit.APPLIES), ((0.0, 1.0, 1), fit.OBSOLETE), (1, fit.LOST)])

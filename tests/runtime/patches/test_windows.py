@@ -8,7 +8,7 @@ import pytest
 
 from mpguard.core.tested import TESTED, Window
 from mpguard.policy.recipes import recipe
-from mpguard.runtime.patches import windows
+from mpguard.runtime.patches import fit, windows
 
 MASKS = """
 def _ignore_causal_mask_sdpa(padding_mask, q_length, kv_length, local_attention_size=None): ...
@@ -69,9 +69,31 @@ def test_a_patch_that_the_policy_needs_is_a_refusal_that_names_it(site: Path) ->
     assert list(found.refusals(recipe("bf16_mixed"), "ddp")) == []
 
 
+def test_a_patch_that_the_policy_needs_is_a_refusal_inside_the_window_too(site: Path) -> None:
+    inside = {"deepspeed": f"{TESTED['deepspeed'].newest}.99"}
+    policy = recipe("bf16_mixed")
+    [found] = windows.inspect(inside, [str(site)], windows.needed_by(policy, "deepspeed-zero2"))
+    assert found.place == "inside"
+    [reason] = found.refusals(policy, "deepspeed-zero2")
+    assert "deepspeed.initialize has no parameter args, config" in reason and "Install a version" in reason
+    assert windows.inspect(inside, [str(site)], windows.needed_by(policy, "ddp")) == []
+
+
+def test_an_adjustment_whose_option_is_gone_is_read_without_an_import(tmp_path: Path) -> None:
+    _package(tmp_path, "torch._functorch.config", "other_option = 1\n")
+    [found] = windows.inspect({"torch": "99.0"}, [str(tmp_path)])
+    lost = {each.patch.name: each.reason for each in found.lost}
+    option = "torch._functorch.config.backward_pass_autocast"
+    assert lost[option] == "there is no backward_pass_autocast in torch._functorch.config"
+    _package(tmp_path, "torch._functorch.config", "backward_pass_autocast: str = 'same_as_forward'\n")
+    fit._definitions.cache_clear()
+    [found] = windows.inspect({"torch": "99.0"}, [str(tmp_path)])
+    assert option not in {each.patch.name for each in found.lost}
+
+
 def test_a_tested_version_is_no_line_and_is_not_read_by_launch(site: Path) -> None:
     inside = {"transformers": "5.17.0"}
-    assert windows.inspect(inside, [str(site)], all_of_them=False) == []
+    assert windows.inspect(inside, [str(site)], windows.needed_by(recipe("bf16_mixed"), "deepspeed-zero2")) == []
     [found] = windows.inspect(inside, [str(site)])
     assert found.place == "inside" and (found.line() or "").startswith("transformers 5.17.0: tested (5.0 to 5.24);")
     assert windows.inspect({}, [str(site)]) == []
@@ -92,7 +114,7 @@ def test_the_installed_libraries_are_inside_and_every_patch_applies() -> None:
     import sys
 
     for found in windows.inspect(windows.installed_versions(), sys.path):
-        for fit in found.lost:  # a patch of a later version than the oldest: `make test-oldest` has one of those
-            window = fit.patch.window
-            assert window is not None and window.place(found.version) == "older", fit
+        for lost in found.lost:  # a patch of a later version than the oldest: `make test-oldest` has one of those
+            window = lost.patch.window
+            assert window is not None and window.place(found.version) == "older", lost
         assert found.place == "inside" and (found.line() is None) == (not found.lost)
