@@ -48,12 +48,12 @@ FINDINGS = HERE.parent / "docs" / "findings.md"
 _TEST = "[test](../tests/lint/rules/test_reproduced.py)"
 #: Why a rule is on by default that was right less than twice in public code: what neither S-numbers nor threads show.
 _KEPT = {
-    "MPG102": "MPG101 for BF16",
+    "MPG102": _TEST,
     "MPG120": "sentence-transformers#3773, trl#5329",
     "MPG317": "ultralytics#23682, nanoGPT#698",
     "MPG401": "one of the three that mpguard was made for",
     "MPG417": _TEST,
-    "MPG506": "its second half is silent: a BF16 model is evaluated in FP16",
+    "MPG506": _TEST,
     "MPG528": "trl#6774, OpenRLHF#1155",
     "MPG529": _TEST,
     "MPG603": _TEST,

@@ -1,9 +1,11 @@
 """The failures that rules name, where neither public code nor docs/findings.md shows them: each as a small program.
 
-MPG417, MPG529, MPG603, MPG617 and MPG618 are on by default because of these.
+MPG102, MPG417, MPG506, MPG529, MPG603, MPG617 and MPG618 are on by default because of these.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,38 @@ pytest.importorskip("torch", reason="the failures are those of real tensors")
 
 import torch
 from torch import nn
+
+
+def test_targets_that_are_cast_by_hand_are_other_ones() -> None:
+    """MPG102: autocast computes this loss in FP32, from boxes that the cast has moved by up to four pixels."""
+    boxes = torch.rand(1_000, 4, generator=torch.Generator().manual_seed(0)) * 1_333
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        exact, rounded = (nn.functional.smooth_l1_loss(boxes, each) for each in (boxes, boxes.bfloat16()))
+    assert exact.dtype == rounded.dtype == torch.float32
+    assert float(exact) == 0 and float(rounded) > 0.4
+
+
+def test_a_model_that_is_evaluated_in_fp16_overflows(tmp_path: Path) -> None:
+    """MPG506: what is trained in BF16 is cast to FP16 as a whole, in which 90,000 is infinite, and stays so."""
+    transformers = pytest.importorskip("transformers", reason="the real Trainer evaluates")
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor([300.0]))
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": (self.scale * x.to(self.scale.dtype)).float().mean()}
+
+    def evaluated(mode: str) -> tuple[float, torch.dtype]:
+        model, data = Net(), [{"x": torch.tensor([300.0]), "labels": torch.tensor(0)}]
+        arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], bf16=True, **{mode: True})
+        found = transformers.Trainer(model, arguments, eval_dataset=data).evaluate()
+        return found["eval_loss"], model.scale.dtype
+
+    loss, dtype = evaluated("bf16_full_eval")
+    assert loss == pytest.approx(90_000, rel=0.01) and dtype == torch.bfloat16
+    assert evaluated("fp16_full_eval") == (float("inf"), torch.float16)
 
 
 def test_an_optimizer_that_is_built_before_float8_weights_trains_none_of_them() -> None:
