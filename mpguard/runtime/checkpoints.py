@@ -75,6 +75,11 @@ class Load:
         lost = "; the digits that they had are lost" if _width(self.now) < _width(self.saved) else ""
         return f"mpguard: resumed: {self.what} saved in {saved}, loaded into {now}{lost}"
 
+    @property
+    def narrower(self) -> str:
+        """The dtype in which most was saved, if it is in a wider one now; else nothing."""
+        return self.saved.most_common(1)[0][0] if 0 < _width(self.saved) < _width(self.now) else ""
+
 
 class Loaded:
     """What a process has loaded from checkpoints since its last applied step."""
@@ -106,8 +111,12 @@ class Loaded:
     def narrower(self, module: nn.Module) -> str:
         """Return the dtype in which the weights of a module were saved, if they are in a wider one; else nothing."""
         load = self._weights.get(id(module))
-        is_narrow = load is not None and 0 < _width(load.saved) < _width(load.now)
-        return load.saved.most_common(1)[0][0] if load is not None and is_narrow else ""
+        return load.narrower if load is not None else ""
+
+    @property
+    def narrower_states(self) -> str:
+        """The dtype in which the states were saved that were loaded last, if they are in a wider one; else nothing."""
+        return self._states[-1].narrower if self._states else ""
 
     def report(self, scaler: Mapping[str, Any] | None) -> list[str]:
         """Return what to print at the first step afterwards, and forget it.

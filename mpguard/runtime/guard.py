@@ -273,6 +273,8 @@ class Guard(FirstProof):
         if not stepped and isinstance(saved, Mapping) and not saved.get("state"):
             return
         self.observing_load(lambda: self.loaded.states(optimizer, saved))
+        if progress is not None and stepped and (dtype := self.loaded.narrower_states):
+            progress.loaded_from["states"] = dtype
         self.rearm()
 
     def rearm(self) -> None:
@@ -351,7 +353,10 @@ class Guard(FirstProof):
         for parameter in module.parameters() if trained else ():
             if id(parameter) in trained:
                 progress = self.progress_of(trained[id(parameter)])
-                progress.cast, progress.loaded_from = None, self.loaded.narrower(module)
+                progress.cast = None
+                progress.loaded_from.pop("weights", None)
+                if dtype := self.loaded.narrower(module):
+                    progress.loaded_from["weights"] = dtype
 
     # -- the end -------------------------------------------------------------------------
 

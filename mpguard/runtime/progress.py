@@ -92,8 +92,8 @@ class Progress:
     awaited_regions: AutocastRegions | None = None
     #: For how many further steps one like it is waited for.
     awaited_steps: int = 0
-    #: The dtype with fewer bits from which weights were loaded since the last applied step; empty if they were not.
-    loaded_from: str = ""
+    #: The dtype with fewer bits from which `weights`, or `states`, were loaded since the last applied step.
+    loaded_from: dict[str, str] = dataclasses.field(default_factory=dict)
     #: Where weights were cast; None if they were not.
     cast: str | None = None
     #: Flags of a fused optimizer that are still on its device, see `StepCounter`.
@@ -104,12 +104,12 @@ class Progress:
     _proven_at: tuple[float, int] = (0.0, 0)
 
     def count_applied(self) -> None:
-        """Count a step that was applied, and keep for the last line from what weights were loaded before it."""
+        """Count a step that was applied, and keep for the last line what was loaded before it from fewer bits."""
         self.applied += 1
         self.skipped_in_a_row = 0
-        if self.loaded_from:
-            self.unobserved[f"what weights lost that were loaded from {self.loaded_from}"] = None
-            self.loaded_from = ""
+        for what, dtype in self.loaded_from.items():
+            self.unobserved[f"what {what} lost that were loaded from {dtype}"] = None
+        self.loaded_from.clear()
 
     def prove(self, agrees: bool) -> None:
         """Record a first proof, or one after a checkpoint was loaded."""

@@ -59,14 +59,15 @@ def test_states_in_another_dtype_are_named(tmp_path: Path) -> None:
     ]
 
 
-def test_the_last_line_names_weights_that_a_rollback_has_loaded_from_16_bits(tmp_path: Path) -> None:
+def test_the_last_line_names_weights_and_states_that_were_loaded_from_16_bits(tmp_path: Path) -> None:
     script = HEAD + (
         "train(model, optimizer, scaler)\n"
-        "model.load_state_dict(halved(model.state_dict())); train(model, optimizer, scaler)"
+        "model.load_state_dict(halved(model.state_dict())); train(model, optimizer, scaler)\n"
+        "optimizer.load_state_dict(halved(optimizer.state_dict())); train(model, optimizer, scaler)"
     )
     (tmp_path / "t.py").write_text(f"FP16 = False\n{script}")
     ended = in_fork(["--config", mp_yaml(tmp_path), "t.py"], cwd=tmp_path)
-    line = "except for what could not be observed: what weights lost that were loaded from bf16"
+    line = "observed: what weights lost that were loaded from bf16, what states lost that were loaded from bf16"
     assert ended.returncode == 0 and ended.stderr.splitlines()[-1].endswith(line), transcript(ended)
 
 

@@ -101,6 +101,11 @@ def test_a_pattern_that_matches_nothing_is_refused(tmp_path: Path) -> None:
     ("gate", "late", "message"),
     [
         ("Lowering()", "", "fp32 modules: bf16 (gate); asked: fp32"),
+        (
+            "nn.Linear(32, 32)",
+            "net.gate.forward = lambda x: nn.functional.linear(x, net.gate.weight)",
+            "fp32 modules: bf16 (gate); asked: fp32. Other code multiplies by the weight of gate",
+        ),
         ("nn.Identity()", "net.gate = nn.Linear(32, 32)", "fp32 modules: gate not in fp32; asked: fp32: add modules"),
     ],
 )

@@ -312,7 +312,7 @@ def observe(
             _add_uncalled(seen.fp8, modules, products, recorder.weight_uses)
             fp8.add_fp8_weights(seen.fp8, modules, set(map(id, updated)))
     with seen.observing("fp32 modules"):
-        seen.fp32 = find_fp32_modules(named, policy)
+        seen.fp32 = find_fp32_modules(named, policy, products.inferred.work)
     with seen.observing("tf32"):
         seen.fp32_switches = tf32.read(seen.device)
         seen.tf32 = seen.fp32_switches.get("cuBLAS") == "tf32"

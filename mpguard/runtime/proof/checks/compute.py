@@ -412,7 +412,13 @@ def fp32_modules(seen: Observed, _plan: Plan) -> list[Row]:
     found = ", ".join(counts)
     found += f", from weights that {seen.engine} holds in {low[0]}" if low else ""
     found += f"; not called: {format_names(fp32.idle)}" if fp32.idle else ""
-    return [Row(name, found, asked, Verdict.of(not set(fp32.computed) - {"fp32", "fp64"}))]
+    advice = ""
+    if fp32.bypassed:
+        advice = (
+            f"Other code multiplies by the weight of {format_names(fp32.bypassed)}, in the dtype of autocast there: "
+            "call the module, or multiply inside of `autocast(enabled=False)`"
+        )
+    return [Row(name, found, asked, Verdict.of(not set(fp32.computed) - {"fp32", "fp64"}), advice=advice)]
 
 
 def tf32(seen: Observed, plan: Plan) -> list[Row]:
