@@ -45,7 +45,7 @@ FILES: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
         "fp8_config without fp8": (
             AXOLOTL + "bf16: true\nfp8_config:\n  recipe: rowwise\n", "refused bf16", ("MPG849",),
         ),
-        "a key of a later version": (AXOLOTL + "bf16: true\nfp8_grouped_experts: true\n", "bf16", ("MPG848",)),
+        "a key of a later version": (AXOLOTL + "bf16: true\nfp8_grouped_experts: true\n", "bf16", ("MPG813",)),
     },
     "llamafactory": {
         "bf16": (FACTORY + "bf16: true\n", "bf16", ()),
@@ -57,7 +57,7 @@ FILES: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
             "bf16", (),
         ),
         "fp8, te": (FACTORY + "bf16: true\nfp8: true\nfp8_backend: te\ndeepspeed: ds_z3.json\n", "bf16", ()),
-        "a misspelt backend": (FACTORY + "bf16: true\nfp8: true\nfp8_backand: te\n", "refused bf16", ("MPG848",)),
+        "a misspelt backend": (FACTORY + "bf16: true\nfp8: true\nfp8_backand: te\n", "refused bf16", ("MPG813",)),
     },
     "megatron-bridge": {
         "a recipe by name": ("mixed_precision: bf16_mixed\n" + BRIDGE, "bf16", ()),
@@ -154,7 +154,7 @@ def test_a_recipe_is_written_into_each_file_and_matches_then(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, text: str, compute: str, codes: tuple[str, ...]
 ) -> None:
     path = write(tmp_path, text)
-    refused = kind == "llamafactory" and "MPG848" in codes  # which stops at a key that it does not have
+    refused = kind == "llamafactory" and "MPG813" in codes  # which stops at a key that it does not have
     for recipe in ("fp16_mixed", "bf16_mixed"):
         assert main(["apply", recipe, str(path)]) == refused, capsys.readouterr().err
         capsys.readouterr()
@@ -162,7 +162,7 @@ def test_a_recipe_is_written_into_each_file_and_matches_then(
         shown = capsys.readouterr().out
         if refused:
             assert "problem: " in shown and "matches" not in shown
-        elif "MPG848" in codes:
+        elif "MPG813" in codes:
             assert "keys that mpguard does not know" in shown and "matches" not in shown
         else:
             assert f"matches {recipe}" in shown

@@ -60,6 +60,7 @@ RETIRED: dict[str, Retired] = {
     "MPG845": Retired("llamafactory-without-mixed-precision", "MPG849", _FORM),
     "MPG846": Retired("neox-precision", "MPG849", _FORM),
     "MPG847": Retired("axolotl-fp8-config", "MPG849", _FORM),
+    "MPG848": Retired("unknown-precision-key", "MPG813", _FORM),
     "MPG867": Retired("launch-flags-against-config", "MPG863", _FORM),
     "MPG868": Retired("launch-precision-value", "MPG813", _FORM),
     "MPG869": Retired("launch-bf16-model-in-fp16", "MPG519", _FORM),
