@@ -43,7 +43,7 @@ EARLIER = LOTS / "earlier.json"
 FREQUENT = ("MPG302", "MPG305")
 #: Retired rules that were preview rules, and rules that became preview rules after they had been judged: the batches
 #: before that day count them, as they did then.
-WERE_PREVIEW = frozenset(f"MPG{n}" for n in (105, 106, 308, 313, 316, 410, 411, 412, 605, 702, 703))
+WERE_PREVIEW = frozenset(f"MPG{n}" for n in (105, 106, 308, 309, 313, 316, 410, 411, 412, 605, 607, 702, 703))
 PREVIEW_SINCE = {"MPG704": "2026-11-25", **dict.fromkeys(("MPG108", "MPG301", "MPG309", "MPG511"), "2026-11-26")}
 #: The answers of a reader to a finding; lots of which a reader gave only one have `verdict` alone.
 ANSWERS = {

@@ -74,6 +74,9 @@ RETIRED: dict[str, Retired] = {
     "MPG113": Retired(
         "dtype-map-lacks-choice", None, "wrong in 3 of 3 findings in public code: the missing choice was not used"
     ),
+    "MPG309": Retired(
+        "autocast-with-dataparallel", None, "torch advises against DataParallel; few programs still run it"
+    ),
     "MPG308": Retired("bf16-not-gated", None, "it reported nothing in public code"),
     "MPG312": Retired(
         "custom-function-without-custom-fwd",

@@ -99,8 +99,10 @@ class AutocastStates:
         for host in hosts:
             found += self._outer(host, depth - 1)
         backward = any(call.name == "backward" for call in scope.calls)  # a backward pass is never run under autocast
-        if not callers and not model and (backward or self._mentions_no_autocast):
-            found.append(AutocastState(ALWAYS, "off"))
+        if not model and (
+            (backward and all(each.dtype is None for each in found)) or (not callers and self._mentions_no_autocast)
+        ):
+            found = [AutocastState(ALWAYS, "off")]
         elif not (callers or hosts) or len(callers) > _MAX_CALLERS or self.facts.escapes(scope):
             found.append(AutocastState(ALWAYS, None))
         if depth == _MAX_DEPTH:

@@ -260,7 +260,7 @@ class _Walk:
 
     def _may_step(self, call: Call) -> bool:
         """True if the file that creates an optimizer or wrapper trains, or one that calls it or takes it."""
-        if self.facts.any_training:
+        if self.facts.any_training or self.facts.events("step"):  # a helper may run the backward pass
             return True
         bound = self.facts.bound_to(call)
         key = bound.key if bound is not None else ""

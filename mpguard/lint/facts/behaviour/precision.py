@@ -273,8 +273,10 @@ class TensorDtypes:
         found: list[TensorDtype] = []
         for call in callers[:_MAX_ALTERNATIVES]:
             value = facts.values.given(call, scope, binding.key)
-            if value is None or facts.of(call) is not facts:
+            if value is None:
                 found.append(TensorDtype(call.guard, None))
+            elif (other := facts.of(call)) is not facts:
+                found += self._under(other.part(TensorDtypes).of(value, call), call.guard)
             elif value is binding.value:
                 found += self._under(self._of(value, binding), call.guard)
             else:
@@ -478,12 +480,13 @@ def _module(tensors: TensorDtypes, atom: Object, call: Call) -> tuple[TensorDtyp
         if last in ops.FLOAT32_LAYERS:
             return tensors._float32_under_autocast(first, call)
         return tensors._of(first, call) if last in ops.KEEPING_LAYERS else _UNKNOWN
-    if atom.cls is None or atom.prepared or atom.facts is not tensors.facts:
+    if atom.cls is None or atom.prepared:
         return _UNKNOWN
     forward = atom.cls.method("forward")
+    own = tensors.facts.of(atom.cls).part(TensorDtypes)
     found: list[TensorDtype] = []
     for each in forward.returns if forward is not None else ():
-        found += tensors._under(tensors._of(each.value, each), each.guard)
+        found += tensors._under((own._of if own is tensors else own.of)(each.value, each), each.guard)
     return tuple(found) or _UNKNOWN
 
 

@@ -169,26 +169,25 @@ class Optimizers:
         return path.startswith(("torch.optim.", "transformers.AdamW", "transformers.optimization.AdamW"))
 
     def trainers(self, training: Training) -> list[Call]:
-        """Return the Trainers of transformers and related packages that train all weights.
+        """Return the Trainers that train all weights of a model by an optimizer of their own, as far as files show."""
+        return [call for call in training.of("trainer") if self.trains_whole(call)]
 
-        They use an optimizer of their own. As far as the file shows: no adapters, no DeepSpeed, no optimizer passed in,
-        arguments visible.
+    def trains_whole(self, call: Call) -> bool:
+        """True for a Trainer of transformers, or of a related package, that trains all weights by its own optimizer.
+
+        As far as the file shows: no adapters, no DeepSpeed, no optimizer passed in, arguments visible.
         """
-        found = []
-        for call in training.of("trainer"):
-            root = self.facts.called_path(call).split(".", 1)[0]
-            given = call.argument(1, "args")
-            other = any(key in call.keywords and constant(call.keywords[key]) != (None,) for key in _OTHER_OPTIMIZER)
-            if root not in project_words.TRAINER_PACKAGES or call.starred or other or given is None:
-                continue
-            arguments = self.arguments(given, call)
-            if arguments is None and self._parsed_plainly(given, call):
-                found.append(call)
-            if arguments is None or arguments.starred or not _SHARDING_ARGUMENTS.isdisjoint(arguments.keywords):
-                continue
-            if (optim := arguments.keywords.get("optim")) is None or _is_plain_name(constant(optim)):
-                found.append(call)
-        return found
+        root = self.facts.called_path(call).split(".", 1)[0]
+        given = call.argument(1, "args")
+        other = any(key in call.keywords and constant(call.keywords[key]) != (None,) for key in _OTHER_OPTIMIZER)
+        if root not in project_words.TRAINER_PACKAGES or call.starred or other or given is None:
+            return False
+        arguments = self.arguments(given, call)
+        if arguments is None:
+            return self._parsed_plainly(given, call)
+        if arguments.starred or not _SHARDING_ARGUMENTS.isdisjoint(arguments.keywords):
+            return False
+        return (optim := arguments.keywords.get("optim")) is None or _is_plain_name(constant(optim))
 
     def _parsed_plainly(self, node: cst.BaseExpression, at: Call) -> bool:
         """True if the arguments are parsed from launch lines that are all known, and do not concern the weights."""

@@ -28,7 +28,7 @@ from mpguard.lint.facts.program.dtypes import AnyDtype, as_dtype
 from mpguard.lint.facts.program.lattice import Object
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition
-from mpguard.lint.facts.syntax.records import Call, Record, Scope
+from mpguard.lint.facts.syntax.records import Call, Record
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class TrainingUse:
         self.facts = facts
         self._casts = facts.part(CastFacts)
         self._weights: dict[AnyDtype, list[Weights]] = {}
-        self._adapted: dict[str, set[Scope]] | None = None
+        self._adapted: dict[str, set[Call]] | None = None
 
     # -- casts --------------------------------------------------------------------------------------
 
@@ -77,8 +77,10 @@ class TrainingUse:
             self.facts.frozen_params.is_frozen_name(whole[0]) or self.has_adapters(whole[0], cast.call)
         ):
             return None
-        reach = self._reach(cast, guards[0], whole)
         is_module = whole is not None or self._casts.is_module(cast)
+        reach = self._reach(cast, guards[0], whole)
+        if is_module and whole is None and reach.meets("backward") and not reach.meets("optimizer"):
+            reach.sinks += self._earlier_optimizers(cast, guards[0])
         later = not is_module and self._is_frozen_later(cast, reach)
         training = self._training(reach, weights=is_module, frozen_later=later)
         if training is None and whole is not None and cast.key == "self":
@@ -94,6 +96,18 @@ class TrainingUse:
             else self.facts.part(Optimizers).is_untaken(cast.key, cast.call)
         )
         return None if untaken else training
+
+    def _earlier_optimizers(self, cast: Event, guard: PathCondition) -> list[Sink]:
+        """Return the optimizers that took the parameters of a module before it was cast: `to` changes them in place."""
+        bound = self.facts.bound_to(cast.call)
+        if not (cast.call.is_statement or (bound is not None and bound.key == cast.key)):
+            return []
+        found: dict[Call, Sink] = {}
+        for binding in self.facts.bindings(cast.key, cast.call, guard):
+            if binding.scope is cast.scope:
+                sinks = self.facts.flow.forward_key(cast.key, binding, guard).sinks
+                found |= {sink.call: sink for sink in sinks if sink.kind == "optimizer"}
+        return [sink for call, sink in found.items() if call.scope is cast.scope and call.order < cast.order]
 
     def _training(self, reach: Reach, weights: bool = False, frozen_later: bool = False) -> Training | None:
         """Return what trains with a value.
@@ -202,7 +216,9 @@ class TrainingUse:
             events = (event for kind in _SETS_DTYPE for event in self.facts.events(kind))
             for event in events:
                 guards = event.may_be(dtype)
-                if not guards or not self._casts.is_module(event) or self.has_adapters(event.key, event.call):
+                if not guards or not self._casts.is_module(event):
+                    continue
+                if self.has_adapters(event.key, event.call, cast=event.kind == "cast"):
                     continue
                 if {each for _, each in event.dtypes} >= _ANY_DTYPE and not any(map(follows_policy, guards)):
                     continue  # a helper that returns the dtype of a name, which is not known
@@ -283,10 +299,11 @@ class TrainingUse:
         ways = keywords.passed(call, self.facts)
         return ways is not None and all(way.keys().isdisjoint(_QUANTIZES) for way in ways)
 
-    def has_adapters(self, key: str, at: Record) -> bool:
+    def has_adapters(self, key: str, at: Record, cast: bool = False) -> bool:
         """True if an object of this (last) name gets adapters in code connected with a record.
 
-        As an argument, a receiver or a result of the call that adds them.
+        As an argument, a receiver or a result of the call that adds them. cast: the record casts the whole object, with
+        the adapters that it has before it in the same function.
         """
         if self._adapted is None:
             self._adapted = {}
@@ -299,8 +316,9 @@ class TrainingUse:
                     if isinstance(call.statement, cst.Assign):
                         given += [target.target for target in call.statement.targets]
                     for each in given:
-                        self._adapted.setdefault(dotted(each).rsplit(".", 1)[-1], set()).add(call.scope)
-        places = self._adapted.get(key.rsplit(".", 1)[-1], ()) if key else ()
+                        self._adapted.setdefault(dotted(each).rsplit(".", 1)[-1], set()).add(call)
+        adding = self._adapted.get(key.rsplit(".", 1)[-1], ()) if key else ()
+        places = {call.scope for call in adding if not (cast and call.scope is at.scope and call.order < at.order)}
         return any(
             at.scope in self.facts.reachable(place) or place in self.facts.reachable(at.scope) for place in places
         )

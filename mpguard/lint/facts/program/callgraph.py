@@ -105,7 +105,8 @@ class CallGraph:
                 other.need_uses(factory)
             found = list(dict.fromkeys((*found, *makers)))
         # A model is called where it is passed to: `train_one_epoch(model)` of a module that knows its users only.
-        further = [near for other in found for near in other.imported_modules() if b"autocast" in near.source.data]
+        nearby = (near for other in found for near in (other, *other.imported_modules()))
+        further = [near for near in nearby if b"autocast" in near.source.data]
         for near in further:
             near.need_all()
         return list(dict.fromkeys((*found, *further)))

@@ -40,7 +40,7 @@ def option_defaults(name: str, facts: ProgramView) -> set[tuple[object, ...] | N
                 found.add(constant(call.keywords.get("default")))
         for scope in each.scopes:
             fields = scope.bindings.get(name, ()) if scope.kind == "class" else ()
-            found |= {constant(binding.value) for binding in fields}
+            found |= {_default(binding.value) for binding in fields}
             found |= {constant(param.default) for param in scope.params if param.name == name}
     return found
 
@@ -60,8 +60,16 @@ def option_values(name: str, facts: ProgramView) -> list[str]:
                 found += constant(call.keywords.get("default")) or ()
         for scope in each.scopes:
             for binding in scope.bindings.get(name, ()) if scope.kind == "class" else ():
-                found += constant(binding.value) or ()
+                found += _default(binding.value) or ()
     return [value for value in dict.fromkeys(found) if isinstance(value, str)]
+
+
+def _default(field: cst.CSTNode | None) -> tuple[object, ...] | None:
+    """Return the default of a field of a class: `name: str = "bf16"`, `name: str = field(default="bf16")`."""
+    if isinstance(field, cst.Call) and dotted(field.func).rsplit(".", 1)[-1] in ("field", "Field", "HfArg"):
+        given = (each.value for each in field.args if each.keyword is not None and each.keyword.value == "default")
+        return constant(next(given, None))
+    return constant(field)
 
 
 def literal_choices(call: Call) -> tuple[str, list[str]] | None:

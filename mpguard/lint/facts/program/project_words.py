@@ -125,11 +125,7 @@ _SHARDING = (
         r"megatron(?!\.energon)", "Megatron-Core, Megatron-LM and their forks; energon loads data", ("megatron-core",)
     ),
     ProjectWord("colossal", "Colossal-AI's booster and plugins", ("colossalai",)),
-    ProjectWord(
-        "zero_?(?:stage|optimizer|redundancy)",
-        "ZeRO: zero_stage, ZeroOptimizer, ZeroRedundancyOptimizer",
-        ("deepspeed", "colossalai"),
-    ),
+    ProjectWord("zero_?(?:stage|optimizer)", "ZeRO: zero_stage, ZeroOptimizer", ("deepspeed", "colossalai")),
 )
 #: Frameworks that keep FP32 masters of low-precision weights, or upcast them.
 SHARDING = _pattern(_SHARDING, re.IGNORECASE)

@@ -18,10 +18,6 @@ class FsdpOnHalfModel(Rule):
     model saves only memory of the shards. With BF16 shards an update below 2^-8 of a weight is lost (2^-11 in FP16),
     and the optimizer's state is low precision too.
 
-    ## Why it is a preview rule
-    Many models under FSDP are not trained, or are references and rewards of others. Of the 6 repositories with findings
-    that were not looked at before, those of 2 were right.
-
     ## Known limits
     Models for inference, frozen ones and bases of adapters are not reported, nor are optimizers that keep FP32 copies
     or round stochastically. Under Accelerate, whose FSDP casts trained weights up, nothing is reported. A model that is
@@ -30,12 +26,12 @@ class FsdpOnHalfModel(Rule):
 
     code, name = "MPG511", "fsdp-on-half-model"
     severity = "warning"
-    preview = True
     message = "`{expr}`: FSDP shards and trains {dtype} weights, without an FP32 copy"
     help = "keep the weights in FP32; `MixedPrecision(param_dtype=...)` computes in the low dtype"
-    triggers = (
-        any_of(b"FullyShardedDataParallel", b"fully_shard"),
+    triggers = (any_of(b"float16", b".half", b"import half"),)
+    triggers_nearby = (
         any_of(b"float16", b".half", b"import half"),
+        any_of(b"FullyShardedDataParallel", b"fully_shard"),
         any_of(b"optim"),
     )
     examples = (
@@ -68,27 +64,22 @@ for x in loader:
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.declared == "inference" or not facts.events("shard"):
+        if facts.declared == "inference":
             return
-        shards = {event.call for event in facts.events("shard")}
         for dtype in HALF_DTYPES:
             for weights in facts.training_use.weights(dtype):
-                shard = self._sharded(weights, shards, facts)
+                shard = self._sharded(weights, facts)
                 if shard is not None:
                     notes = (Note("sharded here", shard.span, facts.elsewhere(shard)),)
-                    yield self.at(
-                        weights.event,
-                        expr=facts.short(weights.event.call.node),
-                        dtype=dtype.label,
-                        notes=notes,
-                    )
+                    expr = facts.short(weights.event.call.node)
+                    yield self.at(weights.event, expr=expr, dtype=dtype.label, notes=notes)
 
-    def _sharded(self, weights: Weights, shards: set[Call], facts: Facts) -> Call | None:
+    def _sharded(self, weights: Weights, facts: Facts) -> Call | None:
         """Return the FSDP call that shards the low-precision weights, if a plain optimizer trains them."""
-        optimizers = weights.training.of("optimizer")
-        if not optimizers or not facts.optimizers.plain(weights.training):
+        if not facts.optimizers.plain(weights.training):
             return None
         for call in weights.training.of("parallel"):
-            if call in shards and compatible(weights.guard, facts.guard_of(call)):
+            sharded = facts.of(call).called_path(call).endswith(("FullyShardedDataParallel", "fully_shard"))
+            if sharded and compatible(weights.guard, facts.guard_of(call)):
                 return call
         return None

@@ -127,6 +127,8 @@ L.Trainer(precision=args.precision).fit(Lit())
                 yield self.at(place, what=what, help=f'write `precision="{_OLD[old[0]]}"`')
                 continue
             values = lightning.precision(facts, call, defaults=True)
+            if values == {""} and (option := _option(given)):  # a config of the project gives it
+                values = {each for each in _LOW if facts.project.gives_option(facts.path, option, each)}
             if (low := sorted(values & set(_LOW))) and not values & _UNCLEAR and self._trains(call, facts):
                 what = f"`{low[0]}` trains {_LOW[low[0]].label} weights, without FP32 master weights"
                 if _LOW[low[0]] is Dtype.FP16 and any(_epsilon_is_zero(each, facts) for each in _adams(facts)):

@@ -12,8 +12,8 @@ class RolloutDtypeDiffers(Rule):
     """The engine that generates samples and the trainer that learns from them compute in different 16-bit formats.
 
     ## What it does
-    Reports `vllm.LLM(dtype=...)` or `sglang.Engine(dtype=...)` with FP16 or BF16, in a file whose settings of a trainer
-    (`GRPOConfig(fp16=True)`, `PPOConfig`, `TrainingArguments`), Accelerator or autocast have the other one.
+    Reports `vllm.LLM(dtype=...)` or `sglang.Engine(dtype=...)` with FP16 or BF16, in a program whose settings of a
+    trainer (`GRPOConfig(fp16=True)`, `PPOConfig`, `TrainingArguments`), Accelerator or autocast have the other one.
 
     ## Why is this bad
     Reinforcement learning weighs each sample by a ratio: its probability for the trainer, divided by that for the
@@ -21,15 +21,15 @@ class RolloutDtypeDiffers(Rule):
     1 before anything was learned, and clipping throws samples away.
 
     ## Known limits
-    Both must be in one file and known; a dtype of `"auto"` is that of the checkpoint, which is not known.
+    Both must be known, and run in one program; a dtype of `"auto"` is that of the checkpoint, which is not known.
     """
 
     code, name = "MPG528", "rollout-dtype-differs"
     severity = "warning"
     message = "samples are generated in {generator}, and the trainer computes in {trainer}: their probabilities differ"
     help = "use one dtype for both"
-    triggers = (
-        any_of(b"vllm", b"sglang"),
+    triggers = (any_of(b"vllm", b"sglang"), any_of(b"fp16", b"bf16", b"float16", b"half"))
+    triggers_nearby = (
         any_of(b"fp16", b"bf16", b"float16"),
         any_of(b"Config(", b"Arguments(", b"Accelerator(", b"autocast("),
     )
@@ -64,11 +64,12 @@ GRPOTrainer(model="Qwen/Qwen2.5-1.5B", args=args, reward_funcs=reward).train()
             for call in facts.calls.get(name, ())
             if (dtype := _dtype(call, facts))
         ]
-        trained = dict(_of_trainers(facts)) if engines else {}
         for call, generator in engines:
+            program = dict.fromkeys(facts.of(each) for each in facts.programs_of(call.scope))
+            trained = {dtype: made for each in (facts, *program) for dtype, made in _of_trainers(each)}
             other = next((each for each in HALF_DTYPES if each is not generator), None)
             if other in trained and generator not in trained:
-                notes = (Note("the trainer's", trained[other].span),)
+                notes = (Note("the trainer's", trained[other].span, facts.elsewhere(trained[other])),)
                 yield self.at(call, generator=generator.label, trainer=other.label, notes=notes)
 
 
@@ -77,6 +78,8 @@ def _dtype(engine: Call, facts: Facts) -> Dtype | None:
     if not facts.called_path(engine).startswith(("vllm.", "sglang.")):
         return None
     given = engine.argument(None, "dtype")
+    if constant(given) == ("half",):
+        return Dtype.FP16
     found = {dtype for _, dtype in facts.dtypes(given, engine, strings=True)} if given is not None else set()
     return next((each for each in HALF_DTYPES if found == {each}), None)
 

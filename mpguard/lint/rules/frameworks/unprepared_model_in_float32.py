@@ -92,7 +92,9 @@ for x, t, text, hint, noise in loader:
         """Return where the model that is called is loaded in FP32, if nothing casts or prepares it."""
         atoms = [each.atom for each in facts.evaluate(call.func, call)]
         model = atoms[0] if len(atoms) == 1 and isinstance(atoms[0], Object) else None
-        if model is None or model.call is None or model.prepared or model.call.name != "from_pretrained":
+        if model is None or model.call is None or model.prepared or model.kind == "pipeline":
+            return None  # or it samples from a pipeline
+        if model.call.name != "from_pretrained":
             return None
         paths = [path for _, path in facts.paths(model.call)]
         if not any(path.startswith("diffusers.") for path in paths) or model.call.starred or facts.is_inference(call):

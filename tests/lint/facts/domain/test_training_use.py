@@ -35,6 +35,7 @@ def facts_of(code: str) -> Facts:
         ("def low(m):\n    m.half()\nmodel.apply(low)", "float16"),
         ("model = torch.nn.Linear(8, 8).half()\nif later:\n    model = model.quantize(4)", "float16"),
         ("model.apply(lambda m: m.half())", "float16"),
+        ("from peft import get_peft_model\nmodel = get_peft_model(model, config)\nmodel.half()", "float16"),
     ],
 )
 def test_low_precision_weights_are_found_with_their_optimizer(code: str, dtype: str) -> None:
@@ -52,7 +53,6 @@ def test_low_precision_weights_are_found_with_their_optimizer(code: str, dtype: 
         "model = torch.nn.Linear(8, 8)\nmodel.half()\nmodel.float()",
         "model.half()\nmodel.requires_grad_(False)",
         "model = get_peft_model(model.half(), config)",
-        "model = get_peft_model(model, config)\nmodel.half()",
         "model = AutoModel.from_pretrained('x', dtype=torch.float16, load_in_4bit=True)",
         "model = AutoModel.from_pretrained('x', dtype=torch.float16, **arguments)",
         "model = Net().half()\nmodel = model.quantize(bits=4)",
