@@ -1,5 +1,7 @@
 """Patches of FSDP2: gradients under tensor parallelism are reduced in the policy's dtype over each dimension.
 
+What a hook makes of the reduced gradients is compared with what it got.
+
 The gradient of a parameter that is replicated over tensor parallel ranks (a norm) is summed over them when FSDP takes
 it, before FSDP casts it to its `reduce_dtype`: in the compute dtype.
 """
@@ -7,11 +9,15 @@ it, before FSDP casts it to its `reduce_dtype`: in the compute dtype.
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 from mpguard.core.patches import AnyFunction, patch
 from mpguard.runtime import guard as guards
 from mpguard.runtime.patches import checks
+
+#: The argument with the hook that changes gradients after their reduction.
+HOOK = "all_reduce_hook"
 
 
 @patch(
@@ -44,8 +50,19 @@ def _take_gradient(original: AnyFunction) -> AnyFunction:
     check=checks.fsdp2,
 )
 def _reduce(original: AnyFunction) -> AnyFunction:
+    names = list(inspect.signature(original).parameters)
+    place = names.index(HOOK) - 2 if HOOK in names else -1  # among those after the gradients
+
     @functools.wraps(original)
     def foreach_reduce(fsdp_params: Any, unsharded_grads: list[Any], *args: Any, **kwargs: Any) -> Any:
+        guard = guards.current()
+        hook = kwargs.get(HOOK) or (args[place] if 0 <= place < len(args) else None)
+        if hook is not None and guard is not None and guard.waiting:
+            hook = guard.recorder.comm_hooks.around(hook, id(fsdp_params[0].sharded_param))
+            if HOOK in kwargs:
+                kwargs[HOOK] = hook
+            else:
+                args = (*args[:place], hook, *args[place + 1 :])
         if guards.current() is not None and len({grad.dtype for grad in unsharded_grads}) > 1:
             widest = max((grad.dtype for grad in unsharded_grads), key=lambda dtype: dtype.itemsize)
             # In place: the list owns the gradients, and FSDP frees them by clearing it.

@@ -1,13 +1,14 @@
-"""`CommHooks`: gradients that a communication hook of DDP gets, compared with what it sends to the other ranks.
+"""`CommHooks`: gradients that a communication hook gets, compared with what it makes of them.
 
-A hook that rounds its bucket and sends it in FP32 leaves no other trace: the dtype that is sent is FP32.
+A hook of DDP that rounds its bucket and sends it in FP32 leaves no other trace: the dtype that is sent is FP32. A hook
+of FSDP2 changes gradients that were reduced.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpguard.runtime.proof import samples, witness
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 WHEN = "in a communication hook of DDP, before the reduction"
+IN_REDUCTION = "in an all-reduce hook of FSDP2"
 
 
 @dataclasses.dataclass
@@ -47,6 +49,26 @@ class CommHooks:
             yield
         finally:
             self._open = None
+
+    def around(self, hook: Callable[[torch.Tensor], None], parameter: int) -> Callable[[torch.Tensor], None]:
+        """Return an all-reduce hook of FSDP2 whose changes of the gradients are compared.
+
+        parameter: the id of the first one whose gradients it gets.
+        """
+
+        def compared(reduced: torch.Tensor) -> None:
+            left = None if samples.is_capturing() else samples.safely(samples.sample, reduced)
+            hook(reduced)
+            if left is not None:
+                samples.safely(self._compare_reduced, left.cpu(), reduced, parameter)
+
+        return compared
+
+    def _compare_reduced(self, left: torch.Tensor, reduced: torch.Tensor, parameter: int) -> None:
+        found = samples.sample(reduced).cpu()
+        fp32 = str(left.dtype) == str(found.dtype) == "torch.float32"
+        if fp32 and not witness.same(left, found) and (match := witness.rounded(left, found)) is not None:
+            self._found.append(Witness("gradients", IN_REDUCTION, parameter, match))
 
     def sends(self, tensors: Iterable[torch.Tensor]) -> None:
         """Compare tensors that a collective gets with the bucket: those in FP32 and of its size."""

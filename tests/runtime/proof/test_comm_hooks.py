@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from mpguard.runtime.patches import torch_fsdp_gradients
 from mpguard.runtime.proof.collectives import CollectiveListener
 from mpguard.runtime.proof.comm_hooks import CommHooks
 from mpguard.runtime.proof.handoffs import Witness
@@ -99,3 +101,35 @@ def test_a_hook_that_divides_or_clamps_rounds_nothing(group: None, change: Chang
 def test_hooks_of_torch_round_nothing_in_fp32(group: None) -> None:
     assert sent_by(default_hooks.allreduce_hook, dist.group.WORLD)[0] == []
     assert sent_by(default_hooks.fp16_compress_hook, dist.group.WORLD)[0] == [], "their dtype is read"
+
+
+@pytest.mark.parametrize(
+    ("change", "to"),
+    [
+        (lambda each: each.copy_(each.bfloat16()), "bf16"),
+        (lambda each: each.copy_((each * 0.25).half()), "fp16"),
+        (lambda each: each.mul_(0.25), None),
+        (lambda each: each.clamp_(-1, 1), None),
+        (lambda each: each.add_(torch.ones_like(each)), None),
+    ],
+    ids=["bf16", "fp16", "a factor", "clamped", "another rank's"],
+)
+@pytest.mark.parametrize("keyword", [False, True])
+def test_what_a_hook_of_fsdp2_makes_of_reduced_gradients_is_compared(
+    change: Changes, to: str | None, keyword: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hook is an argument of the function that reduces: by its position, in all versions of torch so far."""
+    found: list[Witness] = []
+    guard = SimpleNamespace(waiting=True, recorder=SimpleNamespace(comm_hooks=CommHooks(found)))
+    monkeypatch.setattr(torch_fsdp_gradients.guards, "current", lambda: guard)
+    own, reduced = nn.Parameter(torch.zeros(100)), torch.randn(100)
+
+    def reduce(fsdp_params: Any, unsharded_grads: Any, group: Any, all_reduce_hook: Any) -> None:
+        all_reduce_hook(reduced)
+
+    patched = torch_fsdp_gradients._reduce(reduce)
+    arguments = ([SimpleNamespace(sharded_param=own)], [reduced], None)
+    patched(*arguments, all_reduce_hook=change) if keyword else patched(*arguments, change)
+    assert [(each.row, each.parameter, each.match.to.partition(" ")[0]) for each in found] == (
+        [("gradients", id(own), to)] if to else []
+    )
