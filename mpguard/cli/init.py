@@ -88,6 +88,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="default: 1 for `single`; else one per GPU (2 without a GPU; at least 2 for ddp)",
     )
     parser.add_argument(
+        "--batch-size",
+        type=_positive,
+        metavar="N",
+        help='the batch size of each process in DeepSpeed\'s JSON (default: "auto", which the Trainer and accelerate '
+        "fill in; a script that calls deepspeed.initialize needs a number)",
+    )
+    parser.add_argument(
         "--device",
         choices=("cpu", "gpu"),
         help="the device to train on (default: what this machine has); gpu also writes for GPUs of another machine",
@@ -97,7 +104,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class InitPlan:
-    """What to write. recipe: its name; policy: what it is here; device: `cpu` or `gpu`; output: the YAML."""
+    """What to write. recipe: its name; policy: what it is here; device: `cpu` or `gpu`; output: the YAML.
+
+    batch_size: of each process, for DeepSpeed's JSON; None for "auto", which the Trainer and accelerate fill in.
+    """
 
     recipe: str
     policy: Policy
@@ -105,6 +115,7 @@ class InitPlan:
     device: str
     processes: int
     output: Path
+    batch_size: int | None = None
 
     @property
     def stage(self) -> int | None:
@@ -146,7 +157,9 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--num-processes {processes}: strategy `single` runs one process. Add --strategy ddp, fsdp2 or another one"
         )
-    plan = InitPlan(recipe, policy, strategy, device, processes, options.output)
+    plan = InitPlan(recipe, policy, strategy, device, processes, options.output, options.batch_size)
+    if options.batch_size is not None and plan.deepspeed_config is None:
+        raise ConfigError(f"--batch-size {options.batch_size}: it is written for DeepSpeed only; remove it")
     files = _files(plan)
     _check_paths([Path(each.path) for each in files], options.force)
     for each in reversed(files):  # the YAML last, because it names the JSON
@@ -162,16 +175,27 @@ def run(options: argparse.Namespace) -> int:
     if policy.script_requirements and plan.stage is None:
         notes.append(f"Note: {policy.script_requirements}.")
     if plan.deepspeed_config is not None:
-        notes.append(
-            f"Set the batch size and gradient accumulation in {plan.deepspeed_config} to the values of your script."
-        )
+        notes.append(_batch_note(plan))
     _print(plan, files, notes, options.format)
     return 0
 
 
+def _batch_note(plan: InitPlan) -> str:
+    """Return the note on the batch size in DeepSpeed's JSON: who fills it in, or must agree with it."""
+    if plan.batch_size is None:
+        return (
+            f'The batch size in {plan.deepspeed_config} is "auto": the Trainer fills it in, and Accelerator.prepare '
+            "from a DataLoader. A script that calls deepspeed.initialize itself needs a number: --batch-size N."
+        )
+    return (
+        f"The Trainer stops if its batch size or gradient accumulation is another one than in {plan.deepspeed_config}: "
+        f"{plan.batch_size} and 1."
+    )
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of processes; 1 or more is needed")
+        raise argparse.ArgumentTypeError(f"{text} is not a number; 1 or more is needed")
     return int(text)
 
 
@@ -276,7 +300,8 @@ def _deepspeed(plan: InitPlan) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": plan.stage}
     if plan.stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
-    return {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": zero}
+    sizes = {"train_micro_batch_size_per_gpu": plan.batch_size or "auto"}
+    return {**sizes, "gradient_accumulation_steps": 1 if plan.batch_size else "auto", "zero_optimization": zero}
 
 
 def _yaml(plan: InitPlan) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mpguard.core.errors import ConfigError
 from mpguard.document import Document, read, validation
+from mpguard.document.schemas.deepspeed import unfilled
 from mpguard.explain import launch
 from mpguard.explain.inputs import RunInputs, origin_of
 from mpguard.explain.model import DEFAULT, Claim, Given, Origin, Resolved, ShadowedValue, UnknownValue, resolve
@@ -219,6 +220,12 @@ def stops(run: RunInputs, mode: Resolved, engine: list[Resolved], guarded: bool 
                 f"{each.origin}: enables {other}, and mixed_precision is {mode.value} ({mode.origin}); accelerate "
                 "stops with ValueError. Set it in one place"
             )
+    if direct(run) and run.script is not None:
+        yield from (
+            f'{document.where(key)} is "auto", and the script passes the config to deepspeed.initialize itself: nobody '
+            "fills it in, and DeepSpeed stops. Write a value"
+            for key in unfilled(document.data)
+        )
     if not direct(run) and "zero_optimization" not in document.data:
         yield f"{document.path}: has no section `zero_optimization`; accelerate stops with ValueError. Add it"
     if not guarded:

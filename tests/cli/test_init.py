@@ -77,15 +77,36 @@ def test_accelerate_accepts_it_and_the_policy_is_in_it(recipe: str, strategy: st
 def test_deepspeed_accepts_its_file(recipe: str, stage: int) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    init(recipe, "--strategy", f"deepspeed-zero{stage}")
+    init(recipe, "--strategy", f"deepspeed-zero{stage}", "--batch-size", "4")
     config = DeepSpeedConfig(json.loads(Path("ds_config.json").read_text()))
     assert config.zero_config.stage == stage
+    assert (config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (4, 1)
     assert (config.bfloat16_config.enabled, config.float16_config.enabled) == (
         recipe != "fp16_mixed",
         recipe == "fp16_mixed",
     )
     if recipe == "bf16_mixed":
         assert str(config.communication_data_type) == "torch.float32"
+
+
+def test_the_batch_size_of_deepspeed_is_filled_in_by_the_trainer_or_given(capsys: pytest.CaptureFixture[str]) -> None:
+    """The Trainer stops at a number that is not its own, DeepSpeed alone at "auto"."""
+    from transformers import TrainingArguments
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    init("bf16_mixed", "--strategy", "deepspeed-zero2")
+    assert "deepspeed.initialize itself needs a number: --batch-size N" in capsys.readouterr().out
+    arguments = TrainingArguments(
+        "out", bf16=True, use_cpu=True, per_device_train_batch_size=6, gradient_accumulation_steps=2, report_to=[]
+    )
+    for words, stops in ((), False), (("--batch-size", "1"), True):
+        init("bf16_mixed", "--strategy", "deepspeed-zero2", "--force", *words)
+        config = HfTrainerDeepSpeedConfig("ds_config.json")
+        config.trainer_config_process(arguments)
+        assert bool(config.mismatches) == stops
+    assert "The Trainer stops if its batch size" in capsys.readouterr().out
+    assert main(["init", "bf16_mixed", "--strategy", "fsdp2", "--force", "--batch-size", "1"]) == 2
+    assert "it is written for DeepSpeed only" in capsys.readouterr().err
 
 
 def test_what_the_yaml_can_say_needs_no_deepspeed_file() -> None:
@@ -170,7 +191,7 @@ def test_a_recipe_that_the_gpu_cannot_run_is_refused_with_the_reason(
         (["bf16_mixed", "-o", "mp.json"], "init writes YAML; a name that ends in .yaml"),
         (["bf16_mixed", "-o", "."], "is a folder"),
         (["bf16_mixed", "--num-processes", "4"], "Add --strategy ddp"),
-        (["bf16_mixed", "--num-processes", "0"], "is not a number of processes; 1 or more is needed"),
+        (["bf16_mixed", "--num-processes", "0"], "0 is not a number; 1 or more is needed"),
         (["bf16_mixed", "--strategy", "fsdp2", "--device", "cpu"], "applies it on GPUs only"),
         (["tf32", "--device", "cpu"], "cannot be applied on a CPU: it needs compute capability 8.0. Use"),
         (["bf16_mixed", "--strategy", "dpp"], "invalid choice"),

@@ -35,3 +35,23 @@ def test_the_engine_reads_its_file_without_accelerate(
     (bf16,) = [each for each in found["settings"] if each["key"] == "bf16.enabled"]
     assert bf16["value"] is False and "auto" in json.dumps(bf16)
     assert not any(each["key"] in ("bf16", "zero_optimization") for each in found["unread"])
+
+
+def test_what_nobody_fills_in_stops_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The Trainer and accelerate fill in "auto"; DeepSpeed drops it in sections, and compares it elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    zero = '"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}'
+    sizes = '"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"'
+    Path("ds.json").write_text(f'{{\n{sizes}, "bf16": {{"enabled": true}}, {zero}}}', "utf-8")
+    Path("train.py").write_text(SCRIPT.format(arguments='config="ds.json"'), "utf-8")
+    assert main(["explain", "train.py"]) == 1
+    told = capsys.readouterr().err
+    for key in ("train_micro_batch_size_per_gpu", "gradient_clipping"):
+        assert f'ds.json:2: `{key}` is "auto", and the script passes the config to deepspeed.initialize itself' in told
+    assert "reduce_bucket_size" not in told
+    Path("train.py").write_text(
+        'from transformers import TrainingArguments\nargs = TrainingArguments("o", bf16=True, deepspeed="ds.json")\n'
+    )
+    assert main(["explain", "train.py"]) == 0

@@ -7,7 +7,7 @@ keys that the installed DeepSpeed looks up, and with the values that it refuses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from mpguard.document.values import SCALE, SECTION, SWITCH, WHOLE, WHOLE_FROM_0, ValueKind, one_of
@@ -98,7 +98,15 @@ ZERO_NUMBERS = frozenset(
     key for key in ZERO - _ZERO_SECTIONS if key.endswith(("_size", "_threshold", "_live_parameters", "_distance"))
 )
 ZERO_SWITCHES = ZERO - _ZERO_SECTIONS - ZERO_NUMBERS
-#: Dotted key -> the values that DeepSpeed can parse there; it drops "auto" in the strict sections.
+#: Keys with whose "auto" DeepSpeed stops if neither the Trainer nor accelerate has filled it in: it compares them, and
+#: divides by them. It drops "auto" in the strict sections.
+FILLED_IN = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+    "communication_data_type", "seq_parallel_communication_data_type", "steps_per_print",
+)  # fmt: skip
+#: The sections whose `params` are the arguments of a class, if the script passes no object of its own.
+ARGUMENTS = ("optimizer", "scheduler")
+#: Dotted key -> the values that DeepSpeed can parse there.
 VALUES: Mapping[str, ValueKind] = {
     **dict.fromkeys(("bf16", "bfloat16", "fp16", "torch_autocast", "data_types"), SECTION),
     **{f"{section}.{key}": SWITCH for section in ("bf16", "bfloat16") for key in sorted(BF16)},
@@ -124,6 +132,18 @@ VALUES: Mapping[str, ValueKind] = {
     **dict.fromkeys((f"{section}.device" for section in _OFFLOAD), one_of("none", "cpu", "nvme")),
     "zero_optimization.stage": ValueKind("it is one of 0, 1, 2, 3", lambda value: str(value) in ("0", "1", "2", "3")),
 }
+
+
+def unfilled(config: Mapping[str, Any], sections: Iterable[str] = ()) -> Iterator[str]:
+    """Yield the keys with an "auto" at which DeepSpeed stops if nobody fills it in.
+
+    sections: those of `ARGUMENTS` from which DeepSpeed creates the object.
+    """
+    yield from (key for key in FILLED_IN if config.get(key) == "auto")
+    for name in sections:
+        params = lookup(config, f"{name}.params")
+        if isinstance(params, Mapping):
+            yield from (f"{name}.params.{key}" for key, value in params.items() if value == "auto")
 
 
 def optimizer_class(config: Mapping[str, Any]) -> str | None:

@@ -15,8 +15,10 @@ pytest.importorskip("deepspeed", reason="the real library runs here")
 from paths import PROGRAMS
 from processes import free_port, in_fork, launch_in_forks, mp_yaml, results, run_python, transcript
 
+from mpguard.core.errors import ConfigError
 from mpguard.document.schemas.deepspeed import optimizer_class
 from mpguard.explain import explain, gather
+from mpguard.runtime.patches import deepspeed_config
 
 PROGRAM = PROGRAMS / "deepspeed_config.py"
 BF16 = {"bf16": {"enabled": True}}
@@ -90,6 +92,20 @@ def test_a_file_with_torch_autocast_is_kept_under_accelerate_too(tmp_path: Path)
     found = explain(gather([config, PROGRAMS / "accelerated.py"], environment={}))
     explained = {each.key: each.value for each in found.settings}
     assert (explained["torch_autocast.enabled"], explained["bf16.enabled"]) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [
+        ({"train_micro_batch_size_per_gpu": "auto"}, "`train_micro_batch_size_per_gpu` is"),
+        ({"gradient_clipping": "auto", "steps_per_print": "auto"}, "`gradient_clipping`, `steps_per_print` are"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "`optimizer.params.lr` is"),
+    ],
+)
+def test_an_auto_that_nobody_fills_in_is_reported_before_deepspeed_stops(given: dict[str, Any], keys: str) -> None:
+    guard: Any = None  # it is reported before the policy is put into the config
+    with pytest.raises(ConfigError, match=f'deepspeed.initialize: {keys} "auto", which the Trainer and accelerate'):
+        deepspeed_config.arguments({"config": {**zero(1), **BF16, **given}}, guard)
 
 
 def test_another_optimizer_class_is_a_line(tmp_path: Path) -> None:
