@@ -198,8 +198,10 @@ def _table(report: Comparison, spark: int) -> tuple[list[str], list[list[str]]]:
 
 
 def _explanation(verdict: RunVerdict) -> Iterator[Line]:
-    steps = f", steps {verdict.window[0]} to {verdict.window[1]}" if verdict.window else ""
-    method = f" ({verdict.method}{steps})" if verdict.method != "divergence" else ""
+    how = [verdict.method] if verdict.method not in ("divergence", "none") else []
+    if verdict.window and verdict.method != "divergence":
+        how.append(f"steps {verdict.window[0]} to {verdict.window[1]}")
+    method = f" ({', '.join(how)})" if how else ""
     yield [(f"{printable(verdict.name)}: ", "bold"), (verdict.verdict, _STYLES[verdict.verdict]),
            (f": {printable(verdict.reason)}{method}", "")]  # fmt: skip
     if verdict.needed:

@@ -70,9 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpoints of each block")
     parser.add_argument("--compile", action="store_true", help="torch.compile")
     parser.add_argument("--offload", action="store_true", help="optimizer (and FSDP's shards) on the host")
-    parser.add_argument(
-        "--gpu", metavar="NAME", help="the GPU for the largest batch (default: this machine's, or h100)"
-    )
+    parser.add_argument("--gpu", metavar="NAME", help="the GPU, or its memory: 24GB (default: this machine's, or h100)")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")
 
 
@@ -105,11 +103,12 @@ def run(options: argparse.Namespace) -> int:
 
 def _request(options: argparse.Namespace) -> Request:
     from mpguard.estimate import Request, most_positions, read_model
-    from mpguard.estimate.gpus import architecture, of_this_machine
+    from mpguard.estimate.gpus import architecture, memory_of, of_this_machine
     from mpguard.policy import hardware
     from mpguard.policy.recipes import AUTO, auto_on, recipe
 
     gpu = options.gpu or of_this_machine() or "h100"
+    memory_of(gpu)  # the first question about a GPU that is not known
     policy = recipe(options.recipe)
     if policy.name.startswith(AUTO):
         policy = auto_on(hardware.named(architecture(gpu)))

@@ -33,6 +33,7 @@ from mpguard.compare.intervals import (
 from mpguard.compare.model import MIN_COVERAGE, Comparison, Margin, RunLog, RunVerdict, VerdictKind
 from mpguard.compare.spikes import not_finite as not_finite_spikes
 from mpguard.compare.spikes import spikes
+from mpguard.compare.units import other_unit
 from mpguard.core.errors import MpguardError
 
 #: The error of each one-sided test.
@@ -121,7 +122,11 @@ def compare(
     for name, logs in arms.items():
         if name != baseline:
             pairs[name] = each = _aligned([_without_passing(log) for log in logs], base)
-            found[name] = _diverged(name, each.runs, each.base, criteria) or _measure(each.runs, each.base, criteria)
+            found[name] = (
+                _in_another_unit(name, each.runs, each.base)
+                or _diverged(name, each.runs, each.base, criteria)
+                or _measure(each.runs, each.base, criteria)
+            )
     judged = _judge({name: each for name, each in found.items() if isinstance(each, _Measured)}, criteria)
     verdicts = tuple(
         _covered(each if isinstance(each, RunVerdict) else judged[name], pairs[name], base, arms[name])
@@ -211,6 +216,16 @@ def _not_finite(log: RunLog) -> list[tuple[int, int]]:
     skipped = skipped_steps(log)
     steps = [step for step in sorted(log.loss) if step not in skipped]
     return [(steps[each.first], steps[each.last]) for each in not_finite_spikes([log.loss[step] for step in steps])]
+
+
+def _in_another_unit(name: str, runs: Sequence[RunLog], base: Sequence[RunLog]) -> RunVerdict | None:
+    """Return the verdict on an arm whose loss is not in the unit of the baseline's: no margin has a meaning then."""
+    found = [other_unit(run.loss, base[0].loss) for run in runs]
+    reason = next((each for each in found if each is not None), None)
+    if reason is None or None in found:
+        return None
+    reason += ". Log the same one in both, or name another column: `--loss`"
+    return RunVerdict(name, "inconclusive", None, None, "none", reason, notes=_notes(runs, base))
 
 
 def _diverged(name: str, runs: Sequence[RunLog], base: Sequence[RunLog], criteria: Criteria) -> RunVerdict | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
-from mpguard.core.errors import ConfigError, did_you_mean
+from mpguard.core.errors import ConfigError, did_you_mean, near
 
 MIB = 1024**2
 
@@ -16,20 +17,33 @@ MEMORY_MIB: Mapping[str, int] = {
     "gb200": 189471, "b300": 275040,
 }  # fmt: skip
 
+#: The memory of a GPU in the place of its name.
+_SIZE = re.compile(r"(\d{1,4})gi?b")
+
 
 def memory_of(name: str) -> int:
-    """Return the bytes of a GPU. Raises `ConfigError` for an unknown name."""
-    plain = name.lower().replace(" ", "").removeprefix("nvidia")
+    """Return the bytes of a GPU: of a name, or of a size such as `24GB`. Raises `ConfigError` for an unknown name."""
+    plain = _plain(name)
+    if size := _SIZE.fullmatch(plain):
+        return int(size[1]) * 1024 * MIB
+    if many := re.fullmatch(r"(\d+)[x*](\D.*)", plain):
+        raise ConfigError(f"--gpu {name}: one GPU is named here; their number is `--gpus {many[1]} --gpu {many[2]}`")
     several = [each for each in MEMORY_MIB if each.startswith(f"{plain}-")]
-    found = MEMORY_MIB.get(plain, MEMORY_MIB[several[0]] if several else None)
+    found = MEMORY_MIB.get(plain) or MEMORY_MIB.get(f"{plain}gb") or (MEMORY_MIB[several[0]] if several else None)
     if found is None:
-        raise ConfigError(f"the memory of the GPU `{name}` is not known{did_you_mean(plain, MEMORY_MIB)}")
+        hint = did_you_mean(plain, MEMORY_MIB) if near(plain, MEMORY_MIB) else ""
+        raise ConfigError(f"the memory of the GPU `{name}` is not known{hint or '.'} Or give its size: --gpu 24GB")
     return found * MIB
 
 
 def architecture(name: str) -> str:
-    """Return the name without its size, as `mpguard.policy.hardware.named` knows it."""
-    return name.lower().partition("-")[0]
+    """Return the name without its size, as `mpguard.policy.hardware.named` knows it; of a size that of an H100."""
+    plain = _plain(name)
+    return "h100" if _SIZE.fullmatch(plain) else plain.partition("-")[0]
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace(" ", "").removeprefix("nvidia")
 
 
 def of_this_machine() -> str | None:

@@ -166,8 +166,9 @@ def read_model(name: str) -> ModelConfig:
             return ModelConfig(_object(downloaded), name)
         hint = did_you_mean(name, built_in()) if near(name, built_in()) else ""
         raise ConfigError(
-            f"there is no built-in model `{name}` (`mpguard estimate --list`){hint}, and the cache of huggingface_hub "
-            "has no config.json of this name. Pass the path of a config.json"
+            f"there is no built-in model `{name}`{hint or '.'} `mpguard estimate --list` prints them. The cache of "
+            "huggingface_hub has no config.json of this name: pass the path of one. Diffusion models, and others "
+            "that are none of transformers, are not estimated"
         )
     return ModelConfig(_object(path), str(path))
 
@@ -191,6 +192,12 @@ def _object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
+        if path.suffix != ".json":
+            raise ConfigError(
+                f"{path}: is no config.json. Pass the name of a model (`mpguard estimate --list`), a config.json of "
+                'transformers or its folder; for a GPT of your own a file with {"model_type": "gpt2", "n_layer": ..., '
+                '"n_embd": ..., "n_head": ..., "n_positions": ..., "vocab_size": ...}'
+            ) from None
         raise ConfigError(f"{path}: is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: has no JSON object; a config.json of transformers is needed")

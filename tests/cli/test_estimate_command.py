@@ -71,10 +71,10 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         ([], "estimate needs a model"),
-        (["llama-3"], "there is no built-in model `llama-3` (`mpguard estimate --list`); did you mean"),
+        (["llama-3"], "there is no built-in model `llama-3`; did you mean"),
         (["llama-3.2-1b", "--recipe", "bf61_mixed"], "there is no recipe `bf61_mixed`"),
         (["llama-3.2-1b", "--strategy", "zero2"], "there is no strategy `zero2`"),
-        (["llama-3.2-1b", "--gpu", "h101"], "there is no GPU `h101`"),
+        (["llama-3.2-1b", "--gpu", "h101"], "the memory of the GPU `h101` is not known; did you mean `h100`?"),
         (["llama-3.2-1b", "--lora", "0"], "--lora 0: the rank of LoRA is 1 or more"),
         (["llama-3.2-1b", "--quantize", "nf4"], "--quantize needs adapters: give their rank"),
         (["llama-3.2-1b", "--lora", "8", "--targets", "qproj"], "no Linear layer has this name; did you mean `q_proj`"),

@@ -27,7 +27,7 @@ def test_lines_break_at_spaces_and_keep_their_styles() -> None:
     line: Line = [("run:", "bold"), (" the loss is far", "red"), (" from the baseline", "")]
     parts = list(folded(line, 4, 16))
     assert [text_of(part) for part in parts] == ["run: the loss is", "    far from the", "    baseline"]
-    assert [style for text, style in parts[0] if text.strip()] == ["bold", "red", "red", "red"]
+    assert [style for text, style in parts[0] if text.strip()] == ["bold", "red"]
     assert [text_of(part) for part in folded(line, 4, None)] == [text_of(line)]
     assert text_of(next(iter(folded([("a_word_without_spaces", "")], 4, 8)))) == "a_word_without_spaces"
 

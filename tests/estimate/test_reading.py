@@ -187,6 +187,17 @@ def test_gpus_are_those_of_the_table_of_hardware() -> None:
     assert memory_of("a100") == memory_of("a100-40gb")
     with pytest.raises(ConfigError, match="did you mean `h100`"):
         memory_of("h1000")
+    with pytest.raises(ConfigError, match="`mi300x` is not known; did you mean `b300`"):
+        memory_of("mi300x")
+    with pytest.raises(ConfigError, match="their number is `--gpus 4 --gpu a100`"):
+        memory_of("4x a100")
+
+
+@pytest.mark.parametrize("name", ["24GB", "24 gb", "24GiB"])
+def test_a_size_stands_for_a_gpu(name: str) -> None:
+    """People ask what fits 24 GB, and have GPUs that the table lacks."""
+    assert memory_of(name) == 24 * 2**30 and architecture(name) == "h100"
+    assert memory_of("a100-40") == memory_of("a100-40gb") and architecture("A100 - 40".replace(" ", "")) == "a100"
 
 
 def test_neither_torch_nor_transformers_is_imported() -> None:
