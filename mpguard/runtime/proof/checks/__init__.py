@@ -48,6 +48,7 @@ CHECKS: dict[str, Callable[[Observed, Plan], Row | list[Row]]] = {
     "gradients": gradients.gradients,
     "accumulation": gradients.accumulation,
     "reduction": gradients.reduction,
+    "reduced in fewer bits": gradients.reduced_narrower,
     "coverage": gradients.coverage,
     "optimizer": optimizer.optimizer,
     "updates by the script": optimizer.updated_by_script,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from mpguard.policy.allow import LOCAL_SGD, LOSS_SCALING
+from mpguard.policy.allow import BF16, LOCAL_SGD, LOSS_SCALING
 from mpguard.policy.dtype import Dtype
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.proof import scaled_passes
@@ -13,6 +13,7 @@ from mpguard.runtime.proof.checks.common import (
     format_amount,
     format_counts,
     format_names,
+    format_share,
     is_stage,
     mostly,
     updated_dtype,
@@ -22,6 +23,10 @@ from mpguard.runtime.proof.observe import Observed
 from mpguard.runtime.proof.products import bits
 from mpguard.runtime.proof.verdict import UNOBSERVED, Row, Verdict, not_observed
 from mpguard.runtime.proof.witness import is_allowed, is_division
+
+#: The largest share of the gradients that may be reduced in a narrower dtype: which tensors of a script's own
+#: collectives are gradients is told by their values.
+NARROWER_SHARE = 0.01
 
 #: What is found as scaler where there is none, and after the class of one that is disabled.
 NO_SCALER, DISABLED = "none", ", disabled"
@@ -134,10 +139,24 @@ def _other_reduction(seen: Observed, plan: Plan) -> str:
 
 
 def _is_reduced_in(counts: Mapping[str, int], asked: Dtype) -> bool:
-    """True if at most 1 % of the elements are in a narrower dtype, and none in another one of the same width."""
-    narrow = sum(count for dtype, count in counts.items() if bits(dtype) < asked.bits)
+    """True if a small share of the elements is in a narrower dtype, and none in another one of the same width."""
     other = any(bits(dtype) == asked.bits and dtype != asked.short for dtype in counts)
-    return narrow <= sum(counts.values()) * 0.01 and not other
+    return _narrower_share(counts, asked) <= NARROWER_SHARE and not other
+
+
+def _narrower_share(counts: Mapping[str, int], asked: Dtype) -> float:
+    return sum(count for dtype, count in counts.items() if bits(dtype) < asked.bits) / max(1, sum(counts.values()))
+
+
+def reduced_narrower(seen: Observed, plan: Plan) -> list[Row]:
+    """Show a share of the gradients that is reduced in a narrower dtype, and so small that it is no failure."""
+    asked, parts = plan.policy.reduce_dtype, seen.reductions_over or {"": seen.reductions}
+    share = max((_narrower_share(counts, asked) for counts in parts.values()), default=0.0)
+    if seen.world_size == 1 or seen.averaging or not 0 < share <= NARROWER_SHARE or plan.allowed(BF16):
+        return []
+    narrow = ", ".join(dtype for dtype in seen.reductions if bits(dtype) < asked.bits)
+    found = f"{format_share(share)} of the elements in {narrow}; up to {100 * NARROWER_SHARE:g} % are no failure"
+    return [Row("reduced in fewer bits", found, asked.short, Verdict.UNPROVEN)]
 
 
 def coverage(seen: Observed, _plan: Plan) -> list[Row]:

@@ -278,6 +278,26 @@ def test_casts_that_the_run_asks_for_or_that_are_few_are_no_row(plan: Plan, cast
     assert not [each for each in rows if each.name.startswith("casts")]
 
 
+@pytest.mark.parametrize(
+    ("plan", "reductions", "share"),
+    [
+        (PLAN, {"fp32": 995, "bf16": 5}, "0.5 %"),
+        (PLAN, {"fp32": 99950, "fp16": 50}, "below 0.1 %"),
+        (PLAN, {"fp32": 1000}, ""),
+        (PLAN, {"fp32": 980, "bf16": 20}, ""),
+        (allowing("bf16: '*wte'"), {"fp32": 995, "bf16": 5}, ""),
+    ],
+)
+def test_a_small_share_that_is_reduced_in_fewer_bits_is_named(
+    plan: Plan, reductions: dict[str, int], share: str
+) -> None:
+    rows = compare(dataclasses.replace(SEEN, reductions=reductions), plan)
+    found = [each for each in rows if each.name == "reduced in fewer bits"]
+    assert [each.found.startswith(share) and each.verdict is Verdict.UNPROVEN for each in found] == [True] * bool(share)
+    verdict = next(each.verdict for each in rows if each.name == "reduction")
+    assert verdict is (Verdict.WRONG if "bf16" in reductions and not found and plan is PLAN else Verdict.AS_ASKED)
+
+
 def test_one_rank_that_trains_next_to_idle_ones_reduces_nothing() -> None:
     assert row("reduction", world_size=1, idle=3).found == "none: one process trains"
     assert row("reduction", world_size=1).found == "none: one process"
