@@ -10,7 +10,6 @@ from mpguard.explain import launch
 from mpguard.explain.inputs import RunInputs
 from mpguard.explain.model import DEFAULT, Claim, Given, Resolved, ShadowedValue, UnknownValue, resolve
 from mpguard.explain.script import HANDLERS, Script
-from mpguard.lint.facts.program.api_names import TRL_CONFIGS
 from mpguard.policy import hardware
 from mpguard.policy.dtype import Dtype
 
@@ -53,7 +52,7 @@ def mode_claims(run: RunInputs) -> list[Claim]:
             by_class = given[name].name
             default = f"`{by_class}` sets bf16 unless fp16 is given, before what the launcher sets"
             reason = _if_unknown(script, given[name].value, False) if unknown else _TRAINER.format(name=name)
-            reason = default if by_class in TRL_CONFIGS and not unknown else reason
+            reason = default if by_class and not unknown else reason
             claims.append(Claim(value, given[name].origin, reason, lost))
     elif script is not None and script.accelerator is not None and "mixed_precision" in script.accelerator:
         own = script.accelerator["mixed_precision"]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import libcst as cst
+
 from mpguard.core import tracked_fs
 from mpguard.core.errors import ConfigError
+from mpguard.explain.argument_files import of_files
 from mpguard.explain.model import Given, Origin, SettingLayer, UnknownValue
 from mpguard.lint.configs.launch_expectations import is_unconditional
+from mpguard.lint.facts.behaviour.events.event import Event
 from mpguard.lint.facts.behaviour.regions import enabled_argument
 from mpguard.lint.facts.domain.backends import switches
 from mpguard.lint.facts.file import Facts
@@ -24,10 +29,7 @@ from mpguard.lint.source.text import Unparsable
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
-    import libcst as cst
-
-    from mpguard.lint.facts.behaviour.events.event import Event
-    from mpguard.lint.facts.syntax.records import Call, Record
+    from mpguard.lint.facts.syntax.records import Call, Record, Scope
 
 Arguments = Mapping[str, Given]
 
@@ -62,7 +64,8 @@ class Script:
     of its policy as `param_dtype`, .... calls_initialize: it calls `deepspeed.initialize`. initialize: its `config`.
     activate: the recipe of `mpguard.activate`. switches: TF32. autocasts: the dtypes of autocast regions. loads: those
     of loaded models.
-    trl: a config class of TRL, whose `bf16` is on unless `fp16` is (trl 1.16, `trainer/base_config.py`).
+    trl: a config class of TRL, or one that is derived from it, whose `bf16` is on unless `fp16` is (trl 1.16,
+    `trainer/base_config.py`). trl_parser: TRL's parser creates them. defaults: those of a class of its own.
     reads_command_line: it parses arguments of its own, as far as is known.
     """
 
@@ -80,6 +83,8 @@ class Script:
     autocasts: tuple[Given, ...] = ()
     loads: tuple[Given, ...] = ()
     trl: Given | None = None
+    trl_parser: bool = False
+    defaults: Arguments = dataclasses.field(default_factory=dict)
     reads_command_line: bool = False
 
     @property
@@ -99,9 +104,9 @@ class Script:
 
     def trainer_arguments(self, words: Sequence[Given]) -> dict[str, Given]:
         """Return the arguments of `TrainingArguments`. words: the script's command line."""
-        found = dict(self.arguments or {})
+        found = {**self.defaults, **(self.arguments or {})}
         if self.parses_arguments:
-            found |= parse_words(words)
+            found |= {**of_files(words, TRAINER, self.trl_parser), **parse_words(words)}
         found = {name: given for name, given in found.items() if given.value is not None}
         if self.trl is not None and "bf16" not in found:
             fp16 = found["fp16"].value if "fp16" in found else False
@@ -154,7 +159,7 @@ class _Reader:
 
     def script(self) -> Script:
         facts = self.facts
-        accelerators, trainers = facts.events("accelerator"), facts.events("arguments")
+        accelerators, trainers = facts.events("accelerator"), [*facts.events("arguments"), *self._own_calls()]
         plugin, initialize = self._fsdp_plugin(), facts.events("initialize")
         return Script(
             path=facts.path,
@@ -171,6 +176,8 @@ class _Reader:
             autocasts=tuple(self._autocasts()),
             loads=tuple(self._dtypes(facts.events("load"))),
             trl=next(self._trl(trainers), None),
+            trl_parser=bool(facts.calls.get("TrlParser")),
+            defaults=self._defaults(),
             reads_command_line=any(facts.calls.get(name) for name in _PARSERS) or "sys.argv" in facts.source.text,
         )  # fmt: skip
 
@@ -197,15 +204,57 @@ class _Reader:
     def _trl(self, trainers: Iterable[Event]) -> Iterator[Given]:
         """Yield the config classes of TRL that the script creates, or has its parser create, with their places."""
         for event in trainers:
-            own = self.facts.called_path(event.call).startswith("trl.")
-            if event.call.name in TRL_CONFIGS and own and not event.call.starred:
+            known = event.call.name in self._trl_classes or (
+                event.call.name in TRL_CONFIGS and self.facts.called_path(event.call).startswith("trl.")
+            )
+            if known and not event.call.starred:
                 yield Given(None, self._origin(event.call.node, event.call, "TrainingArguments"), event.call.name)
         for call in (*self.facts.calls.get("TrlParser", ()), *self.facts.calls.get("HfArgumentParser", ())):
             for node in call.positional[:1]:
                 classes = [each.value for each in getattr(node, "elements", ())] or [node]
                 for name in (dotted(each).rpartition(".")[2] for each in classes):
-                    if name in TRL_CONFIGS:
+                    if name in TRL_CONFIGS | self._trl_classes:
                         yield Given(None, self._origin(call.node, call, "TrainingArguments"), name)
+
+    @functools.cached_property
+    def _own_classes(self) -> dict[str, tuple[Scope, str]]:
+        """The classes of the file that derive from arguments of transformers or TRL, with the names of those."""
+        found = {}
+        for scope in self.facts.index.scopes:
+            if scope.kind != "class" or not scope.base_names:
+                continue
+            for path in self.facts.ancestry(scope):
+                package, name = path.partition(".")[0], path.rpartition(".")[2]
+                if (package == "trl" and name in TRL_CONFIGS) or (
+                    package == "transformers" and name.endswith("TrainingArguments")
+                ):
+                    found[scope.name] = scope, name
+        return found
+
+    @functools.cached_property
+    def _trl_classes(self) -> frozenset[str]:
+        return frozenset(name for name, (_, base) in self._own_classes.items() if base in TRL_CONFIGS)
+
+    def _own_calls(self) -> Iterator[Event]:
+        """Yield the objects that the script creates of these classes."""
+        for name in self._own_classes:
+            for call in self.facts.calls.get(name, ()):
+                yield Event("arguments", call, self.facts, call.node)
+
+    def _defaults(self) -> dict[str, Given]:
+        """Return the fields with a default in the bodies of these classes: `bf16: bool = False`, or in `field(...)`."""
+        found: dict[str, Given] = {}
+        for scope, _ in self._own_classes.values():
+            for name in TRAINER:
+                for binding in scope.bindings.get(name, ()):
+                    node = binding.value
+                    if isinstance(node, cst.Call) and dotted(node.func).rpartition(".")[2] == "field":
+                        named = (each.value for each in node.args if each.keyword and each.keyword.value == "default")
+                        node = next(named, None)
+                    if node is not None:
+                        origin = self._origin(node, binding, "TrainingArguments")
+                        found[name] = Given(self._value(node, binding), origin)
+        return found
 
     def _argument(self, call: Call, name: str, position: int | None, layer: SettingLayer = "code") -> Given | None:
         node = call.argument(position, name)

@@ -301,6 +301,14 @@ def test_a_deepspeed_file_of_a_folder_beside_is_shown_by_its_shortest_path(capsy
     assert found["source"] == {"layer": "DeepSpeed JSON", "file": "ds.json", "line": 1}
 
 
+OWN_SFT = """\
+from dataclasses import dataclass, field
+from trl import SFTConfig, TrlParser
+@dataclass
+class Own(SFTConfig):
+"""
+
+
 @pytest.mark.parametrize(
     ("script", "mode", "place"),
     [
@@ -311,6 +319,16 @@ def test_a_deepspeed_file_of_a_folder_beside_is_shown_by_its_shortest_path(capsy
         ("from trl import DPOConfig\nargs = DPOConfig(output_dir='o', fp16=True)\n", "fp16", 2),
         ("from trl import SFTConfig, TrlParser\nargs = TrlParser((SFTConfig,)).parse()\n", "bf16", 2),
         ("from transformers import TrainingArguments\nargs = TrainingArguments(output_dir='o')\n", "fp8", None),
+        (f"{OWN_SFT}    lora: bool = True\nargs = Own(output_dir='o')\n", "bf16", 6),
+        (f"{OWN_SFT}    bf16: bool = False\nargs = Own(output_dir='o')\n", "fp8", None),
+        (f"{OWN_SFT}    fp16: bool = field(default=True)\n_, args = TrlParser((M, Own)).parse()\n", "fp16", 5),
+        (f"{OWN_SFT}    lora: bool = True\n_, args = TrlParser((M, Own)).parse()\n", "bf16", 6),
+        (
+            "from transformers import TrainingArguments\nclass Own(TrainingArguments):\n    seed: int = 1\n"
+            "args = Own(output_dir='o', fp16=True)\n",
+            "fp16",
+            4,
+        ),
     ],
 )
 def test_trls_configs_set_bf16_unless_fp16_is_given(
@@ -325,6 +343,41 @@ def test_trls_configs_set_bf16_unless_fp16_is_given(
     found = explain(gather([Path("mp.yaml"), Path("train.py")], environment={})).get("mixed_precision")
     assert found is not None and found.value == mode
     assert (found.origin.file, found.origin.line) == (("train.py", place) if place else ("mp.yaml", 2))
+
+
+@pytest.mark.parametrize(
+    ("parser", "line", "file", "mode", "place"),
+    [
+        ("TrlParser", "--config sft.yaml", "bf16: false\nfp16: true\n", "fp16", ("sft.yaml", 2)),
+        ("TrlParser", "--config sft.yaml --bf16 true --fp16 false", "fp16: true\n", "bf16", ("--launch", None)),
+        ("TrlParser", "--config sft.yaml", "learning_rate: 1.0e-4\n", "bf16", ("train.py", 2)),
+        ("TrlParser", "--config gone.yaml", "", "unknown: in gone.yaml", None),
+        ("HfArgumentParser", "args.json", '{"fp16": true}', "fp16", ("args.json", 1)),
+        ("HfArgumentParser", "--output_dir o", "", "bf16", ("train.py", 2)),
+    ],
+)
+def test_the_file_of_a_parser_sets_the_arguments(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    parser: str,
+    line: str,
+    file: str,
+    mode: str,
+    place: tuple[str, int | None] | None,
+) -> None:
+    """TRL's parser reads `--config` below the command line, transformers' parser a file that is given alone."""
+    from mpguard.explain import explain, gather
+
+    monkeypatch.chdir(tmp_path)
+    package = "trl" if parser == "TrlParser" else "transformers"
+    text = f"from trl import SFTConfig; from {package} import {parser}\nargs = {parser}((SFTConfig,)).parse()\n"
+    (tmp_path / "train.py").write_text(text)
+    (tmp_path / ("args.json" if file.startswith("{") else "sft.yaml")).write_text(file)
+    launch = f"accelerate launch train.py {line}"
+    found = explain(gather([Path("train.py")], launch, environment={})).get("mixed_precision")
+    assert found is not None and str(found.value) == mode
+    if place is not None:
+        assert (found.origin.file or "--launch", found.origin.line) == place
 
 
 def test_a_value_that_is_the_one_in_force_and_an_argument_of_the_script(capsys: pytest.CaptureFixture[str]) -> None:
