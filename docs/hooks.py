@@ -18,6 +18,17 @@ if not SOURCE.startswith("https://"):
 #: Page of the site -> the file of the repository's root that it shows.
 ROOT_PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 
+#: How the search of the site weighs a page, by the beginning of its name: the guides come before the 190 rules.
+BOOSTS = {
+    "rules/MPG": 0.3,
+    "rules/": 0.5,
+    "changelog": 0.1,
+    "gpu_tables": 0.3,
+    "evidence": 0.3,
+    "watch": 1.5,
+    "refused": 1.5,
+}
+
 #: Inline links of Markdown to relative addresses; and code, which is matched so that links in it are skipped.
 _LINK_OR_CODE = re.compile(
     r"^```.*?^```$"
@@ -112,7 +123,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite links that are right in the repository, and not on the site."""
+    """Rewrite links that are right in the repository, and not on the site; weigh the page for the search."""
+    name = page.file.src_uri
+    page.meta["search"] = {"boost": next((boost for start, boost in BOOSTS.items() if name.startswith(start)), 1.0)}
     return rewrite(page.file.src_uri, markdown)
 
 

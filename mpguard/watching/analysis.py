@@ -33,10 +33,13 @@ UNDERFLOW_SHARE = 0.3
 ZERO_CHECKS, STUCK_SHARE, FEWEST_MOVED = 5, 0.9, 64
 
 #: Checks in a row at which all gradients of a module are zero, and those of others are not, from which it is an event.
-DEAD_LOOKS = 20
+DEAD_CHECKS = 20
 
 #: Modules whose shares are written, those that underflow most first.
 WRITTEN_MODULES = 16
+
+#: Values above this are no result of an operation that an epsilon would bound: they were large before.
+HUGE = 1e15
 
 #: Replays in a run.
 REPLAYS = 5
@@ -169,12 +172,14 @@ class Analysis:
         if found.module is None:
             if self.level != "full" and found.reason == SEEN_LATE:
                 return suggest.FOR_LATE
-            return suggest.for_loss() if losses else suggest.for_jump()
+            return suggest.for_unknown() if losses else suggest.for_jump()
         dtype = found.inputs[0]["dtype"] if found.inputs else self._autocast
         if found.phase == "input":
             return suggest.for_batch(dtype)
         if found.phase == "weights":
-            return suggest.for_weights(found.module)
+            return suggest.for_weights(found.module, trained=self.steps > 0)
+        if (huge := _huge(found)) and dtype != "float16":
+            return suggest.for_huge(*huge)
         if found.module == LOSS:
             return suggest.for_loss(dtype, backward=found.phase == "backward")
         if found.buffers:
@@ -234,7 +239,7 @@ class Analysis:
         if collapsed and current.scaled:
             text = f"the loss scale collapses: {self._collapse.in_a_row} steps in a row were skipped"
             text += f", it is {scale:g}" if scale is not None else ""
-            hint = suggest.for_skips(self.policy, scaled=True)
+            hint = suggest.for_skips(self.policy, scaled=True, scale=scale)
             self._emit(WatchEvent("loss_scale_collapse", current.step, None, {"loss_scale": scale}, hint, text))
 
     def _check_curves(self, current: StepRound, loss: float | None, norm: float | None, skipped: bool) -> None:
@@ -270,11 +275,11 @@ class Analysis:
             module = name.rpartition(".")[0] or name
             alive[module] = alive.get(module, False) or bool(values[0])
         self._dead = {module: self._dead.get(module, 0) + 1 for module, lives in alive.items() if not lives}
-        dead = [module for module, count in self._dead.items() if count == DEAD_LOOKS]
+        dead = [module for module, count in self._dead.items() if count == DEAD_CHECKS]
         if dead:
             kind = self._format(scale)
             more = f" and {len(dead) - 1} other modules" if len(dead) > 1 else ""
-            text = f"all gradients of `{dead[0]}`{more} are exactly zero, at {DEAD_LOOKS} checks in a row"
+            text = f"all gradients of `{dead[0]}`{more} are exactly zero, at {DEAD_CHECKS} checks in a row"
             value = {"modules": dead[:WRITTEN_MODULES], "total": len(dead), "loss_scale": scale, "format": kind}
             hint = suggest.for_dead(kind, scale)
             self._emit(WatchEvent("zero_gradients", current.step, dead[0], value, hint, text))
@@ -392,6 +397,19 @@ def _suspects(batches: list[CapturedCall], losses: list[float], dropped: int) ->
     if losses and not dropped and len(losses) == len(batches):
         return [batch for batch, loss in zip(batches, losses, strict=True) if not math.isfinite(loss)]
     return list(batches)
+
+
+def _huge(found: Located) -> tuple[str, float] | None:
+    """Return what went into a module, or its weights, with the magnitude, if that is near the end of FP32's range."""
+    if found.phase != "forward" or found.module is None:
+        return None
+    weights = found.computed.largest_weight if found.computed is not None else None
+    if weights is not None and weights > HUGE:
+        return f"the weights of `{found.module}`", weights
+    ends = [abs(float(each[end])) for each in found.inputs for end in ("min", "max") if each.get(end) is not None]
+    largest = max((end for end in ends if math.isfinite(end)), default=0.0)
+    what = "the model's outputs" if found.module == LOSS else f"the inputs of `{found.module}`"
+    return (what, largest) if largest > HUGE else None
 
 
 def _kind_of(values: list[float]) -> str:

@@ -7,6 +7,9 @@ from collections.abc import Collection
 
 from mpguard.policy.policy import Policy
 
+#: The scale that a GradScaler begins with by default.
+USUAL_SCALE = 65536.0
+
 
 def for_module(
     module: str,
@@ -111,16 +114,39 @@ def for_buffers(module: str, buffers: Collection[str]) -> str:
     )
 
 
-def for_weights(module: str) -> str:
-    """Return what to do about weights that are not finite."""
+def for_unknown() -> str:
+    """Return what to do about a loss that is not finite, where no module could be named."""
     return (
-        f"the weights of `{module}` are not finite: load the last checkpoint, and run it with `--watch full`, which "
-        "checks each step before it is applied"
+        "check that all weights were initialized (after `to_empty`, too), the batch, and the loss for log(0) and 0/0; "
+        "a run in one process, without sharding, names the module"
     )
 
 
-def for_skips(policy: Policy | None, scaled: bool) -> str:
+def for_huge(what: str, largest: float) -> str:
+    """Return what to do about values near the end of the range of FP32: no operation made them by itself."""
+    return (
+        f"{what} are up to {largest:.2g}: check the batch and the initialization of the weights, lower the learning "
+        "rate, or clip gradients; neither an epsilon nor another dtype helps"
+    )
+
+
+def for_weights(module: str, *, trained: bool = True) -> str:
+    """Return what to do about weights that are not finite. trained: False before the first step."""
+    if not trained:
+        return (
+            f"the weights of `{module}` are not finite before the first step: check their initialization (`to_empty` "
+            "leaves them as the memory was), and the checkpoint that was loaded"
+        )
+    return (
+        f"the weights of `{module}` are not finite: load the last checkpoint, and run it with `--watch full`, which "
+        "checks each step before it is applied; weights in FP16 need FP32 ones for the optimizer: Adam's eps is 0 there"
+    )
+
+
+def for_skips(policy: Policy | None, scaled: bool, scale: float | None = None) -> str:
     """Return what to do about a loss scale that collapses, or steps that are skipped without a loss scale."""
+    if scaled and scale is not None and scale > USUAL_SCALE:
+        return f"the scale began too high, and is halved until gradients fit: give a lower one, such as {USUAL_SCALE:g}"
     if scaled:
         return (
             "gradients overflow at any scale: use BF16 (mpguard_recipe: bf16_mixed), or compute the module that "
@@ -149,7 +175,9 @@ def for_divergence(policy: Policy | None) -> str:
 
 def for_zeros(kind: str, scale: float | None) -> str:
     """Return what to do about gradients that are all zero. kind: the format that computed them."""
-    loss = "check for a loss that is detached or multiplied by 0"
+    loss = (
+        "check for a loss that is detached or multiplied by 0, and for a cross entropy of one class, which is always 0"
+    )
     return f"{_for_fp16_zeros(scale)}; else {loss}" if kind == "fp16" else loss
 
 

@@ -27,13 +27,14 @@ class NarrowResult:
 
     dtype: what it computed in: that of autocast, or of its results. weights: the dtype of its weights; empty without.
     largest: the largest magnitude of its results in FP32, from the same inputs; None if these are not finite either.
-    tried: True if it was computed in FP32.
+    tried: True if it was computed in FP32. largest_weight: the largest magnitude of its own parameters.
     """
 
     dtype: str
     weights: str = ""
     largest: float | None = None
     tried: bool = False
+    largest_weight: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,13 +179,13 @@ class ReplayTrace:
         dtype = dict(call.autocast).get(bad.device.type, "") if next(module.children(), None) is not None else ""
         dtype = dtype or short(bad.dtype)  # of a module that has others inside, the last one may have given FP32
         if dtype not in ("float16", "bfloat16"):
-            return NarrowResult(dtype, weights)
+            return NarrowResult(dtype, weights, largest_weight=_largest_weight(module))
         try:
             largest = _largest_in_fp32(module, *call.arguments)
         except Exception as error:  # the module insists on its dtype
             log.debug("mpguard: a module cannot be computed in FP32", exc_info=error)
             return NarrowResult(dtype, weights)
-        return NarrowResult(dtype, weights, largest, tried=True)
+        return NarrowResult(dtype, weights, largest, tried=True, largest_weight=_largest_weight(module))
 
     def backward(self, bad_parameters: Sequence[str]) -> Located | None:
         """Return the module whose backward pass made NaN or Inf. bad_parameters: whose gradients are not finite."""
@@ -205,6 +206,12 @@ class ReplayTrace:
     def _named(self, name: str) -> str:
         """Return the name of a module; for the model itself, whose own code it is then, its class."""
         return name or type(self._model).__name__
+
+
+def _largest_weight(module: nn.Module) -> float | None:
+    """Return the largest magnitude among the module's own parameters; None if it has none."""
+    own = [each.detach() for each in module.parameters(recurse=False) if each.is_floating_point() and each.numel()]
+    return max((float(each.abs().max()) for each in own), default=None)
 
 
 def _largest_in_fp32(module: nn.Module, args: Any, kwargs: Any) -> float | None:

@@ -217,7 +217,7 @@ def test_a_search_for_nan_loss_finds_the_watch() -> None:
     """mkdocs' search weighs titles, of pages and of their sections, far above the text."""
     titles = [name for entry in SITE["nav"] for name in _titles(entry)]
     assert [title for title in titles if {"nan", "loss"} <= set(re.findall(r"\w+", title.lower()))] == [
-        "Watch: NaN loss, skipped steps"
+        "Watch: NaN loss, gradient overflow, skipped steps"
     ]
     headings = [(page, each) for page in PAGES for each in re.findall(r"^#+ (.*)$", PAGES[page], re.M)]
     found = {page for page, each in headings if re.search(r"\bnan\b", each.lower()) and "loss" in each.lower()}

@@ -53,6 +53,14 @@ def attention(*, gain: float = 1.0, masked: bool = False) -> Attention:
     return found
 
 
+def not_initialized(value: float = 3e38) -> nn.Linear:
+    """A layer that has what was in memory, as `to_empty` leaves it."""
+    found = nn.Linear(32, 32)
+    with torch.no_grad():
+        found.weight[0] = value
+    return found
+
+
 def batch_norm_with_nan() -> nn.BatchNorm1d:
     found = nn.BatchNorm1d(32).eval()
     found.running_var.fill_(float("nan"))  # type: ignore[union-attr]
@@ -131,4 +139,8 @@ train("the gradient of a norm of zeros", same, loss_of=norm_of_zero)
 train("NaN in the targets", same, autocast=torch.bfloat16, loss_of=nan_in_targets)
 train("gradients whose squares overflow", same, loss_factor=1e20, sgd=True, rate=0.0)
 train("a loss that explodes", same, rate=10.0, steps=30)
+train("weights that were not initialized", not_initialized(), steps=3)
+train("a weight that is NaN from the start", not_initialized(float("nan")), steps=3)
+train("a batch of 1e30", same, factor=1e30, autocast=torch.bfloat16)
+train("a loss scale that begins too high", same, autocast=torch.float16, scale=2.0**30, loss_factor=1e3)
 train("modules whose gradients are zero", dead(), steps=25)

@@ -50,6 +50,23 @@ def test_gradients_that_are_all_zero(events: Events) -> None:
     assert event["suggestion"].startswith("check for a loss that is detached")
 
 
+def test_values_near_the_end_of_fp32_were_large_before(events: Events) -> None:
+    """No epsilon helps where a module got them: the batch, the initialization, or a learning rate made them."""
+    event = events["weights that were not initialized"][0]
+    assert (event["module"], event["step"]) == ("2", 1)
+    assert event["suggestion"].startswith("the weights of `2` are up to 3e+38: check the batch and the initialization")
+    event = events["a weight that is NaN from the start"][0]
+    assert (event["module"], event["value"]["phase"]) == ("2", "weights")
+    assert "not finite before the first step: check their initialization" in event["suggestion"]
+    event = events["a batch of 1e30"][0]
+    assert event["step"] == 7 and "are up to" in event["suggestion"] and "neither an epsilon" in event["suggestion"]
+
+
+def test_a_loss_scale_that_begins_too_high_settles(events: Events) -> None:
+    (event,) = [each for each in events["a loss scale that begins too high"] if each["event"] == "loss_scale_collapse"]
+    assert event["value"]["loss_scale"] > 65536 and "began too high" in event["suggestion"]
+
+
 def test_code_between_calls_is_named_by_the_module_around_it(events: Events) -> None:
     """Attention's own matmul overflows: its layer `out` gets NaN, and does not make it."""
     event = events["overflow of attention in FP16"][0]
