@@ -4,7 +4,7 @@
 # make test-nodes several nodes on this machine: two and four launchers, and what happens when one dies; minutes
 # make test-newest        the newest versions that pip offers: writes constraints-newest.txt, prints what moved; an hour
 # make test-newest-short  every patch, and a program per framework, with constraints-newest.txt; 10 minutes at most
-# make test-oldest        the oldest versions that pyproject.toml promises, without torchao; by hand, before a release
+# make test-oldest        the oldest versions that pyproject.toml promises; by hand, before a release
 # make docs       write the generated pages of docs/, and build the site into site/
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -86,8 +86,8 @@ test-newest-short: $(SHORT_VENV)/.installed
 
 test-oldest:
 	$(PYTHON) -m venv $(OLDEST_VENV)
-	env -u PIP_CONSTRAINT $(OLDEST_VENV)/bin/python -m pip install --quiet --editable '.[transformers,deepspeed,test]' \
-		torch==2.7.0 accelerate==1.15.0 deepspeed==0.19.0 transformers==5.0.0
+	env -u PIP_CONSTRAINT $(OLDEST_VENV)/bin/python -m pip install --quiet --editable '.[all,test]' peft \
+		torch==2.11.0 accelerate==1.15.0 deepspeed==0.19.0 transformers==5.0.0 torchao==0.18.0
 	$(OLDEST_VENV)/bin/python -m pytest $(VERSION_TESTS) -n auto --dist worksteal
 
 # mypy runs next to the tests, on a core that they leave idle while they start; what it found is printed after them.

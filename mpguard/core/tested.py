@@ -34,7 +34,7 @@ class Window:
 
 #: By the name of the module. oldest: what the extras of pyproject.toml promise.
 TESTED = {
-    "torch": Window("2.7", "2.14"),
+    "torch": Window("2.11", "2.14"),
     "accelerate": Window("1.15", "1.15"),
     "deepspeed": Window("0.19", "0.19"),
     "transformers": Window("5.0", "5.24"),

@@ -85,7 +85,7 @@ def skip_causal_mask(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _ignore_causal_mask_sdpa(*args: Any, **kwargs: Any) -> Any:
         if _applies(torch):
-            given = dict(zip(names[: len(args)], args, strict=True), **kwargs)  # torch 2.7 traces no other zip
+            given = dict(zip(names[: len(args)], args, strict=True), **kwargs)
             length, window = given.get("kv_length"), given.get("local_attention_size")
             plain = not isinstance(given.get("q_offset"), torch.Tensor) and length == given.get(queries)
             if plain and (window is None or length < window):

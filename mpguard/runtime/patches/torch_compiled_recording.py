@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 from mpguard.core.patches import AnyFunction, adjustment, patch
-from mpguard.core.tested import TESTED, Window
 from mpguard.nn import attention, cuda_graphs
 from mpguard.nn.fp8 import first_batch
 from mpguard.runtime import guard as guards
@@ -133,7 +132,6 @@ def _leave_to_dynamo() -> None:
     reason="compiled, backward of a custom Function or operator runs under the forward's autocast; not in eager (S35)",
     lost="compiled backward passes of custom functions run under autocast",
     check=checks.compiled_backward,
-    tested=Window("2.9", TESTED["torch"].newest),  # torch 2.7 has no such option
     option="backward_pass_autocast",
 )
 def _compiled_backward(config: ModuleType) -> str | None:
