@@ -39,9 +39,8 @@ class Dialect:
             inside = len(entry.path) == 2 and entry.path[0] in self.sections
             if not inside and len(entry.path) > 1:
                 continue
-            alike = not isinstance(entry.value, Mapping) and (
-                PRECISION.search(entry.key) or misspelling_of(entry.key, self.keys)
-            )
+            misspelt = not isinstance(entry.value, Mapping) and misspelling_of(entry.key, self.keys) is not None
+            alike = misspelt or PRECISION.search(entry.key) is not None
             if entry.key in self.keys or alike:
                 yield entry
 
@@ -54,13 +53,15 @@ class Dialect:
 
 #: Names that speak of precision.
 PRECISION = lazy_pattern(
-    r"(?i)fp8|fp4|mxfp|nvfp|bf16|bfloat16|fp16|float16|fp32|float32|float8|tf32|mixed_precision|^precision$|autocast"
-    r"|(?:^|_)amp(?:_|$)|loss_scale|transformer_engine|amax"
+    r"(?i)fp\d|bf16|bfloat16|float(?:32|16|8|4)|tf32|mixed_precision|^precision$|autocast|(?:^|_)amp(?:_|$)|loss_scale"
+    r"|transformer_engine|amax"
 )
 
 #: Target -> the schema of its configs.
 DIALECTS: Mapping[str, Dialect] = {
-    "axolotl": Dialect("axolotl", axolotl.VERSION, axolotl.KEYS, strict={"fp8_config": axolotl.FP8_KEYS}),
+    "axolotl": Dialect(
+        "axolotl", axolotl.VERSION, axolotl.KEYS, ("fsdp_config",), strict={"fp8_config": axolotl.FP8_KEYS}
+    ),
     "llamafactory": Dialect("LLaMA-Factory", llamafactory.VERSION, llamafactory.KEYS),
     "megatron-bridge": Dialect(
         "Megatron Bridge",

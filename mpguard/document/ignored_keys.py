@@ -60,7 +60,8 @@ def _accelerate(document: Document) -> Iterator[ConfigProblem]:
 
 
 def _is_of_interest(key: str, meant: str | None) -> bool:
-    return key[:1].isalpha() and "comment" not in key.lower() and bool(meant or PRECISION.search(key))
+    speaks = PRECISION.search(key) or "dtype" in key or "data_type" in key
+    return key[:1].isalpha() and "comment" not in key.lower() and bool(meant or speaks)
 
 
 def _unknown(key: str, title: str, meant: str | None) -> ConfigProblem:

@@ -46,6 +46,13 @@ FILES: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
             AXOLOTL + "bf16: true\nfp8_config:\n  recipe: rowwise\n", "refused bf16", ("MPG849",),
         ),
         "a key of a later version": (AXOLOTL + "bf16: true\nfp8_grouped_experts: true\n", "bf16", ("MPG813",)),
+        "a section of a later version": (
+            AXOLOTL + "bf16: true\nfp4_config:\n  recipe: nvfp4\n", "bf16", ("MPG813",),
+        ),
+        "a later key of FSDP": (
+            AXOLOTL + "bf16: true\nfsdp_config:\n  reshard_after_forward: true\n  reduce_in_fp32: false\n",
+            "bf16", ("MPG813",),
+        ),
     },
     "llamafactory": {
         "bf16": (FACTORY + "bf16: true\n", "bf16", ()),
@@ -83,6 +90,10 @@ FILES: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
         "both modes": (
             "mixed_precision:\n  bf16: true\n  fp16: true\n" + BRIDGE, "", ("MPG849",),
         ),
+        "a later format": (
+            "mixed_precision: bf16_mixed\n" + BRIDGE.replace("model:\n", "model:\n  fp6_recipe: mxfp6\n"),
+            "bf16", ("MPG813",),
+        ),
         "overwritten": (
             "mixed_precision: bf16_mixed\n" + BRIDGE.replace("model:\n", "model:\n  bf16: false\n"),
             "bf16", ("MPG849",),
@@ -105,6 +116,9 @@ FILES: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
             NEMO.format(precision=16, o2="false") + "  transformer_engine: false\n  fp8: false\n  fp8_e4m3: false\n"
             "  fp8_hybrid: false\n  fp8_amax_compute_algo: most_recent\n",
             "fp16", (),
+        ),
+        "a later section": (
+            NEMO.format(precision="bf16", o2="true") + "  fp8_config:\n    recipe: mx\n", "bf16", ("MPG813",),
         ),
         "fp8 without te": (
             NEMO.format(precision="bf16", o2="true") + "  transformer_engine: false\n  fp8: true\n", "", ("MPG849",),

@@ -253,6 +253,10 @@ IGNORED = {
     "a section of a newer DeepSpeed": (
         DATA_TYPES % ("", ', "mxfp8": {"enabled": true}'), "mxfp8", "DeepSpeed 0.19.8 has no such key, and ignores it",
     ),
+    "a dtype of a newer DeepSpeed": (
+        DATA_TYPES % (', "optimizer_dtype": "bf16"', ""), "data_types.optimizer_dtype",
+        "DeepSpeed 0.19.8 has no such key, and ignores it",
+    ),
     "a key of a newer accelerate": (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nmixed_precision: bf16\nuse_cpu: true\n"
         "fp8_config:\n  mpguard_recipe: bf16_mixed\n  amax_rounding_fp4: 2\n",

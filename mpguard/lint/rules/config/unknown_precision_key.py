@@ -22,7 +22,7 @@ class UnknownPrecisionKey(ConfigRule, form_of="MPG813"):
     def check(self, document: Document) -> Iterator[Diagnostic]:
         dialect = dialects.DIALECTS[str(document.kind)]
         for entry in dialect.unknown(document):
-            if document.kind == "axolotl" and len(entry.path) == 2:
+            if document.kind == "axolotl" and entry.path[0] in dialect.strict and len(entry.path) == 2:
                 continue  # axolotl stops there: MPG849
             meant = misspelling_of(entry.key, dialect.keys, cutoff=0.75)
             yield self.at(
