@@ -213,6 +213,21 @@ def test_what_the_page_for_beginners_lints(tmp_path: Path, capsys: pytest.Captur
     assert shown.removeprefix("train.py") in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("nan loss", "watch.md"), ("gradient overflow", "watch.md"), ("not in force", "refused.md"),
+        ("qlora", "guides/trainer.md"), ("qlora", "estimate.md"), ("fp8 faster", "fp8.md"),
+    ],
+)  # fmt: skip
+def test_words_of_a_search_are_in_a_heading_of_its_page(words: str, page: str) -> None:
+    """Titles weigh most in mkdocs' search, and docs/hooks.py lets guides weigh more than the many rules."""
+    headings = re.findall(r"^#+ (.*)$", PAGES[page].lower(), re.M)
+    assert any(all(word in heading for word in words.split()) for heading in headings), headings
+    weights = {start: boost for start, boost in hooks.BOOSTS.items() if page.startswith(start)}
+    assert min(weights.values(), default=1.0) > hooks.BOOSTS["rules/MPG"]
+
+
 def test_a_search_for_nan_loss_finds_the_watch() -> None:
     """mkdocs' search weighs titles, of pages and of their sections, far above the text."""
     titles = [name for entry in SITE["nav"] for name in _titles(entry)]
