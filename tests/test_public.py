@@ -156,6 +156,11 @@ def test_not_carried_names_field_value_target_and_carriers() -> None:
     assert (warning.field, warning.value, warning.target, warning.carriers) == (
         "hysteresis", 4, "torch", ("deepspeed", "megatron"),
     )  # fmt: skip
+    several = errors.NotCarried("fp8", "e4m3", "torch", [], {"fp8_recipe": "mxfp8"})
+    assert str(several) == (
+        "torch: has no setting for `fp8=e4m3`, `fp8_recipe=mxfp8` of the policy; no target supports all of them"
+    )
+    assert several.fields == {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
 
 
 def test_what_is_not_carried_is_warned_at_the_callers_line() -> None:

@@ -174,8 +174,8 @@ def _built(target: Plugin, policy: Policy, strategy: str | None, written: str = 
     written: the class of an object that is written without its library.
     """
     missing, text = None, _text_of(written, target.build_arguments(policy, strategy)) if written else None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotCarried)  # listed below
         disabled = logging.root.manager.disable
         logging.disable(logging.WARNING)  # the libraries log while they are imported
         try:
@@ -186,11 +186,6 @@ def _built(target: Plugin, policy: Policy, strategy: str | None, written: str = 
             missing = str(error)
         finally:
             logging.disable(disabled)
-    not_carried = [warning.message for warning in caught if isinstance(warning.message, NotCarried)]
-    if missing or written:  # nothing was built, and so nothing was warned about
-        not_carried = [
-            NotCarried(f, policy.format_field(f), target.name, targets.carriers(f)) for f in target.not_carried(policy)
-        ]
     settings = target.settings(policy, strategy)
     return {
         "object": text,
@@ -198,7 +193,10 @@ def _built(target: Plugin, policy: Policy, strategy: str | None, written: str = 
         "settings": {key: setting.value for key, setting in settings.items() if setting.value is not ABSENT},
         "absent": {key: setting.reason for key, setting in settings.items() if setting.value is ABSENT},
         "missing": missing,
-        "not_carried": [{"field": n.field, "value": n.value, "carriers": list(n.carriers)} for n in not_carried],
+        "not_carried": [
+            {"field": field, "value": policy.format_field(field), "carriers": targets.carriers(field)}
+            for field in target.not_carried(policy, strategy)
+        ],
     }
 
 

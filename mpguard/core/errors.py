@@ -98,16 +98,22 @@ class MpguardWarning(UserWarning):
 
 
 class NotCarried(MpguardWarning):
-    """A target has no setting for a required field of the policy.
+    """A target has no setting for required fields of the policy.
 
-    Attributes: `field`, `value`, `target`, and `carriers`, the targets that carry the field.
+    Attributes: `fields`, the values of all of them by name; `field` and `value`, the first; `target`; and `carriers`,
+    the targets that carry all of them.
     """
 
-    def __init__(self, field: str, value: object, target: str, carriers: Iterable[str]) -> None:
+    def __init__(
+        self, field: str, value: object, target: str, carriers: Iterable[str], more: Mapping[str, object] | None = None
+    ) -> None:
         self.field, self.value, self.target = field, value, target
+        self.fields = {field: value, **(more or {})}
         self.carriers = tuple(carriers)
-        by = f"supported by {', '.join(self.carriers)}" if self.carriers else "no target supports it"
-        super().__init__(f"{target}: has no setting for `{field}={value}` of the policy; {by}")
+        none = "no target supports " + ("all of them" if more else "it")
+        by = f"supported by {', '.join(self.carriers)}" if self.carriers else none
+        named = ", ".join(f"`{name}={own}`" for name, own in self.fields.items())
+        super().__init__(f"{target}: has no setting for {named} of the policy; {by}")
 
 
 class NoEffectWarning(MpguardWarning):

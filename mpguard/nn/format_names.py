@@ -23,6 +23,9 @@ FORMAT_OF: Mapping[str, tuple[str, str]] = {
     "blockwise": ("blockwise", "blockwise"),
     "mxfp8": ("mxfp8", "mxfp8"),
     "nvfp4": ("nvfp4", "nvfp4"),
+    "tensorwise_with_bwd_hp": ("tensorwise", "bf16"),
+    "blockwise_with_bwd_hp": ("blockwise", "bf16"),
+    "mxfp8_with_bwd_hp": ("mxfp8", "bf16"),
     "none": ("bf16", "bf16"),
     "bf16": ("bf16", "bf16"),
 }

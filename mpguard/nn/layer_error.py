@@ -22,10 +22,13 @@ import torch
 from mpguard.nn.number_formats import OperandRole, largest, rounded
 
 #: How many rows of activations and gradients, and how many outputs of a layer, are measured at most.
-ROWS, COLUMNS = 4096, 512
+ROWS, COLUMNS = 4096, 256
 
 #: The size of the groups of rows that are measured together: formats have a scale for up to so many values.
 GROUP = 128
+
+#: How many rows are rounded at once on a CPU, so that what is between two operators stays in its cache.
+AT_ONCE = 256
 
 #: The ratio, in dB, that stands for no error at all.
 EXACT = 150.0
@@ -116,24 +119,43 @@ def _errors(left: _Operand, right: _Operand | None, formats: Iterable[str]) -> d
     """Return the error of `left @ right.T` in each format; without `right` that of the operand."""
     exact = left.matrix @ right.matrix.t() if right is not None else None
     operands = [each for each in (left, right) if each is not None]
-    found = {}
+    formats, numbers = list(formats), []
     for name in formats:
-        held: list[torch.Tensor] = []
-        numbers: list[torch.Tensor] = []
-        for each in operands:
-            own = rounded(each.matrix, name, each.role, each.of_tensor, each.of_rows)
-            size = each.matrix.numel()
-            numbers += [own.underflow / size, own.saturated / size, *_energies(each.matrix, own.values)]
-            held.append(own.values)
+        held = [_held(each, name) for each in operands]
+        numbers += [number for _, found in held for number in found]
         if exact is not None:
-            numbers += _energies(exact, held[0] @ held[1].t())
-        values: list[float] = torch.stack([each.double() for each in numbers]).tolist()  # one wait for the device
-        errors = {
-            each.role: TensorError(values[4 * i], values[4 * i + 1], _decibels(*values[4 * i + 2 : 4 * i + 4]))
-            for i, each in enumerate(operands)
-        }
-        found[name] = ProductError(_decibels(*values[-2:]) if exact is not None else None, errors)
-    return found
+            numbers += _energies(exact, held[0][0] @ held[1][0].t())
+    values: list[float] = torch.stack(numbers).tolist()  # one wait for the device
+    width = len(values) // max(1, len(formats))
+    return {
+        name: _error(values[at * width : (at + 1) * width], [each.role for each in operands])
+        for at, name in enumerate(formats)
+    }
+
+
+def _error(numbers: list[float], roles: list[OperandRole]) -> ProductError:
+    """Return the error of a format. numbers: those of `_held` for each operand, and the energies of the product."""
+    errors = {
+        role: TensorError(numbers[4 * at], numbers[4 * at + 1], _decibels(*numbers[4 * at + 2 : 4 * at + 4]))
+        for at, role in enumerate(roles)
+    }
+    product = numbers[4 * len(roles) :]
+    return ProductError(_decibels(*product) if product else None, errors)
+
+
+def _held(operand: _Operand, name: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return an operand in a format: its values, the shares that underflow and saturate, and two energies."""
+    matrix = operand.matrix
+    size = AT_ONCE if matrix.device.type == "cpu" else max(1, matrix.shape[0])
+    values, found = [], []
+    for at in range(0, matrix.shape[0], size):
+        part = slice(at, at + size)
+        of_rows = None if operand.of_rows is None else operand.of_rows[part]
+        own = rounded(matrix[part], name, operand.role, operand.of_tensor, of_rows)
+        values.append(own.values)
+        counts = [each.double() / matrix.numel() for each in (own.underflow, own.saturated)]
+        found.append(torch.stack([*counts, *_energies(matrix[part], own.values)]))
+    return torch.cat(values), list(torch.stack(found).sum(0))
 
 
 def _energies(exact: torch.Tensor, held: torch.Tensor) -> list[torch.Tensor]:

@@ -577,7 +577,7 @@ class Policy:
         strategy: `single`, `ddp`, `fsdp1`, `fsdp2`, `deepspeed-zero1` to `-zero3`; settings that depend on it (float8
             all-gather only under fsdp2) are left out without one.
 
-        Warns `NotCarried` for each required field that the target does not carry. Raises `PolicyError` if the policy
+        Warns `NotCarried` for required fields that the target does not carry. Raises `PolicyError` if the policy
         cannot be expressed for the target, `MissingExtra` if its library is not installed.
         """
         from mpguard.targets.inject import build

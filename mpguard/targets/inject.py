@@ -68,7 +68,7 @@ def inject(
     Returns the new config and the changes; the given config is not modified. Each change that replaces an existing
     value is logged at warning level (logger `mpguard`), with key, old and new value; an added value at info level.
 
-    strategy: by default the one that the config itself states. Warns `NotCarried` for each required field that the
+    strategy: by default the one that the config itself states. Warns `NotCarried` for required fields that the
     target does not carry. Raises `PolicyError` where the policy cannot be expressed for the target, or the config has
     a value in the place of a section.
     """
@@ -96,6 +96,10 @@ def differences(config: Mapping[str, Any], policy: Policy, target: str, strategy
 
 
 def _warn_not_carried(found: Plugin, policy: Policy, strategy: str | None, *, stacklevel: int) -> None:
-    """Warn `NotCarried` for each field. stacklevel: of the user's own line, counted from here."""
-    for field in found.not_carried(policy, strategy):
-        warnings.warn(NotCarried(field, policy.format_field(field), found.name, carriers(field)), stacklevel=stacklevel)
+    """Warn `NotCarried` once, for all fields. stacklevel: of the user's own line, counted from here."""
+    values = {field: policy.format_field(field) for field in found.not_carried(policy, strategy)}
+    if not values:
+        return
+    (field, value), *others = values.items()
+    able = [name for name in carriers(field) if all(name in carriers(other) for other, _ in others)]
+    warnings.warn(NotCarried(field, value, found.name, able, dict(others)), stacklevel=stacklevel)
