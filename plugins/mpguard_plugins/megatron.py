@@ -125,17 +125,23 @@ def read(config: Mapping[str, Any]) -> dict[str, Any]:
 #: The key by which Megatron Core knows what a config is, and its value.
 _KIND = {"transformer_engine_config_type": "TEQuantizationParams"}
 
+#: The `training_recipe` of layers that keep the recipe of the model.
+_OF_MODEL = {"override_quantized_autocast": False}
+
 
 def quant_recipe(policy: Policy) -> dict[str, Any]:
     """Return `fp8_modules` as Megatron Core's `RecipeConfig.from_config_dict` takes it.
 
     The first match decides there too. Patterns are compared with Megatron's own names
     (`decoder.layers.0.mlp.linear_fc1`). Blocks that are in BF16 for another reason (`first_last_layers_bf16`) stay so.
+    Megatron refuses delayed scaling here: layers that have it keep the recipe of the model.
     """
     configs: dict[str, Any] = {}
     for each in policy.fp8_modules:
         recipe: dict[str, Any] = {}
-        if each.recipe != NONE:
+        if each.recipe == "delayed":
+            recipe = dict(_OF_MODEL)
+        elif each.recipe != NONE:
             recipe = {"fp8_quantization_recipe": each.recipe, "fp8_format": policy.with_recipe(each.recipe).fp8}
         configs[each.recipe] = {**_KIND, "training_recipe": recipe}
     matchers = {
@@ -145,8 +151,11 @@ def quant_recipe(policy: Policy) -> dict[str, Any]:
     return {"configs": configs, "matchers": matchers}
 
 
-def modules_of(found: Any) -> tuple[ModuleRecipe, ...]:
-    """Return `fp8_modules` from a dict such as that of `quant_recipe`; empty for one that they cannot express."""
+def modules_of(found: Any, base: str | None) -> tuple[ModuleRecipe, ...]:
+    """Return `fp8_modules` from a dict such as that of `quant_recipe`; empty for one that they cannot express.
+
+    base: the FP8 recipe of the model, if it has one.
+    """
     entries = []
     try:
         for matcher in found["matchers"].values():
@@ -154,7 +163,8 @@ def modules_of(found: Any) -> tuple[ModuleRecipe, ...]:
             if matcher["type"] != "glob" or set(config) - {*_KIND, "training_recipe"}:
                 return ()
             if matcher.get("enabled", False):
-                recipe = config["training_recipe"].get("fp8_quantization_recipe") or NONE
+                own = config["training_recipe"]
+                recipe = (base or NONE) if own == _OF_MODEL else own.get("fp8_quantization_recipe") or NONE
                 entries.append(ModuleRecipe(matcher["pattern"], recipe))
     except (KeyError, TypeError, AttributeError):
         return ()

@@ -157,8 +157,9 @@ def is_config(config: Mapping[str, Any]) -> bool:
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the policy fields of a YAML override: those of `mixed_precision`, else those of `model` and `ddp`."""
     found = lookup(config, _QUANT_RECIPE)
-    modules = modules_of(found.get("config")) if isinstance(found, Mapping) else ()
-    return _fields_of_modes(config) | ({"fp8_modules": modules} if modules else {})
+    modes = _fields_of_modes(config)
+    modules = modules_of(found.get("config"), modes.get("fp8_recipe")) if isinstance(found, Mapping) else ()
+    return modes | ({"fp8_modules": modules} if modules else {})
 
 
 def _fields_of_modes(config: Mapping[str, Any]) -> dict[str, Any]:

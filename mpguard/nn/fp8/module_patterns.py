@@ -10,6 +10,9 @@ from mpguard.nn.fp8 import filters
 from mpguard.policy.fp8_modules import NONE, ModuleRecipe, entry_for
 from mpguard.policy.policy import Policy
 
+#: The recipe of experts in FP8, whatever that of the policy: they have no other one.
+OF_EXPERTS = "rowwise"
+
 #: How many names a message shows.
 _SHOWN = 3
 
@@ -35,9 +38,9 @@ def wrong_patterns(
 ) -> list[str]:
     """Return what is wrong with entries of `fp8_modules`, each as a text that names the pattern; empty if nothing is.
 
-    An entry is wrong if it matches no layer, if earlier ones decide all layers that it matches, or if none of its
-    layers can have its recipe. reasons: those of `filters.reasons`, and of experts. others: patterns that may
-    match none here.
+    An entry is wrong if it matches no layer, if earlier ones decide all layers that it matches, if none of its layers
+    can have its recipe, or if it gives experts alone another recipe than theirs. reasons: those of `filters.reasons`,
+    and of experts. others: patterns that may match none here.
     """
     if not policy.fp8_modules:
         return []
@@ -46,6 +49,7 @@ def wrong_patterns(
         if id(module) in reasons:
             names.setdefault(id(module), []).append(name)
     decided = {key: entry_for(own, policy.fp8_modules) for key, own in names.items()}
+    of_experts = {id(module) for _, module in modules if filters.is_experts(module)}
     wrong = []
     for entry in policy.fp8_modules:
         what = f"`{entry.pattern}`"
@@ -62,6 +66,12 @@ def wrong_patterns(
         elif entry.recipe != NONE and policy.fp8_required and all(reasons[key] for key in own):
             why = "; ".join(f"{names[key][0]}: {reasons[key]}" for key in own[:_SHOWN])
             wrong.append(f"{what} has the recipe {entry.recipe}, and no layer of it can be FP8: {why}")
+        elif entry.recipe not in (NONE, OF_EXPERTS) and of_experts.issuperset(own):
+            shown = names[own[0]][0]
+            wrong.append(
+                f"{what} has the recipe {entry.recipe}, and all that it decides are experts ({shown}), in FP8 "
+                f"with a scale per row only; write {OF_EXPERTS} or {NONE}"
+            )
     return wrong
 
 

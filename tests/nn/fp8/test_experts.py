@@ -232,6 +232,17 @@ def test_what_is_left_out_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(found) == 1 and wanted in found.pop()
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "rowwise_with_gw_hp"])
+def test_a_recipe_that_experts_do_not_have_is_refused_for_experts_alone(recipe: str) -> None:
+    asked = POLICY.replace(fp8_exclude=("*lm_head",), fp8_modules=[{"pattern": "*.experts", "recipe": recipe}])
+    net = model()
+    with pytest.raises(mpguard.PolicyError, match=r"all that it decides are experts .*; write rowwise or none"):
+        mpguard.convert(net, asked)
+    assert type(net.model.layers[0].mlp.experts).__name__ == "MixtralExperts", "nothing was changed"
+    own = asked.replace(fp8_modules=[{"pattern": "*.experts", "recipe": "rowwise"}, {"pattern": "*", "recipe": recipe}])
+    assert "experts in FP8 in 2 of 2 modules" in str(mpguard.convert(net, own)), "a pattern of Linear layers as well"
+
+
 def test_a_model_without_experts_imports_no_prototype(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
     monkeypatch.setattr(experts, "_missing", lambda _policy: looks.append(1) or "")
