@@ -25,6 +25,7 @@ from mpguard.nn.format_names import FORMAT_OF, default_bound
 from mpguard.nn.fp8 import observation
 from mpguard.nn.fp8.filters import is_conv1d, is_torchao, plain_name
 from mpguard.nn.number_formats import OperandRole, largest
+from mpguard.policy.policy import FLOAT8_LINEAR
 from mpguard.runtime.proof.fp8 import is_te, torchao_recipe
 from mpguard.watching.containment import CONTAINMENT
 
@@ -58,13 +59,15 @@ def listening() -> Fp8Samples:
 class Casts:
     """How a layer rounds. output, weight_gradient: formats of these matmuls. e5m2: gradients are E5M2, else E4M3.
 
-    delayed: scales are those of Transformer Engine's history.
+    delayed: scales are those of Transformer Engine's history. cast_weight: the weight is cast to the input's dtype
+    before it is rounded.
     """
 
     output: str
     weight_gradient: str
     e5m2: bool
     delayed: bool = False
+    cast_weight: bool = False
 
     def of_gradient(self, trained: bool) -> tuple[str, bool]:
         """Return the format of the gradient, and if the matmul that needs it sums over rows: that of the weight."""
@@ -77,7 +80,7 @@ def casts_of(layer: Any) -> Casts | None:
     if is_torchao(layer):
         name = torchao_recipe(layer.config)
         gradients = getattr(getattr(layer.config, "cast_config_grad_output", None), "target_dtype", None)
-        return Casts(*FORMAT_OF[name], gradients == torch.float8_e5m2)
+        return Casts(*FORMAT_OF[name], gradients == torch.float8_e5m2, cast_weight=name not in FLOAT8_LINEAR)
     recipe = getattr(layer, "fp8_meta", {}).get("recipe")
     if not is_te(layer) or recipe is None or not getattr(layer, "fp8", False):
         return None
@@ -149,6 +152,8 @@ class Fp8Samples:
                 return
             of_input, of_weight = layer.fp8_meta["scaling_fwd"].scale[:2] if casts.delayed else (None, None)
             weight = weight.t() if is_conv1d(layer) else weight
+            input = _as_autocast_casts(input)
+            weight = weight.to(input.dtype) if casts.cast_weight else weight
             left = self._add(f"{name}: {INPUT}", input, casts.output, "input", of_input)
             right = self._add(f"{name}: {WEIGHT}", weight, casts.output, "weight", of_weight)
             if left is not None and right is not None and left[0].shape[1] == right[0].shape[1]:
@@ -207,6 +212,12 @@ class Fp8Samples:
         """Return the names of layers, and the energy of the noise of each one's output over its own. Once."""
         found, self._noise = self._noise, {}
         return (list(found), torch.stack(list(found.values()))) if found else None
+
+
+def _as_autocast_casts(input: torch.Tensor) -> torch.Tensor:
+    """Return an input in the dtype in which a layer gets it to round: that of autocast, if one is entered."""
+    kind = input.device.type
+    return input.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else input
 
 
 def output_noise(inputs: torch.Tensor, left: Sample, weight: torch.Tensor, right: Sample) -> torch.Tensor:

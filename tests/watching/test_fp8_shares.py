@@ -105,6 +105,65 @@ def test_the_shares_of_each_layer_and_tensor(recipe: str, tmp_path: Path, capsys
     assert all("mpguard_fp8_modules" in line["suggestion"] for line in events)
 
 
+def zeroed(matrix: torch.Tensor, recipe: str, dtype: torch.dtype = torch.float8_e4m3fn) -> float:
+    """Return the share of values that torch's cast makes zero, with the scales of torchao's documentation."""
+    matrix, most = matrix.detach().double(), torch.finfo(dtype).max  # the layers scale in FP32: a value or two differ
+    if recipe == "mxfp8":  # a power of two per 32 values, rounded up, so that the largest one fits
+        blocks = matrix.reshape(-1, 32)
+        scale = 2.0 ** -(blocks.abs().amax(1, keepdim=True) / most).log2().ceil()
+    elif recipe == "rowwise":  # a power of two per row, rounded down
+        blocks = matrix
+        scale = 2.0 ** (most / blocks.abs().amax(1, keepdim=True)).log2().floor()
+    else:
+        blocks, scale = matrix, most / matrix.abs().max()
+    held = (blocks * scale).float().to(dtype).float()
+    return ((held == 0) & (blocks != 0)).sum().item() / matrix.numel()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+def test_the_numbers_are_those_of_the_tensors_rounded_independently(recipe: str, tmp_path: Path) -> None:
+    """Of tensors that are small enough to be seen whole: the shares, and the noise of what the layer returns."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64))
+    form = "hybrid" if recipe == "tensorwise" else "e4m3"
+    mpguard.convert(model, mpguard.Policy(
+        bf16=True, fp8=form, fp8_recipe=recipe, backend="torchao", fp8_emulate=True, compile=False, fp8_exclude=(),
+    ))  # fmt: skip
+    generator, file = torch.Generator().manual_seed(0), tmp_path / "run.jsonl"
+    x = torch.randn(64, 64, generator=generator) * 10 ** torch.empty(64, 64).uniform_(-6, 0, generator=generator)
+    wanted = torch.randn(64, 64, generator=generator) * 10 ** torch.empty(64, 64).uniform_(-7, 1, generator=generator)
+    weight = model[0].weight.detach().clone()
+    if recipe == "mxfp8":  # the layers of the other recipes round the FP32 weight
+        weight = weight.bfloat16().float()
+    gradients = list[torch.Tensor]()
+    mpguard.watch(level="full", jsonl=str(file))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(x)
+    output.register_hook(gradients.append)
+    (output.float() * wanted).sum().backward()
+    optimizer.step()
+    mpguard.watch(level="off")
+    (found,) = statistics_of([json.loads(line) for line in file.read_text().splitlines()]).values()
+    own = found["layers"]["0"]
+    held, gradient = x.bfloat16().float(), gradients[0].float()
+    of_gradient = torch.float8_e5m2 if recipe == "tensorwise" else torch.float8_e4m3fn
+    for tensor, matrix, dtype in (
+        ("input", held, torch.float8_e4m3fn),
+        ("weight", weight, torch.float8_e4m3fn),
+        ("gradient of the output", gradient.t(), of_gradient),  # of the weight's gradient, a sum over rows
+    ):
+        assert own[tensor]["underflow"] == pytest.approx(zeroed(matrix, recipe, dtype), abs=2 / 4096), tensor
+        assert (
+            own[tensor]["amax"] == pytest.approx(matrix.abs().max().item(), rel=1e-2) and not own[tensor]["saturated"]
+        )
+    assert max(own["input"]["underflow"], own["gradient of the output"]["underflow"]) > 0.01
+    exact = (held @ weight.t())[::4, ::4]  # the outputs that are sampled
+    error = output[::4, ::4].float() - model[0].bias[::4] - exact
+    noise = error.square().sum() / exact.square().sum()
+    assert own["snr"] == pytest.approx(-10 * math.log10(noise.item()), abs=0.3), "emulation multiplies in BF16"
+
+
 def test_compiled_code_shows_the_same_numbers_and_shares_its_blocks(tmp_path: Path) -> None:
     _, eager = trained(converted("tensorwise", 3), tmp_path / "eager.jsonl")
     model = converted("tensorwise", 3)
