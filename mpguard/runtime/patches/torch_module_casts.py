@@ -11,6 +11,7 @@ from mpguard.runtime import casts
 from mpguard.runtime import guard as guards
 from mpguard.runtime.patches import checks, master_weights
 from mpguard.runtime.proof.observe import name_of
+from mpguard.runtime.proof.profiler import muted
 
 
 @patch(
@@ -74,7 +75,8 @@ def _module_apply(original: AnyFunction) -> AnyFunction:
         before = casts.dtypes(self)
         inside = True
         try:
-            result = original(self, *args, **kwargs)
+            with muted():  # copies that are cast for an export are no part of the step; trained ones are reported
+                result = original(self, *args, **kwargs)
         finally:
             inside = False
         narrowed = casts.narrowed(self, before)

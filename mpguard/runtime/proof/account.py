@@ -428,10 +428,13 @@ class StepAccount:
         ended.looked_at, ended.missed, ended.converted = True, False, found.converted
         self._unaligned |= self._forward.reached_by(ended, found)
 
-    def _remember(self, found: OperatorTrace) -> None:
-        """Keep what later backward passes may need."""
+    def _remember(self, found: OperatorTrace, *, before_step: bool = True) -> None:
+        """Keep what later backward passes may need. before_step: False for what follows the last one of a step."""
         self._forward.remember(found)
-        self._casts += found.casts
+        for (to, module, shape), elements in found.casts.items():
+            # Between steps a script may keep an average of the weights in any dtype, which trains nothing.
+            if module is not None or not before_step or (len(shape) > 1 and shape not in self.weights):
+                self._casts[to, module] += elements
         self.overflows |= found.overflows
 
     def imply(self, inferred: Inferred) -> None:
@@ -476,7 +479,7 @@ class StepAccount:
             whole.converted += each.converted
         if self._open is None:  # else an optimizer is stepped by a hook of a parameter
             self._resume |= self.running
-            self._remember(self._cut(resume=False) or OperatorTrace())
+            self._remember(self._cut(resume=False) or OperatorTrace(), before_step=False)
         whole.frozen += self._forward.without_gradient()
         whole.called = dict(self._ranges.called) if self._ranges.named else None
         whole.autocast = self._ranges.autocast() if self._ranges.named else None

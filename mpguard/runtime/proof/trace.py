@@ -107,10 +107,10 @@ class OperatorTrace:
     that are no operators, by their nodes; their backward does twice as much. likely: those that multiply by a trained
     matrix if their node has taken one: all of their operands have the shape of one.
     converted: elements that were copied to another dtype in backward, by the dtypes before and after. casts: elements
-    that were rounded to 16 bits or fewer elsewhere, by the dtype and the module. overflows: numbers that do not fit.
-    unaligned: FP8 matmuls of the backward pass, with the node that they belong to. eager: True if there are matmuls
-    outside of compiled graphs whose name has a hash. unknown: True if something was recorded without shapes that cannot
-    be told without.
+    that were rounded to 16 bits or fewer elsewhere, by the dtype, the module and the shape. overflows: numbers that do
+    not fit. unaligned: FP8 matmuls of the backward pass, with the node that they belong to. eager: True if there are
+    matmuls outside of compiled graphs whose name has a hash. unknown: True if something was recorded without shapes
+    that cannot be told without.
     """
 
     forward: list[tuple[Work, frozenset[GraphNode], int]] = dataclasses.field(default_factory=list)
@@ -121,7 +121,7 @@ class OperatorTrace:
     opaque: dict[GraphNode, tuple[Work, int]] = dataclasses.field(default_factory=dict)
     likely: dict[GraphNode, tuple[Work, int]] = dataclasses.field(default_factory=dict)
     converted: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
-    casts: Counter[tuple[str, int | None]] = dataclasses.field(default_factory=Counter)
+    casts: Counter[tuple[str, int | None, tuple[int, ...]]] = dataclasses.field(default_factory=Counter)
     overflows: set[Overflow] = dataclasses.field(default_factory=set)
     unaligned: list[tuple[Unaligned, GraphNode | None]] = dataclasses.field(default_factory=list)
     eager: bool = False
@@ -481,7 +481,8 @@ def _add_cast(event: _Event, trace: OperatorTrace) -> None:
     """Add a copy outside of backward passes that rounds numbers to 16 bits or fewer."""
     to, source = map(products.kineto_dtype, event.raw.dtypes()[:2])
     if to in ROUNDED and source and source != to and source.startswith(("fp", "bf")) and not event.place.evaluated:
-        trace.casts[to, event.place.module] += math.prod(event.raw.shapes()[1])
+        shape = tuple(event.raw.shapes()[1])
+        trace.casts[to, event.place.module, shape] += math.prod(shape)
 
 
 def _add_overflow(event: _Event, trace: OperatorTrace) -> None:

@@ -84,7 +84,8 @@ def test_unusual_correct_runs_are_proven(tmp_path: Path, script: str) -> None:
 
 
 def test_without_any_product_nothing_is_proven(tmp_path: Path) -> None:
-    ended = run(tmp_path, "w = nn.Parameter(torch.ones(32)); train(lambda x: x * w, torch.optim.AdamW([w]))")
+    """A matrix that is multiplied by elements is no table: what it stands for is not known."""
+    ended = run(tmp_path, "w = nn.Parameter(torch.ones(16, 32)); train(lambda x: x * w, torch.optim.AdamW([w]))")
     assert ended.returncode == 1 and "mpguard: not proven: compute could not be observed" in ended.stderr, transcript(
         ended
     )
