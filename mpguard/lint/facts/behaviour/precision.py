@@ -479,6 +479,11 @@ def _module(tensors: TensorDtypes, atom: Object, call: Call) -> tuple[TensorDtyp
             return tensors._by_autocast((first,) if first is not None else (), call)
         if last in ops.FLOAT32_LAYERS:
             return tensors._float32_under_autocast(first, call)
+        if last == "Sequential" and atom.call is not None and not atom.call.starred:
+            layers = [tensors.facts.of(atom.call).call_of(each) for each in atom.call.positional]
+            names = [each.name if each is not None else "" for each in layers]
+            deciding = next((each for each in reversed(names) if each not in ops.KEEPING_LAYERS), "")
+            return tensors._by_autocast((), call) if deciding in ops.LOWERED_LAYERS else _UNKNOWN
         return tensors._of(first, call) if last in ops.KEEPING_LAYERS else _UNKNOWN
     if atom.cls is None or atom.prepared:
         return _UNKNOWN

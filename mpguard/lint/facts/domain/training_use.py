@@ -79,8 +79,12 @@ class TrainingUse:
             return None
         is_module = whole is not None or self._casts.is_module(cast)
         reach = self._reach(cast, guards[0], whole)
-        if is_module and whole is None and reach.meets("backward") and not reach.meets("optimizer"):
-            reach.sinks += self._earlier_optimizers(cast, guards[0])
+        if is_module and whole is None:  # adapters that it got before are cast with it
+            reach.sinks = [
+                each for each in reach.sinks if each.kind != "peft" or not self._precedes(each.call, cast.call)
+            ]
+            if reach.meets("backward") and not reach.meets("optimizer"):
+                reach.sinks += self._earlier_optimizers(cast, guards[0])
         later = not is_module and self._is_frozen_later(cast, reach)
         training = self._training(reach, weights=is_module, frozen_later=later)
         if training is None and whole is not None and cast.key == "self":
@@ -299,11 +303,18 @@ class TrainingUse:
         ways = keywords.passed(call, self.facts)
         return ways is not None and all(way.keys().isdisjoint(_QUANTIZES) for way in ways)
 
+    def _precedes(self, first: Call, second: Record) -> bool:
+        """True if a call comes before a record of the same function, or of one that is called after its function."""
+        if first.scope is second.scope:
+            return first.order < second.order
+        before, after = self.facts.callers(first.scope), self.facts.callers(second.scope)
+        return any(a.scope is b.scope and a.order < b.order for a in before for b in after)
+
     def has_adapters(self, key: str, at: Record, cast: bool = False) -> bool:
         """True if an object of this (last) name gets adapters in code connected with a record.
 
         As an argument, a receiver or a result of the call that adds them. cast: the record casts the whole object, with
-        the adapters that it has before it in the same function.
+        the adapters that it got before.
         """
         if self._adapted is None:
             self._adapted = {}
@@ -318,7 +329,7 @@ class TrainingUse:
                     for each in given:
                         self._adapted.setdefault(dotted(each).rsplit(".", 1)[-1], set()).add(call)
         adding = self._adapted.get(key.rsplit(".", 1)[-1], ()) if key else ()
-        places = {call.scope for call in adding if not (cast and call.scope is at.scope and call.order < at.order)}
+        places = {call.scope for call in adding if not (cast and self._precedes(call, at))}
         return any(
             at.scope in self.facts.reachable(place) or place in self.facts.reachable(at.scope) for place in places
         )

@@ -49,7 +49,7 @@ class RouterRoundedBeforeTopk(Rule):
     )
     #: Most routers choose before they round; a cast, then a choice soon after it, is rare.
     pattern = lazy_pattern(
-        rb"(?:softmax|sigmoid)\((?:(?!topk\()[\s\S]){0,120}?%s(?:(?!softmax\()[\s\S]){0,200}?topk\(|topk\((?:[^()\n]|\([^()\n]*\)){0,120}?%s"
+        rb"(?:softmax|sigmoid)\([\s\S]{0,160}?%s(?:(?!softmax\()[\s\S]){0,200}?topk\(|topk\((?:[^()\n]|\([^()\n]*\)){0,120}?%s"
         % ((rb"\.(?:(?:to|type)\((?!(?:torch\.float(?:32)?|[\w.]*device)\))|(?:type_as|half|bfloat16)\()",) * 2)
     )
     examples = (
