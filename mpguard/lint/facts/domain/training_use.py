@@ -303,12 +303,14 @@ class TrainingUse:
         ways = keywords.passed(call, self.facts)
         return ways is not None and all(way.keys().isdisjoint(_QUANTIZES) for way in ways)
 
-    def _precedes(self, first: Call, second: Record) -> bool:
-        """True if a call comes before a record of the same function, or of one that is called after its function."""
-        if first.scope is second.scope:
-            return first.order < second.order
-        before, after = self.facts.callers(first.scope), self.facts.callers(second.scope)
-        return any(a.scope is b.scope and a.order < b.order for a in before for b in after)
+    def _precedes(self, first: Record, second: Record) -> bool:
+        """True if a record comes before another one: in a function, or by the calls of their functions in it."""
+        after = self._with_callers(second)
+        return any(a.scope is b.scope and a.order < b.order for a in self._with_callers(first) for b in after)
+
+    def _with_callers(self, record: Record, depth: int = 3) -> list[Record]:
+        calls = self.facts.callers(record.scope)[:8] if depth else []
+        return [record, *(each for call in calls for each in self._with_callers(call, depth - 1))]
 
     def has_adapters(self, key: str, at: Record, cast: bool = False) -> bool:
         """True if an object of this (last) name gets adapters in code connected with a record.
