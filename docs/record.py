@@ -89,7 +89,11 @@ def recorded(mpguard: Path, work: Path, script: str, wanted: int) -> list[str]:
     if status != wanted:
         raise SystemExit(f"{script}: status {status}, not {wanted}:\n{printed}")
     shown = f"\x1b[1m$ mpguard {' '.join(command)}\x1b[0m"
-    return [shown, *map(colored, printed.splitlines()), f"\x1b[2m[status {status}]\x1b[0m"]
+    lines, refusal = [], False
+    for line in printed.splitlines():  # a refusal has several lines where the terminal is narrow
+        refusal = line.startswith("mpguard: not in force") or (refusal and line.startswith("  "))
+        lines.append(f"\x1b[31m{line}\x1b[0m" if refusal else colored(line))
+    return [shown, *lines, f"\x1b[2m[status {status}]\x1b[0m"]
 
 
 def colored(line: str) -> str:

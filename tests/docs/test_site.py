@@ -170,12 +170,13 @@ def test_the_recording_of_the_watch(theme: str) -> None:
     assert f'"watch-{theme}.svg"' in PAGES["watch.md"]
 
 
+@pytest.mark.parametrize("page", ["compare", "sensitivity"])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_screenshots_are_small_and_shown(theme: str) -> None:
+def test_the_screenshots_are_small_and_shown(theme: str, page: str) -> None:
     """docs/screenshots.py takes them with a browser, which tests do not need."""
-    picture = DOCS / f"compare-{theme}.png"
+    picture = DOCS / f"{page}-{theme}.png"
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size < 150_000
-    assert f'"../{picture.name}"' in hooks.rewrite("compare.md", PAGES["compare.md"])
+    assert f'"../{picture.name}"' in hooks.rewrite(f"{page}.md", PAGES[f"{page}.md"])
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
