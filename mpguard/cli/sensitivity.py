@@ -105,13 +105,19 @@ def run(options: argparse.Namespace) -> int:
     if options.html is not None:
         _write_page(report, proposal, options.html)
     if options.format == "json":
-        print(json.dumps({**report.as_json(), "proposal": proposal.as_json()}, indent=2, allow_nan=False))
+        proven = not tried if _was_tried(options, report, proposal) else None
+        found = {**report.as_json(), "proposal": {**proposal.as_json(), "proven": proven}}
+        print(json.dumps(found, indent=2, allow_nan=False))
     else:
         write_lines(_lines(report, chosen, proposal, options, tried))
     if tried:
         print_line(f"mpguard sensitivity: nothing is written: the proposal was tried, and {tried}. See {folder}")
         return 1
     return 128 + received[0] if received else 0
+
+
+def _was_tried(options: argparse.Namespace, report: Sensitivity, proposal: Proposal) -> bool:
+    return options.write is not None and not report.interrupted and bool(proposal.modules)
 
 
 def _parsed(argv: list[str]) -> tuple[argparse.Namespace, SensitivityRequest]:

@@ -40,7 +40,8 @@ def _proposal(report: Sensitivity, proposal: Proposal) -> str:
     worst = "" if proposal.worst is None else f"; the worst of them keeps {proposal.worst:.1f} dB"
     return (
         f"<p>To keep {proposal.bound:g} dB in {escape(report.recipe)}; {proposal.share:.1%} of the matmuls of FP8 "
-        f"layers stay in FP8{worst}.</p><pre>mpguard_fp8_modules:\n{escape(entries)}</pre>"
+        f"layers stay in FP8{worst}. <code>--write</code> tries it first.</p>"
+        f"<pre>mpguard_fp8_modules:\n{escape(entries)}</pre>"
     )
 
 

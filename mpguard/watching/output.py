@@ -17,6 +17,7 @@ from mpguard.core import watch_events
 from mpguard.core.console import print_line, write_lines
 from mpguard.core.errors import ConfigError
 from mpguard.core.version import __version__
+from mpguard.runtime import guard as guards
 from mpguard.runtime.ranks import is_reporting_rank, rank, world_size
 from mpguard.runtime.reporter import below_progress_bars
 
@@ -106,6 +107,9 @@ class JsonLines:
             "event": "run", "version": FORMAT, "mpguard": __version__, "level": self._level,
             "rank": rank(), "ranks": world_size()[0], "time": time.time(),
         }  # fmt: skip
+        guard = guards.current()
+        if guard is not None and guard.plan.policy.fp8_emulate:
+            head["emulated"] = True  # so that no reader takes its times for those of FP8
         file.write(json.dumps(head) + "\n")
         return file
 

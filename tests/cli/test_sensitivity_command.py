@@ -52,6 +52,7 @@ def test_the_proposal_is_tried_and_written(tmp_path: Path) -> None:
     assert worst["layer"] == "blocks.1.down", "its input has outliers"
     assert worst["formats"]["tensorwise"]["underflow"]["input"] > 0.1
     assert found["proposal"]["fp8_modules"] == [{"pattern": "blocks.1.down", "recipe": "none"}]
+    assert found["proposal"]["proven"] is True
     assert 0 < found["overhead"]["seconds"] < found["overhead"]["total"]
     assert "blocks.1.down" in page.read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mp.yaml", "page.html"]

@@ -115,6 +115,13 @@ def test_the_head_and_statistics_of_watch_are_no_events(tmp_path: Path) -> None:
     assert (event.kind, event.text) == ("nonfinite", "0.0: phase forward, kind nan, loss NaN: check it")
 
 
+def test_times_of_emulated_fp8_are_left_out(tmp_path: Path) -> None:
+    """The watch writes the head so: tests/watching/test_output.py."""
+    log = read_run(write_jsonl(tmp_path / "run.jsonl", [{"event": "run", "version": 1, "emulated": True}, *STEPS]))
+    assert log.ms == {} and len(log.loss) == 20
+    assert log.notes == ("its FP8 was computed in software: the time of its steps is left out",)
+
+
 @pytest.mark.parametrize("value", [math.nan, "nan", "NaN", "-Infinity", math.inf])
 def test_what_json_has_no_number_for(tmp_path: Path, value: object) -> None:
     log = read_run(write_jsonl(tmp_path / "run.jsonl", [*STEPS, {"event": "step", "step": 21, "loss": value}]))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import mpguard
 from mpguard.core.errors import ConfigError
 from mpguard.core.watch_levels import watch_level
 from mpguard.document import mp_yaml, read
@@ -34,6 +36,17 @@ def test_lines_are_valid_json_with_nan(tmp_path: Path) -> None:
     assert math.isnan(float(step["loss"])) and float(step["grad_norm"]) == math.inf
     assert set(event) == {"event", "step", "rank", "module", "value", "suggestion"}
     assert event["value"] == {"low": "-Infinity"} == plain({"low": -math.inf})
+
+
+def test_the_head_says_that_fp8_is_emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that `compare` shows no times of it: tests/compare/test_readers.py."""
+    low = mpguard.Policy(bf16=True, fp8="hybrid", backend="torchao")
+    for policy, emulated in ((low.replace(fp8_emulate=True), True), (low, None)):
+        monkeypatch.setattr(output.guards, "current", lambda own=policy: SimpleNamespace(plan=Plan(own)))
+        file = JsonLines(str(tmp_path / "run.jsonl"), "light")
+        file.write_step({"event": "step", "step": 1})
+        file.close()
+        assert json.loads((tmp_path / "run.jsonl").read_text().splitlines()[0]).get("emulated") is emulated
 
 
 def test_only_a_file_of_a_watch_is_replaced(tmp_path: Path) -> None:

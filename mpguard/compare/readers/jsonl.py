@@ -21,12 +21,15 @@ _STEP_KEYS = ("step", "global_step", "iteration", "_step")
 def read(path: Path) -> tuple[ColumnStore, str]:
     """Return the values of a log, and its format: watch or jsonl."""
     found = ColumnStore()
-    source, foreign, ranks = "jsonl", 0, _Ranks()
+    source, foreign, ranks, left_out = "jsonl", 0, _Ranks(), tuple[str, ...]()
     for line, row in _rows(path, found.notes):
         _check_version(path, line, row)
         if "event" in row:
             source = "watch"
             if row["event"] != "step":
+                if row["event"] == "run" and row.get("emulated") is True:
+                    left_out = ("ms",)
+                    found.notes.append("its FP8 was computed in software: the time of its steps is left out")
                 if row["event"] == "fp8_statistics":
                     _add_statistics(found, row)
                 found.events += [_event(row)] if row["event"] not in _NO_EVENTS else []
@@ -35,8 +38,9 @@ def read(path: Path) -> tuple[ColumnStore, str]:
         if step is None or isinstance(step, bool):
             foreign += 1
         elif ranks.counts(row):
+            no_columns = (*_STEP_KEYS, *left_out, "event", "rank", "version")
             for key, value in row.items():
-                if key not in (*_STEP_KEYS, "event", "rank", "version") and (as_number := number(value)) is not None:
+                if key not in no_columns and (as_number := number(value)) is not None:
                     found.add(step, key, as_number)
     if foreign:
         found.notes.append(f"{foreign} lines without a step are left out")
