@@ -297,7 +297,7 @@ def _proposed(
         return
     count = f"{len(below)} of {sum(not layer.left_out for layer in report.layers)} layers"
     yield [(f"{count} are below {proposal.bound:g} dB in {chosen.recipe}. Proposal:", "bold")]
-    yield [("fp8_modules: ", ""), (_as_yaml(proposal.modules), "")]
+    yield from _entries(proposal.modules)
     worst = "" if proposal.worst is None else f"; the worst of them keeps {proposal.worst:.1f} dB"
     yield [(f"{proposal.share:.1%} of the matmuls of FP8 layers stay in FP8{worst}.", "")]
     if tried:
@@ -312,6 +312,12 @@ def _is_below(snr: float | None, proposal: Proposal) -> bool:
     return snr is not None and snr < proposal.bound - math.ulp(proposal.bound)
 
 
-def _as_yaml(modules: Sequence[Any]) -> str:
-    entries = ", ".join(f'{{pattern: "{each["pattern"]}", recipe: {each["recipe"]}}}' for each in modules)
-    return printable(f"[{entries}]")
+def _entries(modules: Sequence[Any]) -> Iterator[Line]:
+    """Yield `fp8_modules` as YAML: in one line, or more than two entries in a line each."""
+    entries = [f'{{pattern: "{each["pattern"]}", recipe: {each["recipe"]}}}' for each in modules]
+    if len(entries) <= 2:
+        yield [(printable(f"fp8_modules: [{', '.join(entries)}]"), "")]
+        return
+    yield [("fp8_modules:", "")]
+    for entry in entries:
+        yield [(printable(f"  - {entry}"), "")]

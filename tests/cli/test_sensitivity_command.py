@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 pytest.importorskip("accelerate")
 pytest.importorskip("torchao")
@@ -19,7 +20,7 @@ from limits import seconds
 from paths import PROGRAMS, REPOSITORY
 from processes import command, mp_yaml, started, transcript
 
-from mpguard.cli import main
+from mpguard.cli import main, sensitivity
 from mpguard.document import mp_yaml as keys
 
 SCRIPT = PROGRAMS / "outliers.py"
@@ -129,3 +130,11 @@ def test_command_lines_that_cannot_be_used(
     (tmp_path / "t.py").write_text("")
     assert main(["sensitivity", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_many_entries_are_yaml_that_can_be_copied() -> None:
+    entries = [{"pattern": f"*.{i}.up", "recipe": "none"} for i in range(3)]
+    for count in (1, 2, 3):
+        lines = ["".join(text for text, _ in line) for line in sensitivity._entries(entries[:count])]
+        assert yaml.safe_load("\n".join(lines)) == {"fp8_modules": entries[:count]}
+        assert len(lines) == (1 if count < 3 else 4)
