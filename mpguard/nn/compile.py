@@ -18,7 +18,7 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpguard.policy import hardware
@@ -92,6 +92,10 @@ MOST_BLOCKS = 12
 #: stages of a pipeline wait for each other's compilation, so that it counts even for two blocks.
 MOST_BLOCKS_OF_RANKS = 1
 
+#: The most kinds of blocks that are compiled: those with the most weights in Linear layers. Each has code of its own,
+#: once for each size of its input: two ranks were not through with the 21 kinds of diffusers' UNet2D after 170 s.
+MOST_KINDS = 16
+
 #: The most processes that inductor compiles kernels with by itself.
 COMPILE_THREADS = 32
 
@@ -160,11 +164,12 @@ def compile_in_place(model: nn.Module, failed: Callable[[str], None] | None = No
         return False
     called = list(_called(model))
     if is_deep(model):
-        called = [part for each in called for part in _regions(each)]
+        called = [block for kind in _compiled_kinds(model) for block in kind]
         # Blocks that differ in a number of their code are compiled one by one; then dynamo must not give up after 8.
         _allow_graphs(len(called))
+    static = is_deep(model) and _is_of_several_widths(block for kind in _kinds(model) for block in kind)
     for each in called:
-        _compile(each)
+        _compile(each, dynamic=False if static else None)
         _in_place.add(each)
         if failed is not None:
             each._compiled_call_impl = _falling_back(each, failed)
@@ -215,7 +220,11 @@ def _empty_masks() -> None:
 
 def by_block(model: nn.Module) -> str:
     """Return what messages add about a model that is compiled block by block; empty for other models."""
-    return ", block by block" if is_deep(model) else ""
+    if not is_deep(model):
+        return ""
+    every = len(_kinds(model))
+    most = f" ({MOST_KINDS} of its {every} kinds of blocks; the others run as they are)" if every > MOST_KINDS else ""
+    return f", block by block{most}"
 
 
 def is_deep(model: nn.Module) -> bool:
@@ -300,6 +309,39 @@ def _regions(model: nn.Module) -> Iterator[nn.Module]:
                 yield each
 
 
+def _kinds(model: nn.Module) -> list[list[nn.Module]]:
+    """Return what is compiled of a deep model, grouped by class and shapes of parameters."""
+    found: dict[Any, list[nn.Module]] = {}
+    for region in (part for each in _called(model) for part in _regions(each)):
+        shapes = tuple(tuple(own.shape) for own in region.parameters())
+        found.setdefault((type(region), shapes), []).append(region)
+    return list(found.values())
+
+
+def _compiled_kinds(model: nn.Module) -> list[list[nn.Module]]:
+    """Return the kinds of blocks of a deep model that are compiled."""
+    import torch
+
+    def in_linear_layers(kind: list[nn.Module]) -> int:
+        layers = (each for each in kind[0].modules() if isinstance(each, torch.nn.Linear))
+        return len(kind) * sum(each.weight.numel() for each in layers)
+
+    return sorted(_kinds(model), key=in_linear_layers, reverse=True)[:MOST_KINDS]
+
+
+def _is_of_several_widths(blocks: Iterable[nn.Module]) -> bool:
+    """True if the blocks of a class have inputs of several widths, as their first parameters show: a UNet's have.
+
+    Dynamo would take the widths, and the heights of images, for sizes that vary from batch to batch, and compile code
+    for any of them: of the attention of diffusers' UNet in FP8 alone that takes half a minute.
+    """
+    widths: dict[type[nn.Module], set[tuple[int, ...]]] = {}
+    for block in blocks:
+        first = next(block.parameters(), None)
+        widths.setdefault(type(block), set()).add(() if first is None else tuple(first.shape))
+    return any(len(found) > 1 for found in widths.values())
+
+
 def _allow_graphs(number: int) -> None:
     """Let dynamo compile one function so many times, besides the calls for which it does by default."""
     from torch._dynamo import config
@@ -313,11 +355,12 @@ def _wraps(model: nn.Module) -> bool:
     return bool(names & {"DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"})
 
 
-def _compile(model: nn.Module) -> None:
+def _compile(model: nn.Module, *, dynamic: bool | None = None) -> None:
+    """Compile a module in place. dynamic: see `torch.compile`."""
     import torch
 
     if not type(model).forward.__module__.startswith("torch."):
-        model.compile(backend=BACKEND)
+        model.compile(backend=BACKEND, dynamic=dynamic)
         return
 
     # Dynamo does not start in a frame of torch itself, such as the forward of a Sequential.
@@ -327,5 +370,6 @@ def _compile(model: nn.Module) -> None:
     from mpguard.nn import cuda_graphs
     from mpguard.nn.fp8 import first_batch
 
-    compiled = cuda_graphs.keeping_gradients(model, torch.compile(types.MethodType(_call_impl, model), backend=BACKEND))
+    call = types.MethodType(_call_impl, model)
+    compiled = cuda_graphs.keeping_gradients(model, torch.compile(call, backend=BACKEND, dynamic=dynamic))
     model._compiled_call_impl = first_batch.telling(model, compiled)

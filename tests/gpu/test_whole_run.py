@@ -35,7 +35,10 @@ def test_skipped_steps_are_counted_and_a_collapse_is_refused(tmp_path: Path, kin
     first = proof(tmp_path / "proof.json")["observed"]["skipped"]
     assert ended.returncode == 0 and facts["steps"] + facts["skipped"] == 400, transcript(ended)
     assert facts["skipped"] == first + 3 and f", {first + 3} steps skipped" in ended.stderr, transcript(ended)
-    assert facts["looks"] == [1, 2, 4, 8, 16, 32, 64, 128, 256], transcript(ended)
+    looks = facts["looks"]  # after step 16 one of each doubling, the same on all ranks
+    assert looks[:5] == [1, 2, 4, 8, 16] and [each.bit_length() for each in looks[5:]] == [6, 7, 8, 9], transcript(
+        ended
+    )
     ended = command("python", *words, "range(61, 400)", cwd=tmp_path)
     assert ended.returncode == 1 and "finished" not in ended.stdout, transcript(ended)
     assert "129 optimizer steps in a row were skipped" in ended.stderr, transcript(ended)

@@ -447,6 +447,51 @@ def test_blocks_that_differ_are_all_compiled(graphs: Callable[[], int], caplog: 
     assert torch.allclose(compiled, eager(inputs), rtol=1e-3, atol=1e-3)
 
 
+class Resized(nn.Module):
+    """A block of a UNet: each has another width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, width + 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(self.norm(x)).relu()
+
+
+class Pyramid(nn.Module):
+    """Blocks of growing widths, and equal ones after them."""
+
+    def __init__(self, widths: range) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(map(Resized, widths))
+        self.middle = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(13))
+        self.into = nn.Linear(widths.stop, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.down:
+            x = block(x)
+        x = self.into(x)
+        for block in self.middle:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(("widths", "compiled"), [(range(16, 64, 16), 3), (range(16, 336, 16), 15)])
+def test_blocks_of_several_widths_are_compiled_for_each(
+    widths: range, compiled: int, graphs: Callable[[], int]
+) -> None:
+    """Else dynamo compiles the third for any width. Of 21 kinds only those with the most weights are compiled."""
+    net = Pyramid(widths)
+    with torch._dynamo.config.patch(recompile_limit=8):
+        assert compilation.compile_in_place(net)
+        net(torch.randn(4, widths.start)).sum().backward()
+    assert [compilation.is_compiled(block) for block in net.down] == [
+        number >= len(widths) - compiled for number in range(len(widths))
+    ]
+    assert all(map(compilation.is_compiled, net.middle)) and graphs() == compiled + 1
+    assert ("16 of its 21 kinds of blocks" in compilation.by_block(net)) is (len(widths) == 20)
+
+
 def test_convert_under_auto(graphs: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
     auto = POLICY.replace(compile="auto")
     net = Net()
