@@ -46,8 +46,17 @@ def model_of(width: int) -> Any:
             x = x + self.out(y.transpose(1, 2).reshape(batch, tokens, width))
             return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
 
-    blocks = [Block() for _ in range(LAYERS)]
-    return nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
+    class Net(nn.Module):  # dynamo would leave the layers of a Sequential in DDP uncompiled
+        def __init__(self) -> None:
+            super().__init__()
+            blocks = [Block() for _ in range(LAYERS)]
+            ends = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+            self.layers = nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, *ends)
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            return self.layers(ids)
+
+    return Net()
 
 
 def work(width: int, checks: int, *, compiled: bool) -> None:

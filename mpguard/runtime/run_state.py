@@ -18,7 +18,7 @@ from mpguard.runtime.inspection import Inspection
 from mpguard.runtime.messages import not_in_force
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.progress import Budget, Progress
-from mpguard.runtime.proof import consensus
+from mpguard.runtime.proof import consensus, trees
 from mpguard.runtime.proof.checks.common import is_unsynchronized
 from mpguard.runtime.proof.inferred import Inferred
 from mpguard.runtime.proof.models import models_of
@@ -191,9 +191,10 @@ class RunState:
         began = time.monotonic() - self.recorder.account.take_seconds()
         models = [model] if model is not None else self._known_models(optimizer)
         step = progress.applied + progress.skipped
-        seen = observe(
-            self.recorder, models, optimizer, policy=self.plan.policy, kept=self.plan.allowed(BF16), step=step
-        )
+        with trees.walking_once():
+            seen = observe(
+                self.recorder, models, optimizer, policy=self.plan.policy, kept=self.plan.allowed(BF16), step=step
+            )
         self.state_of(optimizer).models = [weakref.ref(found) for found in models]
         self.reporter.report_remarks(seen.remarks)
         seen.skipped = progress.skipped

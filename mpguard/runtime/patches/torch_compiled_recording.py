@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,7 @@ from mpguard.nn import attention, cuda_graphs
 from mpguard.nn.fp8 import first_batch
 from mpguard.runtime import guard as guards
 from mpguard.runtime.patches import checks
+from mpguard.runtime.proof.compiled_graphs import GRAPH_CALL
 
 
 @patch(
@@ -118,6 +120,27 @@ def _enter_compiled_code(original: AnyFunction) -> AnyFunction:
         return original(callback)
 
     return callback_from_stance
+
+
+@patch(
+    "torch._inductor.output_code:CompiledFxGraph.__call__",
+    needs=("inputs",),
+    reason="the operators of a graph that was recorded before cost most of a check, and show nothing new",
+    lost="checks of compiled models take longer",
+    check=checks.compiled,
+)
+def _known_graph(original: AnyFunction) -> AnyFunction:
+    @functools.wraps(original)
+    def __call__(self: Any, inputs: Any) -> Any:
+        guard = guards.current()
+        if guard is None or not guard.recorder.account.running:
+            return original(self, inputs)
+        name = f"{GRAPH_CALL} {getattr(self, '_fx_graph_cache_key', None)} ##"
+        known = guard.recorder.account.known_graph(name)
+        with contextlib.nullcontext() if known is None else known:
+            return original(self, inputs)
+
+    return __call__
 
 
 def _leave_to_dynamo() -> None:

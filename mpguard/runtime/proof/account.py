@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.runtime.proof import profiler, trace
 from mpguard.runtime.proof.autocast_regions import Autocast
-from mpguard.runtime.proof.compiled_graphs import CompiledGraphs
+from mpguard.runtime.proof.compiled_graphs import NOT_RECORDED, CompiledGraphs
 from mpguard.runtime.proof.inferred import Inferred
 from mpguard.runtime.proof.products import Work
 from mpguard.runtime.proof.ranges import Ranges
@@ -304,6 +304,17 @@ class StepAccount:
     def evaluation(self, module: torch.nn.Module) -> AbstractContextManager[None]:
         """Return a context manager for the call of a compiled module, see `Ranges.evaluation`."""
         return self._ranges.evaluation(module)
+
+    def known_graph(self, name: str) -> AbstractContextManager[None] | None:
+        """Return a context manager for a call of compiled code whose matmuls are known; None if it is to be recorded.
+
+        The matmuls of later checks are those of the first recording, which no check repeats. name: of the range, which
+        has a hash of the code.
+        """
+        recording = self._recording
+        if recording is None or not recording.running or not self.graphs.needs_no_operators(name, self.weights):
+            return None
+        return profiler.only_range(f"{name}{NOT_RECORDED}")
 
     def _called(self, *, outermost: bool) -> None:
         """Count the call of a module, and read the events after `LONG_CALLS`. outermost: no module calls it."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpguard.nn.fp8.filters import plain_name
+from mpguard.runtime.proof import trees
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +64,7 @@ def places_of(roots: list[nn.Module]) -> dict[int | None, tuple[str | None, str]
     """Return the names of the modules by id, and their names for messages: `layers.0.fc (Linear of Net)`."""
     places: dict[int | None, tuple[str | None, str]] = {}
     for root, model in zip(roots, model_names([innermost_module(root) for root in roots]), strict=True):
-        for full, module in root.named_modules():
+        for full, module in trees.named_modules(root):
             name, kind = plain_name(full), type(module).__name__
             own = f"{name} ({kind} of {model})" if name else f"{kind} itself"
             places.setdefault(id(module), (name, own))

@@ -20,7 +20,7 @@ from mpguard.nn.fp8.filters import BY_NAME, heads, pattern_around, plain_name
 from mpguard.policy.policy import Policy
 from mpguard.runtime import casts
 from mpguard.runtime.containment import contained, report_own_failure
-from mpguard.runtime.proof import fp8, reductions, remarks, tf32
+from mpguard.runtime.proof import fp8, reductions, remarks, tf32, trees
 from mpguard.runtime.proof.account import Products, steps_around
 from mpguard.runtime.proof.autocast_regions import Autocast
 from mpguard.runtime.proof.fp32_modules import Fp32Modules, find_fp32_modules
@@ -277,7 +277,7 @@ def observe(
         models += [] if models else models_of(updated)
         roots = list(models)
         aside = _kept_in_bf16(roots, kept)
-        modules = [pair for root in roots for pair in root.named_modules()]
+        modules = [pair for root in roots for pair in trees.named_modules(root)]
         named = [(plain_name(name), module) for name, module in modules]
     if seen.errors:
         return seen
@@ -330,12 +330,12 @@ def _add_parameters(
     """Add the dtypes of parameters and buffers. aside: the ids of those that may be in BF16, with their patterns."""
     for root in roots:
         seen.device = device_of(root)
-        trained = (parameter for parameter in root.parameters() if parameter.requires_grad)
+        trained = (parameter for parameter in trees.parameters(root) if parameter.requires_grad)
         _count_parameters(seen.parameters, (own for own in trained if id(own) not in aside))
-        for own in root.parameters():
+        for own in trees.parameters(root):
             if own.requires_grad and id(own) in aside:
                 seen.kept[aside[id(own)]] = seen.kept.get(aside[id(own)], 0) + own.numel()
-        _count(seen.frozen, (own for own in root.parameters() if not own.requires_grad))
+        _count(seen.frozen, (own for own in trees.parameters(root) if not own.requires_grad))
         seen.in_bf16 += _modules_in_bf16(root, aside)
         _count(seen.buffers, root.buffers())
     if not roots:
@@ -375,14 +375,14 @@ def engine_of(roots: list[nn.Module], recorder: Recorder, world: int) -> str:
         if callable(stage) and type(candidate).__module__.startswith("deepspeed"):
             return f"deepspeed-zero{stage()}"
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    modules = [module for root in roots for module in root.modules()]
+    modules = [module for root in roots for module in trees.modules(root)]
     for name, engine in (("FullyShardedDataParallel", "fsdp1"), ("FSDPModule", "fsdp2")):
         kind = getattr(fsdp, name, None)
         if kind is not None and any(isinstance(module, kind) for module in modules):
             return engine
     if any(type(module).__name__ == "DistributedDataParallel" for module in modules):
         return "ddp"
-    if any(shards_of(own) > 1 for root in roots for own in root.parameters()):
+    if any(shards_of(own) > 1 for root in roots for own in trees.parameters(root)):
         return "tp"
     return "single" if world == 1 else "none"
 
@@ -404,8 +404,8 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
         _add_inferred(seen, recorder, roots, products.inferred)
         return
     places = places_of(roots)
-    emulated = {id(module) for root in roots for module in root.modules() if fp8.is_emulated(module)}
-    trainable = {id(module) for root in roots for module in root.modules() if _is_trainable(module)}
+    emulated = {id(module) for root in roots for module in trees.modules(root) if fp8.is_emulated(module)}
+    trainable = {id(module) for root in roots for module in trees.modules(root) if _is_trainable(module)}
     for trained, counted in ((True, products.trained), (False, products.frozen)):
         whole: Counter[Computed] = Counter()
         for ran, flops in counted.items():
@@ -431,7 +431,7 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
         place = places.get(module, (None, OUTSIDE if module is None else "other modules"))[1]
         seen.casts.setdefault(to, {})[place] = seen.casts.get(to, {}).get(place, 0) + elements
     if any(each.by_script for each in seen.computed):
-        named = [[(plain_name(name), module) for name, module in root.named_modules()] for root in roots]
+        named = [[(plain_name(name), module) for name, module in trees.named_modules(root)] for root in roots]
         seen.output_heads = [
             places[key][0] or "" for each in named for key, why in heads(each).items() if why != BY_NAME
         ]
@@ -455,7 +455,7 @@ def _is_trainable(module: nn.Module) -> bool:
 
 def _add_inferred(seen: Observed, recorder: Recorder, roots: list[nn.Module], inferred: Inferred) -> None:
     """Add the matmuls that graphs imply. Without weights they count only if there are no others."""
-    names = {id(parameter): plain_name(name) for root in roots for name, parameter in root.named_parameters()}
+    names = {id(parameter): plain_name(name) for root in roots for name, parameter in trees.named_parameters(root)}
     work: Counter[tuple[str, int]] = inferred.work.copy()
     if inferred.compiled:
         for (dtype, _module), size in recorder.compiled.items():
@@ -530,7 +530,7 @@ def _add_optimizer(seen: Observed, recorder: Recorder, optimizer: Any, roots: li
     seen.masters, seen.gradients = map(dict, recorder.updated.get(id(optimizer), ({}, {})))
     flattened = seen.engine not in ("single", "ddp", "none")  # the parameters of other engines
     seen.matrices = flattened or not recorder.several or any(own.ndim > 1 for own in updated_by(optimizer))
-    copies = [own for root in roots for own in root.parameters()]
+    copies = [own for root in roots for own in trees.parameters(root)]
     states = Counter(state_dtypes(optimizer, updated_by(optimizer), copies))
     for around in steps_around(optimizer):
         states |= Counter(state_dtypes(around, updated_by(around), copies))
@@ -540,10 +540,10 @@ def _add_optimizer(seen: Observed, recorder: Recorder, optimizer: Any, roots: li
         if any(dtypes.get(id(own)) == dtype for module in modules for own in module.parameters()):
             seen.cast = call
     seen.default_dtype = short(torch.get_default_dtype())
-    seen.pretrained = any(hasattr(type(each), "save_pretrained") for root in roots for each in root.modules())
+    seen.pretrained = any(hasattr(type(each), "save_pretrained") for root in roots for each in trees.modules(root))
     found = recorder.values.found.get(id(optimizer), [])
     seen.rounded_weights = dict(Counter(each.match.to for each in found if each.row == "weights"))
-    names = {id(own): plain_name(name) for root in roots for name, own in root.named_parameters()}
+    names = {id(own): plain_name(name) for root in roots for name, own in trees.named_parameters(root)}
     seen.by_script = recorder.by_hand.found(names)
     seen.rounded_states = dict(Counter(each.match.to for each in found if each.row == "states"))
     _add_witnesses(seen, found, optimizer, roots)
@@ -556,7 +556,7 @@ def _kept_in_bf16(roots: list[nn.Module], patterns: Sequence[str]) -> dict[int, 
 
     found = {}
     for root in roots if patterns else ():
-        for name, own in root.named_parameters():
+        for name, own in trees.named_parameters(root):
             pattern = pattern_around(plain_name(name), patterns)
             if pattern is not None and own.dtype is torch.bfloat16:
                 found[id(own)] = pattern
@@ -567,7 +567,7 @@ def _modules_in_bf16(root: nn.Module, aside: Mapping[int, str]) -> list[str]:
     """Return the names of the modules with trained parameters in BF16 that no pattern names."""
     import torch
 
-    own = ((plain_name(name), each) for name, each in root.named_parameters() if each.dtype is torch.bfloat16)
+    own = ((plain_name(name), each) for name, each in trees.named_parameters(root) if each.dtype is torch.bfloat16)
     names = (name.rpartition(".")[0] or name for name, each in own if each.requires_grad and id(each) not in aside)
     return list(dict.fromkeys(names))
 
@@ -626,7 +626,7 @@ def _add_witnesses(seen: Observed, found: Sequence[Witness], optimizer: Any, roo
     if not found:
         return
     names = {id(own): f"parameter {number} of {seen.optimizer}" for number, own in enumerate(updated_by(optimizer))}
-    names |= {id(own): f"`{plain_name(name)}`" for root in roots for name, own in root.named_parameters()}
+    names |= {id(own): f"`{plain_name(name)}`" for root in roots for name, own in trees.named_parameters(root)}
     for engine in filter(casts.is_engine, roots):
         names |= partition_names(engine.optimizer, names)
     for each in found:
@@ -674,7 +674,7 @@ def _classes(roots: list[nn.Module]) -> dict[str, str]:
     """Return class and model of the modules that a name without letters does not describe, and of their parameters."""
     classes = {}
     for root in roots:
-        for name, module in root.named_modules():
+        for name, module in trees.named_modules(root):
             plain = plain_name(name)
             if plain and not any(map(str.isalpha, plain)):
                 classes[plain] = f"{type(module).__name__} of {type(root).__name__}"

@@ -85,6 +85,15 @@ def muted(*, whole: bool = False) -> Iterator[None]:
             record_on()
 
 
+@contextlib.contextmanager
+def only_range(name: str) -> Iterator[None]:
+    """Record a range around the block, and none of the operators in it."""
+    from torch._C._profiler import _RecordFunctionFast
+
+    with _RecordFunctionFast(name), muted():
+        yield
+
+
 def record_on() -> None:
     """End what `muted` has begun in this thread, inside of its block, unless that is muted as a whole."""
     if _muting.on and not _muting.whole:

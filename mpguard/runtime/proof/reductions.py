@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.policy.allow import LOCAL_SGD
+from mpguard.runtime.proof import trees
 from mpguard.runtime.proof.gradients import Gradients
 from mpguard.runtime.proof.products import short
 from mpguard.runtime.proof.samples import local
@@ -81,7 +82,7 @@ def configured(roots: Sequence[nn.Module]) -> tuple[dict[str, int], str | None]:
     It is what they do where their collectives were not recorded. Empty if the hook of a DDP reduces.
     """
     found: Counter[str] = Counter()
-    modules = [module for root in roots for module in root.modules()]
+    modules = [module for root in roots for module in trees.modules(root)]
     ddp = [module for module in modules if is_ddp(module)]
     if any(map(has_hook, ddp)):
         return {}, None
@@ -187,7 +188,7 @@ def _parameter_names(roots: Sequence[nn.Module]) -> Iterator[tuple[int, str]]:
     """Yield the ids of all parameters with their names; with the class of their model if there are several models."""
     for root in roots:
         model = f"{type(getattr(root, 'module', root)).__name__}." if len(roots) > 1 else ""
-        for name, own in root.named_parameters():
+        for name, own in trees.named_parameters(root):
             yield id(own), model + plain_name(name)
 
 
@@ -198,7 +199,7 @@ def _managed_by_ddp(roots: Sequence[nn.Module], world: int) -> tuple[set[int], s
     everywhere: set[int] = set()
     somewhere: set[int] = set()
     for root in roots:
-        for module in root.modules():
+        for module in trees.modules(root):
             if is_ddp(module):
                 wrapper: Any = module
                 ignored = getattr(module, "parameters_to_ignore", ())
@@ -215,7 +216,7 @@ def _groups(roots: Sequence[nn.Module]) -> Iterator[tuple[int, int]]:
     They are those of DDP. FSDP2 over one rank calls no collective: its reduction is not observed.
     """
     for root in roots:
-        for module in root.modules():
+        for module in trees.modules(root):
             group: Any = getattr(module, "process_group", None)
             if is_ddp(module):
                 yield from ((id(own), group.size()) for own in module.parameters())
@@ -225,7 +226,7 @@ def _managed_by_fsdp1(roots: Sequence[nn.Module]) -> set[int]:
     """Return the ids of the flat parameters of FSDP1, and of the model's parameters that are in them."""
     managed: set[int] = set()
     for root in roots:
-        for module in root.modules():
+        for module in trees.modules(root):
             handle = getattr(module, "_handle", None) if hasattr(module, "_fsdp_wrapped_module") else None
             if handle is not None:
                 managed.add(id(handle.flat_param))
@@ -236,7 +237,7 @@ def _managed_by_fsdp1(roots: Sequence[nn.Module]) -> set[int]:
 def _engine_modules(roots: Sequence[nn.Module]) -> Iterator[nn.Module]:
     """Yield the modules that DDP, FSDP1 or FSDP2 manages as a whole, but for what they are told to leave out."""
     for root in roots:
-        for module in root.modules():
+        for module in trees.modules(root):
             if is_ddp(module) or hasattr(module, "_fsdp_wrapped_module") or hasattr(module, "_get_fsdp_state"):
                 yield module
 
@@ -245,7 +246,7 @@ def _has_fsdp2(roots: Sequence[nn.Module]) -> bool:
     import sys
 
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and any(isinstance(module, kind) for root in roots for module in root.modules())
+    return kind is not None and any(isinstance(module, kind) for root in roots for module in trees.modules(root))
 
 
 def _is_sharded(parameter: Any, world: int, fsdp2: bool) -> bool:
@@ -274,7 +275,7 @@ def reduced(
     reduced of these parameters belongs to other optimizers.
     """
     parameters = list(parameters)
-    ddp = [module for root in roots for module in root.modules() if is_ddp(module)]
+    ddp = [module for root in roots for module in trees.modules(root) if is_ddp(module)]
     wrappers: list[Any] = list(ddp)
     world = world_size()[0]
     groups = {str(module.process_group.group_name) for module in ddp if hasattr(module.process_group, "group_name")}

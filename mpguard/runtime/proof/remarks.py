@@ -15,6 +15,7 @@ from mpguard.policy import speed
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.runtime.messages import with_page
+from mpguard.runtime.proof import trees
 from mpguard.runtime.proof.account import Products
 from mpguard.runtime.proof.gradients import Gradients
 from mpguard.runtime.proof.inferred import Inferred
@@ -236,7 +237,7 @@ def _narrow(roots: list[nn.Module]) -> Iterator[Remark]:
     layers: list[Any] = [
         module
         for root in roots
-        for module in root.modules()
+        for module in trees.modules(root)
         if is_linear(module) and is_torchao(module) and not is_converted(module)
     ]
     prediction = speed.at_best("torchao", ((each.in_features, each.out_features) for each in layers))
@@ -256,9 +257,9 @@ def _frozen(roots: list[nn.Module], products: Products, policy: Policy) -> Itera
     dtype, ran = policy.params_dtype, {work.dtype for work in (*products.trained, *products.frozen)}
     if dtype is None or dtype.bits != 16 or not ran or not ran <= SHORT:
         return
-    own = list({id(each): each for root in roots for each in root.parameters()}.values())
+    own = list({id(each): each for root in roots for each in trees.parameters(root)}.values())
     sharded = any(hasattr(each, "ds_numel") or hasattr(each, "device_mesh") for each in own)
-    flat = any(type(module).__name__ == "FullyShardedDataParallel" for root in roots for module in root.modules())
+    flat = any(type(module).__name__ == "FullyShardedDataParallel" for root in roots for module in trees.modules(root))
     wide = sum(each.numel() for each in own if not each.requires_grad and each.dtype is torch.float32)
     total = sum(each.numel() for each in own)
     if not (sharded or flat) and wide > FROZEN_SHARE * total:

@@ -246,20 +246,24 @@ def read(
         if event.known is not None:
             event.mark_multiplying()
     for call in calls:
-        if call.event.name in graphs:
+        if call.name in graphs:
             call.event.mark_multiplying()
     candidates = [each for each in candidates if not (each.multiplies or each.sparse or each.cached)]
     if shapes:
         for event in candidates:
             _add(event, trace, creators, weights, te_dtype, graphs=graphs)
-        graphs.conversions[copies] = trace.converted
+        trace.unknown = not all(call.is_recorded or graphs.is_known(call.name) for call in calls)
+        graphs.conversions[copies] = trace.converted.copy()
     else:
         known = all(_is_known(graphs, each) for each in (*candidates, *(call.event for call in calls)))
         trace.unknown = not known or copies not in graphs.conversions
-        trace.converted = graphs.conversions.get(copies, trace.converted)
+        trace.converted = graphs.conversions.get(copies, trace.converted).copy()
     for call in calls:
+        place = call.event.place
         for work, flops in graphs.replayed(call, shapes=shapes):
-            _add_work(dataclasses.replace(work, module=call.event.place.module), flops, call.event, trace, creators)
+            here = dataclasses.replace(work, module=place.module, by_script=place.by_script, evaluated=place.evaluated)
+            _add_work(here, flops, call.event, trace, creators)
+        trace.converted += graphs.converted_in(call) if place.inside else Counter()
     for node, event in creators.items():
         place = event.place
         trace.origins[node] = _work(None, place)
@@ -272,7 +276,7 @@ def _is_known(graphs: CompiledGraphs, event: _Event) -> bool:
     """True if what an event multiplies is known without its shapes."""
     call = event.place.call
     if call is not None:
-        return graphs.is_known(call.event.name)
+        return graphs.is_known(call.name)
     return event.known is None and event.name in graphs.harmless
 
 
@@ -302,7 +306,7 @@ def _nested(
         while nested and nested[-1].end <= start:
             nested.pop()
         around = nested[-1].place.call if nested and graphs is not None else None
-        if around is not None and graphs is not None and graphs.is_known(around.event.name):
+        if around is not None and graphs is not None and graphs.is_known(around.name):
             continue
         event = _Event(raw, raw.name(), -end, nested[-1] if nested else None, outside)
         nested.append(event)
@@ -331,7 +335,12 @@ def _add_fact(event: _Event, trace: OperatorTrace, *, shapes: bool) -> None:
     elif not shapes:
         return
     elif event.name == COPY:
-        _add_conversion(event.raw, trace) if event.place.inside else _add_cast(event, trace)
+        if event.place.call is not None:
+            _add_conversion(event.raw, event.place.call.converted)
+        elif event.place.inside:
+            _add_conversion(event.raw, trace.converted)
+        if not event.place.inside:
+            _add_cast(event, trace)
     elif event.name == WHERE:
         _add_overflow(event, trace)
 
@@ -395,7 +404,7 @@ def _add(
 ) -> None:
     """Add an event to a trace if it is a matmul. graphs: get the names of those that are none."""
     name, place = "", event.place
-    in_graph = place.call is not None and not place.call.event.name.startswith(NO_HASH)
+    in_graph = place.call is not None and not place.call.name.startswith(NO_HASH)
     if event.known is not None:
         trace.eager |= not in_graph
         dtype = products.dtype_of(event.known, event.raw.dtypes())
@@ -422,6 +431,8 @@ def _add(
     if event.known is None and event.node in nodes:
         assert event.node is not None
         trace.opaque[event.node] = work, flops
+    if event.known is None and place.call is not None:
+        graphs.opaque.add(place.call.name)
 
 
 def _add_likely(
@@ -470,11 +481,11 @@ def _input_shapes(raw: Any) -> products.Shapes:
     return shapes
 
 
-def _add_conversion(copy: Any, trace: OperatorTrace) -> None:
+def _add_conversion(copy: Any, converted: Counter[tuple[str, str]]) -> None:
     """Add a copy in backward to another dtype: of a gradient, or of an activation that was saved in a narrower one."""
     to, source = map(products.kineto_dtype, copy.dtypes()[:2])
     if to and source and to != source and to.startswith(("fp", "bf")):
-        trace.converted[source, to] += math.prod(copy.shapes()[1])
+        converted[source, to] += math.prod(copy.shapes()[1])
 
 
 def _add_cast(event: _Event, trace: OperatorTrace) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -270,6 +272,44 @@ def test_compiled_graphs_that_are_known_need_no_shapes(monkeypatch: pytest.Monke
     assert again.trained == whole.trained and not again.reason and again.frozen == whole.frozen
     monkeypatch.setattr(CompiledFunction, "graphs", ("forward", "another"))
     assert CHANGED in _without_shapes(first, step, weight).reason
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_operators_of_known_graphs_are_not_recorded(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a check finds is the same: the range of a graph names its matmuls. eager: a matmul runs outside of it."""
+    weight, x = nn.Parameter(torch.randn(16, 8)), torch.randn(4, 8)
+    current, recorded_names, known = StepAccount(), list[str](), list[bool]()
+    multiply, read = CompiledFunction._multiply, trace.read
+
+    def step() -> torch.Tensor:
+        result = CompiledFunction.apply(x, weight).sum()
+        return result * (x @ weight.t()).sum() if eager else result
+
+    def inductor(graph: str, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        around = current.known_graph(f"## Call CompiledFxGraph {graph} ##")
+        known.append(around is not None)
+        with contextlib.nullcontext() if around is None else around:
+            return multiply(graph, left, right)
+
+    def reading(events: list[Any], *args: Any, **options: Any) -> Any:
+        recorded_names.extend(event.name() for event in events)
+        return read(events, *args, **options)
+
+    monkeypatch.setattr(CompiledFunction, "_multiply", staticmethod(inductor))
+    monkeypatch.setattr(trace, "read", reading)
+    whole = recorded(step, weight, whole=current)
+    multiplied = recorded_names.count("aten::mm")
+    recorded_names.clear()
+    current = StepAccount(current)
+    current.trusts_graphs(True)
+    assert current._shapes is eager
+    found = recorded(step, weight, whole=current)
+    assert known == [False, False, True, True] and recorded_names.count("aten::mm") == multiplied - 2
+    assert found.trained == whole.trained and found.frozen == whole.frozen and not found.reason
+    assert found.converted == whole.converted
+    current = StepAccount(current)
+    another = nn.Parameter(torch.randn(64, 64))  # a kernel of another library may multiply by it in the graph
+    assert recorded(step, weight, another, whole=current).trained == whole.trained and known[4:] == [False, False]
 
 
 @pytest.mark.parametrize(
