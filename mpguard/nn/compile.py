@@ -96,6 +96,10 @@ MOST_BLOCKS_OF_RANKS = 1
 #: once for each size of its input. A UNet2D of diffusers with 58 Linear layers has 21 kinds.
 MOST_KINDS = 16
 
+#: The most sizes of its input for which a block of a model of several widths has code of its own: those of training, of
+#: a last batch and of evaluation. Code for any size runs the others.
+MOST_SIZES = 3
+
 #: The most processes that inductor compiles kernels with by itself.
 COMPILE_THREADS = 32
 
@@ -169,7 +173,7 @@ def compile_in_place(model: nn.Module, failed: Callable[[str], None] | None = No
         _allow_graphs(len(called))
     static = is_deep(model) and _is_of_several_widths(block for kind in _kinds(model) for block in kind)
     for each in called:
-        _compile(each, dynamic=False if static else None)
+        _compile_by_size(each) if static else _compile(each)
         _in_place.add(each)
         if failed is not None:
             each._compiled_call_impl = _falling_back(each, failed)
@@ -353,6 +357,29 @@ def _wraps(model: nn.Module) -> bool:
     """True if a model is a wrapper of DDP, FSDP1 or DeepSpeed."""
     names = {kind.__name__ for kind in type(model).__mro__}
     return bool(names & {"DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"})
+
+
+def _compile_by_size(model: nn.Module) -> None:
+    """Compile a module for each size of its input, up to `MOST_SIZES`, and for any size from then on."""
+    import torch
+
+    _compile(model, dynamic=False)
+    of_a_size: Any = model._compiled_call_impl
+    _compile(model)
+    of_any_size: Any = model._compiled_call_impl
+    seen: set[tuple[torch.Size, ...]] = set()
+
+    @functools.wraps(of_a_size)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return of_a_size(*args, **kwargs)
+        inputs = (*args, *kwargs.values())
+        sizes = tuple(each.shape for each in inputs if isinstance(each, torch.Tensor))
+        if len(seen) < MOST_SIZES:
+            seen.add(sizes)
+        return (of_a_size if sizes in seen else of_any_size)(*args, **kwargs)
+
+    model._compiled_call_impl = call
 
 
 def _compile(model: nn.Module, *, dynamic: bool | None = None) -> None:

@@ -492,6 +492,19 @@ def test_blocks_of_several_widths_are_compiled_for_each(
     assert ("16 of its 21 kinds of blocks" in compilation.by_block(net)) is (len(widths) == 20)
 
 
+def test_a_block_of_several_sizes_is_compiled_for_any_in_the_end(graphs: Callable[[], int]) -> None:
+    """Images of another size in each batch would compile in each step."""
+    net = Pyramid(range(16, 64, 16))
+    with torch._dynamo.config.patch(recompile_limit=32):
+        assert compilation.compile_in_place(net)
+        counts = []
+        for rows in range(4, 14):
+            net(torch.randn(rows, 16)).sum().backward()
+            counts.append(graphs())
+        net(torch.randn(4, 16)).sum().backward()
+    assert counts[:3] == [4, 8, 12] and counts[-1] == counts[-4] == graphs()
+
+
 def test_convert_under_auto(graphs: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
     auto = POLICY.replace(compile="auto")
     net = Net()
