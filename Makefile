@@ -87,7 +87,7 @@ test-newest-short: $(SHORT_VENV)/.installed
 test-oldest:
 	$(PYTHON) -m venv $(OLDEST_VENV)
 	env -u PIP_CONSTRAINT $(OLDEST_VENV)/bin/python -m pip install --quiet --editable '.[all,test]' peft \
-		torch==2.11.0 accelerate==1.15.0 deepspeed==0.19.0 transformers==5.0.0 torchao==0.18.0
+		torch==2.11.0 accelerate==1.15.0 deepspeed==0.19.8 transformers==5.0.0 torchao==0.18.0
 	$(OLDEST_VENV)/bin/python -m pytest $(VERSION_TESTS) -n auto --dist worksteal
 
 # mypy runs next to the tests, on a core that they leave idle while they start; what it found is printed after them.

@@ -12,13 +12,17 @@ from packaging.version import InvalidVersion, Version
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """oldest, newest: minor versions, such as `2.7`; a later patch release of the newest is inside."""
+    """oldest, newest: versions, such as `2.11`; a later patch release of the newest is inside."""
 
     oldest: str
     newest: str
 
     def __str__(self) -> str:
-        return self.oldest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
+        if self.oldest == self.newest:
+            return self.oldest
+        if self.oldest.startswith(f"{self.newest}."):
+            return f"{self.newest}, from {self.oldest} on"
+        return f"{self.oldest} to {self.newest}"
 
     def place(self, version: str) -> str:
         """Return `older`, `inside` or `newer`; `inside` for a version that cannot be compared, such as `unknown`."""
@@ -36,7 +40,7 @@ class Window:
 TESTED = {
     "torch": Window("2.11", "2.14"),
     "accelerate": Window("1.15", "1.15"),
-    "deepspeed": Window("0.19", "0.19"),
+    "deepspeed": Window("0.19.8", "0.19"),  # 0.19.0 rounds gradients to BF16 after a reduction in FP32
     "transformers": Window("5.0", "5.24"),
     "torchao": Window("0.18", "0.18"),
     "transformer_engine": Window("2.20", "2.20"),

@@ -61,7 +61,8 @@ def _with_transformers(config: ModelConfig, batch: Batch, precision: TapeDtypes,
         raise ConfigError(
             f"{config.path}: the architecture `{config.architecture}` is not one of {', '.join(sorted(FAMILIES))}. "
             "Others are estimated with transformers and torch, which are not installed here (pip install transformers "
-            "torch). For a model of the same shape (llama for most decoders), set `model_type` in a copy of its config"
+            "torch). For a model of the same shape (llama for most decoders), set `model_type` in a copy of its "
+            "config.json"
         )
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # the libraries log while they are imported, and about defaults

@@ -60,7 +60,7 @@ def _model(values: str, path: str) -> nn.Module:
         raise ConfigError(
             f"{path}: the architecture `{kind}` is known neither here (`mpguard estimate --list`) nor to transformers "
             f"{transformers.__version__}. For one of the same shape (llama for most decoders), set `model_type` in a "
-            "copy of the config.json"
+            "copy of its config.json"
         )
     transformers.logging.set_verbosity_error()
     try:

@@ -65,7 +65,7 @@ def written(tmp_path: Path, values: Any) -> str:
         ({"model_type": "llava", "text_config": {"model_type": "mamba"}}, "the decoder `mamba` is not known"),
         ({"model_type": "llava", "vision_config": {"model_type": "vit"}}, "the vision tower `vit` is not known"),
         ({**LLAMA, "attention_bias": "yes"}, "`attention_bias` is 'yes'; true or false is needed"),
-        ({**LLAMA, "model_type": "lama"}, "set `model_type` in a copy of the config.json"),
+        ({**LLAMA, "model_type": "lama"}, "in a copy of its config.json"),
         ({"hidden_size": 64}, "there is no `model_type`"),
         ([1, 2], "has no JSON object"),
         ('{"model_type": "llama", ', "is not JSON"),

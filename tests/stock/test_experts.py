@@ -11,6 +11,7 @@ from stock import PROGRAMS, fixed_upstream
 
 @pytest.mark.parametrize("compiled", [(), ("compiled",)], ids=["eager", "compiled"])
 def test_s30_experts_compute_in_fp32_under_autocast(tmp_path: Path, compiled: tuple[str, ...]) -> None:
+    pytest.importorskip("transformers", minversion="5.2", reason="before, experts call torch's operator themselves")
     words = [PROGRAMS / "experts.py", *compiled]
     stock = in_fork(words, cwd=tmp_path, program=run_python)
     assert stock.returncode == 0, transcript(stock)
