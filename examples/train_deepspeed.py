@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 2 -m mpguard.run --config examples/mp_deepspeed.yaml examples/train_deepspeed.py
 
-Runs on the CPU too (gloo). Another ZeRO stage: `mpguard init bf16_mixed --strategy deepspeed-zero3` writes mp.yaml and
-ds_config.json; pass the latter as `--deepspeed_config`.
+Runs on the CPU too (gloo). Another ZeRO stage: `mpguard init bf16_mixed --strategy deepspeed-zero3 --batch-size 1`
+writes mp.yaml and ds_config.json; pass the latter as `--deepspeed_config`.
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ def test_deepspeed_at_another_stage(tmp_path: Path) -> None:
     """With the two files that `mpguard init` writes; with mp.yaml alone, what the script asks for is another engine."""
     pytest.importorskip("deepspeed", reason="the real library runs here")
     config = tmp_path / "mp.yaml"
-    assert main(["init", "bf16_mixed", "--strategy", "deepspeed-zero3", "--num-processes", "2", "-o", str(config)]) == 0
+    assert main(["init", "bf16_mixed", "--strategy", "deepspeed-zero3", "--num-processes", "2", "--batch-size", "1",
+                 "-o", str(config)]) == 0  # fmt: skip
     words = ("-m", "mpguard.run", "--config", config, EXAMPLES / "train_deepspeed.py", "--steps", "2")
     alone, together = (on_ranks(*words, *more, cwd=tmp_path, timeout=seconds(300))
                        for more in ((), ("--deepspeed_config", tmp_path / "ds_config.json")))  # fmt: skip

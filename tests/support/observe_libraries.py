@@ -145,10 +145,13 @@ def deepspeed_settings(plain: Mapping[str, Any]) -> dict[str, Any]:
     from mpguard.runtime.patches import deepspeed_config
 
     config = copy.deepcopy(dict(plain))
-    if (guard := guards.current()) is not None:
-        config = deepspeed_config.arguments({"config": config}, guard)[0]["config"]
+    # As accelerate does.
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         config[key] = 1
+    if config.get("gradient_clipping") == "auto":
+        config["gradient_clipping"] = 1.0
+    if (guard := guards.current()) is not None:
+        config = deepspeed_config.arguments({"config": config}, guard)[0]["config"]
     config = {key: value for key, value in config.items() if value != "auto"}
     parsed = DeepSpeedConfig(config)
     found: dict[str, Any] = {

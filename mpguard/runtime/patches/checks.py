@@ -199,6 +199,15 @@ def compiled() -> None:
     torch.compiler.reset()
 
 
+def compiled_by_inductor() -> None:
+    """Code that inductor has compiled runs; a matmul alone needs no C++ compiler."""
+    import torch
+
+    multiply: Any = torch.compile(torch.mm)
+    multiply(_input(), _input().t())
+    torch.compiler.reset()
+
+
 def profiled() -> None:
     """Profilers of a program begin and end."""
     import torch

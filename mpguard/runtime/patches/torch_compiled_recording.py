@@ -127,7 +127,7 @@ def _enter_compiled_code(original: AnyFunction) -> AnyFunction:
     needs=("inputs",),
     reason="the operators of a graph that was recorded before cost most of a check, and show nothing new",
     lost="checks of compiled models take longer",
-    check=checks.compiled,
+    check=checks.compiled_by_inductor,
 )
 def _known_graph(original: AnyFunction) -> AnyFunction:
     @functools.wraps(original)

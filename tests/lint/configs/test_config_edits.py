@@ -37,8 +37,8 @@ def test_a_renamed_key_keeps_its_quotes_and_value(path: str, text: str, expected
     read = document.parse(text, path)
     entry = read.entry("bf_16")
     assert entry is not None
-    fix = config_edits.rename_key("Rename", read, entry, "bf16", "unsafe")
-    assert (applied(read, fix), fix.applicability) == (expected, "unsafe")
+    fix = config_edits.rename_key("Rename", read, entry, "bf16")
+    assert (applied(read, fix), fix.applicability) == (expected, "safe")
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,9 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
 
     def use(guard: Guard, model: nn.Module) -> None:
         monkeypatch.setattr(guards, "_current", guard)
-        monkeypatch.setattr(models, "_objects", lambda kind: [own for own in model.modules() if isinstance(own, kind)])
+        monkeypatch.setattr(
+            models, "objects_of", lambda kind: [own for own in model.modules() if isinstance(own, kind)]
+        )
 
     return use
 

@@ -30,7 +30,10 @@ def test_a_changed_target_is_not_patched_and_a_warning_is_logged(caplog: pytest.
     table.apply_patch(next(patch for patch in table.PATCHES if patch.target == "initialize"), module)
     assert module.initialize is initialize
     assert "deepspeed.initialize has no parameter args, config" in caplog.text
-    assert "DeepSpeed computes and reduces in the dtypes of its own config (tested with deepspeed 0.19)" in caplog.text
+    assert (
+        "DeepSpeed computes and reduces in the dtypes of its own config (tested with deepspeed 0.19, from 0.19.8 on)"
+        in caplog.text
+    )
 
 
 def test_patches_that_lose_the_same_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
