@@ -33,7 +33,7 @@ MARK = "_mpguard_fp32"
 _kept: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 #: Class and role of a module -> `Fp32State.kind`.
-_kinds: dict[tuple[type[nn.Module], bool, torch.dtype | None], int] = {}
+_kinds: dict[tuple[type[nn.Module], bool, torch.dtype | None], str] = {}
 
 
 @dataclasses.dataclass
@@ -44,8 +44,9 @@ class Fp32State:
     output stays in FP32. outside: the dtype that the engine computes in without autocast; None for FP32. former: the
     `forward` that the instance had. observing: True to record. calls: number of calls by the dtype of the output.
     weights: the dtypes of the parameters, as the engine holds them. compiled: the dtypes of the output in compiled
-    code. kind: a number of all modules that one graph can serve, because they run the same code: a number of each
-    module would be a constant of its graph, and each of a model's equal blocks would be compiled again.
+    code. kind: the same for all modules that one graph can serve, because they run the same code: a number of each
+    module would be a constant of its graph, and each of a model's equal blocks would be compiled again. A text: dynamo
+    makes an `int` that differs between modules a symbol, which is no constant.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Fp32State:
     calls: Counter[str] = dataclasses.field(default_factory=Counter)
     weights: set[str] = dataclasses.field(default_factory=set)
     compiled: set[str] = dataclasses.field(default_factory=set)
-    kind: int = -1
+    kind: str = ""
 
 
 def matching(modules: Named, policy: Policy) -> dict[int, tuple[str, str]]:
@@ -89,7 +90,7 @@ def keep(modules: Named, policy: Policy) -> list[str]:
             rounded += [f"{name}.{buffer}" for buffer in _to_fp32(module, shared)]
             logits = id(module) in output_heads or matches(name, DEFAULT_FP8_EXCLUDE) or in_router(name, by_name)
             logits = logits and any(kind.__name__ == "Linear" for kind in type(module).__mro__)
-            kind = _kinds.setdefault((type(module), logits, outside), len(_kinds))
+            kind = _kinds.setdefault((type(module), logits, outside), str(len(_kinds)))
             vars(module)[MARK] = Fp32State(name, pattern, logits, outside, vars(module).get("forward"), kind=kind)
             vars(module)["forward"] = types.MethodType(forward, module)
             _kept.add(module)
@@ -238,7 +239,7 @@ def _record(module: nn.Module, state: Fp32State, output: Any) -> None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _record_compiled(kind: int, dtype: torch.dtype | None) -> bool:
+def _record_compiled(kind: str, dtype: torch.dtype | None) -> bool:
     """Record the dtypes of output and parameters in compiled code, for all modules that the graph can serve.
 
     Dynamo calls it once, while it traces a module; the graph is guarded by the dtypes of input and parameters.

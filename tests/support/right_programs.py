@@ -138,7 +138,8 @@ for i in range(80):
 PROFILER = """
 from torch.profiler import ProfilerActivity, profile, schedule
 m = net(); o = adam(m)
-with profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=1, warmup=1, active=2, repeat=1)) as p:
+with profile(activities=[ProfilerActivity.CPU], acc_events=True,
+             schedule=schedule(wait=1, warmup=1, active=2, repeat=1)) as p:
     for _ in range(12):
         with amp(): loss = m(x).float().pow(2).mean()
         loss.backward(); o.step(); o.zero_grad(); p.step()

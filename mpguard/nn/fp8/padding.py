@@ -63,7 +63,7 @@ class Padding:
             )
 
     def __post_init__(self) -> None:
-        self.number = next(_numbers)
+        self.number = str(next(_numbers))  # dynamo makes an `int` that differs between models a symbol
         _all[self.number] = self
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -73,11 +73,11 @@ class Padding:
 
 
 _numbers = itertools.count()
-_all: weakref.WeakValueDictionary[int, Padding] = weakref.WeakValueDictionary()
+_all: weakref.WeakValueDictionary[str, Padding] = weakref.WeakValueDictionary()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _compiled(number: int, much: bool) -> None:
+def _compiled(number: str, much: bool) -> None:
     """Warn while a graph is compiled. Nothing is called when it runs, so the number of calls is not counted.
 
     The layer has no name here: it would be a constant of its graph, and each of a model's equal blocks would be

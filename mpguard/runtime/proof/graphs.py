@@ -34,12 +34,18 @@ def is_traced() -> bool:
 
 
 def products_in_graph(
-    module: Any, outermost: int | None = None, *, without_autocast: bool = False, off: bool = False
+    module: Any,
+    outermost: int | None = None,
+    *,
+    without_autocast: bool = False,
+    trained: bool = False,
+    off: bool = False,
 ) -> Counter[tuple[str, int | None]]:
     """Return the multiply-adds in a graph of dynamo, by dtype and by the id of the module that was called.
 
     outermost: the id of the module whose `forward` was compiled, if it is one. without_autocast: True for those only
-    that are in a region which switches autocast off. off: True if the graph is in such a region.
+    that are in a region which switches autocast off. trained: True for those only whose result needs a gradient.
+    off: True if the graph is in a region without autocast.
     """
     work: Counter[tuple[str, int | None]] = Counter()
     regions: dict[Any, bool] = {}
@@ -50,9 +56,9 @@ def products_in_graph(
             regions.pop(node.args[0], None)
         inside = off if not regions else list(regions.values())[-1]
         for graph in _inner_graphs(module, node):
-            work += products_in_graph(graph, outermost, without_autocast=without_autocast, off=inside)
+            work += products_in_graph(graph, outermost, without_autocast=without_autocast, trained=trained, off=inside)
         value = _value(node)
-        if without_autocast and not inside:
+        if (without_autocast and not inside) or (trained and not getattr(value, "requires_grad", False)):
             continue
         if hasattr(value, "dtype") and value.dtype.is_floating_point:
             size = math.prod(_sizes(value)) * _contracted(_name(node), node)

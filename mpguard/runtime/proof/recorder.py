@@ -65,7 +65,7 @@ class Recorder:
         self.compiled_by_script: Counter[tuple[str, int | None]] = Counter(
             previous.compiled_by_script if previous is not None else ()
         )
-        #: The dtypes of matmuls in graphs that were compiled with gradients.
+        #: The dtypes of matmuls in graphs whose results need a gradient.
         self.trained_in_graphs: set[str] = set(previous.trained_in_graphs if previous is not None else ())
         self.weight_uses: set[graphs.WeightUse] = set(previous.weight_uses if previous is not None else ())
         self.attention_masks: Counter[str] = Counter(previous.attention_masks if previous is not None else ())
@@ -199,6 +199,7 @@ class Recorder:
         found = graphs.products_in_graph(module, next(iter(outermost), None))
         by_script = graphs.products_in_graph(module, next(iter(outermost), None), without_autocast=True)
         trained = torch.is_grad_enabled()
+        trained_in = {dtype for dtype, _ in graphs.products_in_graph(module, trained=True)} if trained else set()
         masks = attention_masks.kernels_in_graph(module) if trained else ()
         uses = set(graphs.weight_uses(module, outermost)) if trained else set()
 
@@ -206,7 +207,7 @@ class Recorder:
             self.compiled += found
             self.compiled_by_script += by_script
             if trained:
-                self.trained_in_graphs |= {dtype for dtype, _ in found}
+                self.trained_in_graphs |= trained_in
                 self.attention_masks.update(masks)
                 self.weight_uses |= uses
 
