@@ -49,16 +49,21 @@ $(LINT_INSTALLED): pyproject.toml constraints.txt
 	$(LINT_VENV)/bin/python -m pip install --quiet --editable '.[test]'
 	@touch $@
 
-# With each other interpreter that is there, too: PYTHONS="python3.10 python3.12" make test-lint
+# With each other interpreter that is on PATH, too, or those that are named: PYTHONS="python3.10 python3.12" make test-lint
 # constraints.txt is for Python 3.11: some of its versions do not exist for an older one, so pip resolves for the others.
-PYTHONS ?=
+# All of them run; what failed is named at the end.
+PYTHONS ?= $(filter-out $(notdir $(PYTHON)),$(shell for version in 10 11 12 13 14; do \
+	python3.$$version -c "" 2> /dev/null && echo python3.$$version; done))
 test-lint: $(LINT_INSTALLED)
-	$(LINT_VENV)/bin/python -m pytest -n auto --dist worksteal
-	@for python in $(PYTHONS); do \
-		venv=$(LINT_VENV)-$$(basename $$python) && $$python -m venv $$venv && \
+	@failed=; \
+	$(LINT_VENV)/bin/python -m pytest -n auto --dist worksteal || failed=$(PYTHON); \
+	for python in $(PYTHONS); do \
+		venv=$(LINT_VENV)-$$(basename $$python); echo "$$python -m pytest"; \
+		$$python -m venv $$venv && \
 		env -u PIP_CONSTRAINT $$venv/bin/python -m pip install --quiet --editable '.[test]' && \
-		$$venv/bin/python -m pytest -n auto --dist worksteal || exit 1; \
-	done
+		$$venv/bin/python -m pytest -n auto --dist worksteal || failed="$$failed $$python"; \
+	done; \
+	test -z "$$failed" || { echo "failed with: $$failed"; exit 1; }
 
 # Extensions that are built with other versions of torch, DeepSpeed's operators, have a folder of their own.
 test-newest: export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(NEWEST_VENV)/torch_extensions

@@ -21,7 +21,7 @@ from mpguard.runtime import exit_hooks
 from mpguard.runtime.guard import Guard, current, set_current
 from mpguard.runtime.messages import header
 from mpguard.runtime.meter import Meter
-from mpguard.runtime.patches import import_hooks
+from mpguard.runtime.patches import import_hooks, windows
 from mpguard.runtime.patches.table import apply_patches
 from mpguard.runtime.plan import Plan, enforcement
 from mpguard.runtime.ranks import is_started_by_script, launcher_variable, rank
@@ -126,6 +126,9 @@ def check_start(plan: Plan, *, launched: bool = True) -> None:
     """
     if plan.enforce == "error" and (reason := compilation.conflict(plan.policy)):
         raise NotInForce(reason)
+    # The launcher has compared the libraries already. An engine that the plan does not name is left to the proof.
+    if plan.enforce == "error" and not plan.announced and (reasons := windows.refusals(plan.policy, plan.strategy)):
+        raise NotInForce("\n  ".join(reasons))
     started, requested = launcher_variable("WORLD_SIZE", 1), plan.processes
     if launched and requested is not None and started != requested and plan.enforce == "error":
         raise NotInForce(

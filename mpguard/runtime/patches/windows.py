@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -111,6 +112,12 @@ def installed_versions() -> dict[str, str]:
 def needed_by(policy: Any, strategy: str | None) -> Callable[[Patch | Adjustment], bool]:
     """Return a function that is True for the patches without which a run cannot have a policy."""
     return lambda each: each.required is not None and each.required(policy, strategy)
+
+
+def refusals(policy: Any, strategy: str | None) -> list[str]:
+    """Return a message for each patch of the installed libraries that a policy needs and that does not apply."""
+    found = inspect(installed_versions(), sys.path, needed_by(policy, strategy))
+    return [reason for each in found for reason in each.refusals(policy, strategy)]
 
 
 def _table() -> Sequence[Patch | Adjustment]:

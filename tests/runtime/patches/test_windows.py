@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mpguard.core.errors import NotInForce
 from mpguard.core.tested import TESTED, Window
 from mpguard.policy.recipes import recipe
+from mpguard.runtime import activation
 from mpguard.runtime.patches import fit, windows
+from mpguard.runtime.plan import Plan
 
 MASKS = """
 def _ignore_causal_mask_sdpa(padding_mask, q_length, kv_length, local_attention_size=None): ...
@@ -77,6 +82,24 @@ def test_a_patch_that_the_policy_needs_is_a_refusal_inside_the_window_too(site: 
     [reason] = found.refusals(policy, "deepspeed-zero2")
     assert "deepspeed.initialize has no parameter args, config" in reason and "Install a version" in reason
     assert windows.inspect(inside, [str(site)], windows.needed_by(policy, "ddp")) == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes"),
+    [("deepspeed-zero2", {}), ("ddp", {"strategy": "ddp"}), ("activate()", {"strategy": None}),
+     ("checked by launch", {"announced": True}), ("warn", {"enforce": "warn"})],
+)  # fmt: skip
+def test_a_script_that_launch_did_not_start_is_refused_for_the_same_patches(
+    strategy: str, changes: dict[str, Any], site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the name of the engine the proof compares what the engine does."""
+    pytest.importorskip("deepspeed")
+    monkeypatch.syspath_prepend(str(site))
+    plan = Plan(recipe("bf16_mixed"), strategy="deepspeed-zero2")
+    if not changes:
+        with pytest.raises(NotInForce, match=r"deepspeed\.initialize has no parameter args, config"):
+            activation.check_start(plan, launched=False)
+    activation.check_start(dataclasses.replace(plan, **(changes or {"enforce": "off"})), launched=False)
 
 
 def test_an_adjustment_whose_option_is_gone_is_read_without_an_import(tmp_path: Path) -> None:
