@@ -11,13 +11,20 @@ import itertools
 import math
 import warnings
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import has_static_value, statically_known_true
 
 from mpguard.core.errors import MpguardWarning
 from mpguard.nn.fp8 import observation
 from mpguard.policy.policy import Policy
+
+#: Returns a size of the batch that code for any size is compiled for, without a guard on it. torch 2.11 has the second.
+_hints = next(name for name in ("optimization_hint", "size_hint") if hasattr(symbolic_shapes, name))
+hint_of: Callable[[int], int] = getattr(symbolic_shapes, _hints)
 
 #: Calls of FP8 layers after which the share of work on padding is checked, and the largest share without a warning.
 CALLS, SHARE = 100, 0.05
@@ -77,11 +84,12 @@ _all: weakref.WeakValueDictionary[str, Padding] = weakref.WeakValueDictionary()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _compiled(number: str, much: bool) -> None:
+def _compiled(number: str, of_any_size: bool, much: bool) -> None:
     """Warn while a graph is compiled. Nothing is called when it runs, so the number of calls is not counted.
 
     The layer has no name here: it would be a constant of its graph, and each of a model's equal blocks would be
-    compiled again. much: more than `SHARE` of the work on a batch of the graph's shapes is on padding.
+    compiled again. of_any_size: the graph is for any number of rows. much: more than `SHARE` of the work on the batch
+    that it is compiled for is on padding.
     """
     padding = _all.get(number)
     if padding is None:
@@ -89,8 +97,9 @@ def _compiled(number: str, much: bool) -> None:
     texts = []
     if not padding.noted:
         padding.noted = True
+        what = "varies, and may not be" if of_any_size else "is not"
         texts.append(
-            f"compiled code: the input of an FP8 layer has a number of rows that is not a multiple of "
+            f"compiled code: the input of an FP8 layer has a number of rows that {what} a multiple of "
             f"{padding.multiple}, as FP8 matmuls need it; padded inside the layer and cut off again (reported once)"
         )
     if much and not padding.warned:
@@ -148,6 +157,18 @@ class PaddingState:
     key: torch.Tensor | None = dataclasses.field(default=None, compare=False)
 
 
+def _rows_to_add(rows: int, multiple: int) -> int:
+    """Return the number of rows of padding. In code that is compiled for any size, never 0 unless no size needs any.
+
+    A branch for sizes that need none would have the layer compiled once for each branch: an expert gets another number
+    of tokens in each step.
+    """
+    of_any_size = torch.compiler.is_compiling() and not has_static_value(rows)
+    if of_any_size and not statically_known_true(rows % multiple == 0):
+        return multiple - rows % multiple
+    return -rows % multiple if rows else multiple
+
+
 class Padded(nn.Module):
     """Base class, placed before a library's FP8 layer, whose `forward` then gets only multiples."""
 
@@ -160,14 +181,13 @@ class Padded(nn.Module):
         multiple, given = state.padding.multiple, input
         *lead, width = input.shape
         rows = math.prod(lead)
-        added = -rows % multiple if rows else multiple
+        added = _rows_to_add(rows, multiple)
         if added:
             input = nn.functional.pad(input.reshape(rows, width), (0, 0, 0, added))
         if torch.compiler.is_compiling():
-            if added and added > SHARE * (rows + added):
-                _compiled(state.padding.number, True)
-            elif added:
-                _compiled(state.padding.number, False)
+            if added:
+                much = hint_of(added) > SHARE * hint_of(rows + added)
+                _compiled(state.padding.number, not has_static_value(rows), much)
             result: torch.Tensor = super().forward(input)
         else:
             state.padding.count(state.name, rows, added, self.in_features * self.out_features)

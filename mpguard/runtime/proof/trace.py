@@ -54,6 +54,13 @@ OWN = (FROM_CACHE, WITHOUT_AUTOCAST, EVALUATION)
 #: The beginnings of names of events that are no kernels of other libraries.
 NO_KERNELS = ("aten::", "autograd::", "torchao::triton_", "c10d", MODULE, *OWN, "## ", *FUSED)
 
+#: Functions of `torch.distributed.nn.functional`, which move tensors and multiply nothing. What they send can have the
+#: shape of a trained matrix, such as an expert's tokens, if there are as many as the model is wide.
+COLLECTIVES = (
+    "_AllGather", "_AllGatherBase", "_AllReduce", "_AlltoAll", "_AlltoAllSingle", "_Broadcast", "_Gather", "_Reduce",
+    "_Reduce_Scatter", "_Scatter",
+)  # fmt: skip
+
 #: What a matmul calls that multiplies a sparse matrix. How many elements that has is not recorded, and autocast casts
 #: no sparse matmuls: they do not count.
 SPARSE = "aten::_nnz"
@@ -167,7 +174,7 @@ def _kind_of(name: str) -> _Kind:
         attention=(name.startswith("aten::") and "_attention" in name) or (known is not None and known.attention),
         compiled=name.startswith(COMPILED),
         fp8=name.startswith(FP8_FUNCTIONS),
-        kernel=not name.startswith(NO_KERNELS),
+        kernel=not name.startswith(NO_KERNELS) and name not in COLLECTIVES,
         graph=name.startswith(GRAPH_CALL),
         fact=name in (FROM_CACHE, SPARSE, COPY, WHERE),
         wide_only=products.is_wide_only(name),

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs
 from torch.distributed.device_mesh import init_device_mesh
 
 import mpguard
@@ -666,12 +666,40 @@ def test_padding_in_compiled_code_is_reported_once_too_and_adds_no_graph(sizes: 
     messages = [str(each.message) for each in caught if issubclass(each.category, mpguard.MpguardWarning)]
     assert len(messages) == 1 + much
     assert messages[0].startswith(
-        "compiled code: the input of an FP8 layer has a number of rows that is not a multiple of 16"
+        "compiled code: the input of an FP8 layer has a number of rows that varies, and may not be a multiple of 16"
     )
     assert not much or (
         "more than 5 % of the work is on padding" in messages[1] and "not a multiple of 16. Choose" in messages[1]
     )
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3, "of multiples, with padding, and with much"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "of the first size, and of any size"
+
+
+def test_an_expert_is_compiled_once_for_all_numbers_of_tokens_with_the_results_of_eager_code() -> None:
+    """Each branch on padding (none, some, much) was a graph of its own, for each layer, forward and backward."""
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 16)
+    mpguard.convert(layer, FP8)
+    torch._dynamo.reset()
+    count = CompileCounter()
+    compiled = torch.compile(layer, backend=count)
+    for tokens in (181, 152, 150, 160, 16, 15, 7, 512, 40):
+        inputs, same = (torch.ones(tokens, 32).mul(0.1).requires_grad_() for _ in range(2))
+        found, expected = compiled(inputs), layer(same)
+        (found.sum() + 2 * expected.sum()).backward()
+        assert torch.equal(found, expected) and torch.allclose(2 * inputs.grad, same.grad), tokens
+    assert count.frame_count == 2, "for the first number, and for any"
+
+
+def test_batches_of_any_size_get_no_padding_where_no_size_needs_any() -> None:
+    """The number of tokens of a sentence is a multiple of 16, and the number of sentences varies."""
+    layer = nn.Linear(32, 16)
+    mpguard.convert(layer, FP8)
+    torch._dynamo.reset()
+    graphs = EagerAndRecordGraphs()
+    compiled = torch.compile(layer, backend=graphs)
+    for sentences in (2, 3, 5):
+        assert compiled(torch.zeros(sentences, 48, 32)).shape == (sentences, 48, 16)
+    assert len(graphs.graphs) == 2 and not any("functional.pad" in graph.code for graph in graphs.graphs)
 
 
 def test_equal_layers_with_padding_share_one_graph() -> None:

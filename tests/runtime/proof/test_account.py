@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("torch", reason="the real library runs here")
 
 import torch
+import torch.distributed as dist
 from processes import proof, transcript
 from right_programs import RIGHT
 from short_programs import needs_bf16_lstm, run
@@ -208,6 +209,26 @@ def test_products_without_a_gradient_are_frozen() -> None:
     size = 2 * 4 * 16 * 16
     assert found.frozen == {Work("fp32", module=id(frozen)): 2 * size, Work("fp32", module=id(trained)): size}
     assert found.trained == {Work("fp32", module=id(trained)): 2 * size}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated, use torch.distributed._functional_collectives:FutureWarning")
+def test_collectives_of_autograd_multiply_nothing() -> None:
+    """As many tokens as the model is wide have the shape of its weights, which an unknown kernel would multiply by."""
+    import torch.distributed.nn.functional as collectives
+
+    weight, x = nn.Parameter(torch.randn(16, 16)), torch.randn(16, 16, requires_grad=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def step() -> torch.Tensor:
+        sent = collectives.all_to_all_single(x.new_empty(1, 16, 16), x)  # an expert receives another number
+        (gathered,) = collectives.all_gather(sent[0])
+        return (collectives.all_reduce(gathered) @ weight).sum()
+
+    try:
+        found = recorded(step, weight, x)
+    finally:
+        dist.destroy_process_group()
+    assert {work.dtype for work in found.trained} == {"fp32"} and sum(found.trained.values()) == 3 * 2 * 16**3
 
 
 class CompiledFunction(torch.autograd.Function):
