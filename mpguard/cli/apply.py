@@ -231,10 +231,11 @@ def _job(document: Document, recipe: str, policy: Policy, documents: list[Docume
         refused = list(deepspeed_file.refusals(after, section))
     if kind == "deepspeed" and (line := deepspeed.other_optimizer(document.data, after.data)):
         notes.append(line)
-    problems = list(validation.problems(after))
+    found = list(validation.every(after))
+    problems = [each for each in found if not each.undecided]
     if (unknown := dialects.unknown_keys(after, {each.key for each in problems})) is not None:
         notes.append(unknown)
-    notes += [each.message(after) for each in ignored(after)]
+    notes += [each.message(after) for each in (*(each for each in found if each.undecided), *ignored(after))]
     messages = (*(each.message(after) for each in problems), *refused)
     return Job(document, kind, policy, strategy, tuple(changes), text, tuple(notes), messages)
 
@@ -309,7 +310,9 @@ def _without_changes(job: Job, recipe: str) -> str:
     """Return the line of a file without changes. It matches only if its keys of precision are known, and accepted."""
     if job.problems:
         return f"has the keys of {recipe}, and others that are refused"
-    if job.at_launch or (dialects.unknown_keys(job.document) is None and not any(ignored(job.document))):
+    document = job.document
+    unclear = dialects.unknown_keys(document) or any(ignored(document)) or any(validation.undecided(document))
+    if job.at_launch or not unclear:
         return f"matches {recipe}"
     return f"has the keys of {recipe} that mpguard knows"
 

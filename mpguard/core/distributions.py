@@ -61,6 +61,18 @@ def metadata_folders() -> Iterator[tuple[str, str]]:
                 yield folder, name
 
 
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, the first on `sys.path`; None if it is not installed.
+
+    distribution: the name in the form of its folder: `nemo_toolkit`.
+    """
+    for _, name in metadata_folders():
+        found, _, version = name.rpartition(".")[0].partition("-")
+        if found.lower() == distribution and version:
+            return version.partition("-")[0]  # an egg's name goes on with that of Python
+    return None
+
+
 def entry_points_text(info: str) -> str:
     """Return the `entry_points.txt` of a distribution; empty if it has none."""
     return _read(os.path.join(info, "entry_points.txt")) or _read(os.path.join(info, "EGG-INFO", "entry_points.txt"))

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator
 
 from mpguard.document import Document, mp_yaml
 from mpguard.document.dialects import PRECISION
+from mpguard.document.newer import may_be_new
 from mpguard.document.schemas import accelerate, axolotl, deepspeed, nemo
-from mpguard.document.validation import ConfigProblem
-from mpguard.document.values import misspelling_of
+from mpguard.document.values import ConfigProblem, misspelling_of
 
 
 def ignored(document: Document) -> Iterator[ConfigProblem]:
@@ -41,7 +41,7 @@ def of_deepspeed(document: Document) -> Iterator[ConfigProblem]:
             continue
         meant = deepspeed.RENAMED.get(entry.key) or misspelling_of(entry.key.lower(), known, 0.88)
         if entry.key not in known and _is_of_interest(entry.key, meant):
-            yield _unknown(".".join(entry.path), title, meant)
+            yield _unknown(".".join(entry.path), "deepspeed", title, meant)
 
 
 def _accelerate(document: Document) -> Iterator[ConfigProblem]:
@@ -53,10 +53,10 @@ def _accelerate(document: Document) -> Iterator[ConfigProblem]:
             continue
         bare = section.bare(entry.key)
         meant = section.renamed.get(bare) or misspelling_of(bare, section.keys, 0.88)
-        if _is_of_interest(bare, meant) and not entry.key.startswith("mpguard"):  # which a launch refuses
-            yield _unknown(
-                ".".join(entry.path), f"accelerate {accelerate.VERSION}", meant and entry.key.removesuffix(bare) + meant
-            )
+        of_interest = section is accelerate.FP8 or _is_of_interest(bare, meant)
+        if of_interest and not entry.key.startswith("mpguard"):  # which a launch refuses
+            meant = meant and entry.key.removesuffix(bare) + meant
+            yield _unknown(".".join(entry.path), "accelerate", f"accelerate {accelerate.VERSION}", meant)
 
 
 def _is_of_interest(key: str, meant: str | None) -> bool:
@@ -64,6 +64,7 @@ def _is_of_interest(key: str, meant: str | None) -> bool:
     return key[:1].isalpha() and "comment" not in key.lower() and bool(meant or speaks)
 
 
-def _unknown(key: str, title: str, meant: str | None) -> ConfigProblem:
+def _unknown(key: str, kind: str, title: str, meant: str | None) -> ConfigProblem:
     hint = f"; did you mean `{meant}`?" if meant else ""
-    return ConfigProblem(key, f"{title} has no such key, and ignores it{hint}", unknown=True)
+    why = may_be_new("key", kind) or f"{title} has no such key, and ignores it"
+    return ConfigProblem(key, f"{why}{hint}", unknown=True)

@@ -6,13 +6,13 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mpguard.core.errors import did_you_mean, near
 from mpguard.targets.settings import show
 
 if TYPE_CHECKING:
-    from mpguard.document import Document, Entry
+    from mpguard.document import Document
 
 #: Characters of a value that a template fills in.
 _TEMPLATE = "${<"
@@ -22,11 +22,46 @@ BOOLEAN_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", 
 
 @dataclasses.dataclass(frozen=True)
 class ValueKind:
-    """A kind of values. needed: a clause for messages. parses: True for a value that the program can parse."""
+    """A kind of values.
+
+    needed: a clause for messages. parses: True for a value that the program can parse. words: the values, where they
+    are a list, which another version of the program may extend.
+    """
 
     needed: str
     parses: Callable[[Any], bool]
     words: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigProblem:
+    """A key that is refused. reason: a clause, with the remedy. unknown: the program does not have the key.
+
+    listed: its value is not in a list of the known ones. undecided: a newer program is installed, which may have it.
+    flag: the flag of `accelerate launch` that replaces the key; `mixed_precision` also for what a policy replaces.
+    """
+
+    key: str
+    reason: str
+    unknown: bool = False
+    flag: str = ""
+    listed: bool = False
+    undecided: bool = False
+
+    @property
+    def severity(self) -> Literal["warning"] | None:
+        """The severity of a finding, where it is not that of the rule."""
+        return "warning" if self.undecided else None
+
+    @property
+    def hint(self) -> str:
+        """The clause with the names that may be meant; empty without one."""
+        place = self.reason.find("; did you mean")
+        return self.reason[place:] if place >= 0 else ""
+
+    def message(self, document: Document) -> str:
+        """Return the text of an error: the place, the key, and the reason."""
+        return f"{document.where(self.key)}: {self.reason}"
 
 
 def is_filled_in(value: object) -> bool:
@@ -78,8 +113,8 @@ SECTION = ValueKind("a section is needed", lambda value: isinstance(value, Mappi
 
 def wrong_values(
     document: Document, kinds: Mapping[str, ValueKind], absent: tuple[Any, ...] = (None,)
-) -> Iterator[tuple[Entry, str]]:
-    """Yield the entries whose values their program cannot parse, each with the reason.
+) -> Iterator[ConfigProblem]:
+    """Yield the keys whose values their program cannot parse.
 
     kinds: dotted key -> the kind of its value. absent: values that stand for no value.
     Values that a template fills in, and those that are unknown in Python code, are not checked.
@@ -93,7 +128,8 @@ def wrong_values(
             continue
         meant = did_you_mean(value, kind.words) if isinstance(value, str) and near(value, kind.words) else ""
         written = f'the text "{value}"' if kind is BOOLEAN and isinstance(value, str) else show(value)
-        yield entry, f"is {written}{meant or f'; {kind.needed}'}"
+        listed = bool(kind.words) and isinstance(value, str)
+        yield ConfigProblem(key, f"is {written}{meant or f'; {kind.needed}'}", listed=listed)
 
 
 def misspelling_of(key: str, known: Collection[str], cutoff: float = 0.9) -> str | None:

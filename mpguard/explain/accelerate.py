@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mpguard.document.schemas.accelerate import MODES
+from mpguard.document.schemas.accelerate_values import MODES
 from mpguard.explain import launch
 from mpguard.explain.inputs import RunInputs
 from mpguard.explain.model import DEFAULT, Claim, Given, Resolved, ShadowedValue, UnknownValue, resolve

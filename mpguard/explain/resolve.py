@@ -49,6 +49,8 @@ def _explain(run: RunInputs, machine: hardware.Hardware | None, refused: list[st
     of_engine = list(deepspeed.settings(run, mode)) if engine == "DEEPSPEED" or (direct and document) else []
     in_force = policy.policy_of(run)
     notes = [*run.notes, *_notes(run)]
+    if document is not None and of_engine:
+        notes += [each.message(document) for each in validation.undecided(document)]
     if in_force is None:
         enforced: list[Resolved] = []
         settings = list(_stock(run, engine, mode, of_engine, str(mode.value)))
@@ -65,7 +67,7 @@ def _explain(run: RunInputs, machine: hardware.Hardware | None, refused: list[st
         stops = list(_refused(run, in_force.policy, engine, strategy))
         in_use = next(each for each in settings if each.key == "mixed_precision")
         stops = stops or list(deepspeed.stops(run, in_use, of_engine, guarded=True))
-        stops += deepspeed.wrong_keys(document) if document is not None and of_engine else ()
+        stops += deepspeed.wrong_keys(document, True) if document is not None and of_engine else ()
     values = _values(settings)
     in_force_mode = str(values.get("mixed_precision", "no"))
     facts = RunFacts(
@@ -110,13 +112,15 @@ def _invalid(run: RunInputs) -> Iterator[str]:
         return
     replaced = {*run.flags, *(("mixed_precision",) if run.launcher == "mpguard" else ())}  # by flags, and the policy
     for problem in validation.accelerate_problems(run.config):
-        if problem.flag not in replaced:
+        if problem.flag not in replaced and not problem.undecided:
             yield problem.message(run.config)
     yield from (problem.message(run.config) for problem in validation.own_problems(run.config))
 
 
 def _notes(run: RunInputs) -> Iterator[str]:
     """Yield what the reader should know about a run without a policy."""
+    if run.config is not None and run.launches:
+        yield from (each.message(run.config) for each in validation.undecided(run.config))
     if run.launcher == "mpguard":
         return
     yield from launch.config_after_script(run)

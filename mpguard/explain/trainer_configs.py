@@ -24,11 +24,13 @@ def explain_config(document: Document) -> Explanation:
     kind = str(document.kind)
     dialect = DIALECTS[kind]
     stops = [problem.message(document) for problem in validation.problems(document)]
+    undecided = [problem.message(document) for problem in validation.undecided(document)]
     policy: list[Resolved] = []
     try:
         policy = list(_policy(document, kind))
     except PolicyError as error:
-        stops = stops or [f"{document.path}: {error}"]
+        if not undecided:
+            stops = stops or [f"{document.path}: {error}"]
     unknown = {entry.path for entry in dialect.unknown(document)}
     written = [
         Resolved(".".join(entry.path), entry.value, origin_of(document, ".".join(entry.path)))
@@ -41,6 +43,7 @@ def explain_config(document: Document) -> Explanation:
         named = [document] if deepspeed_file.is_inline(document, other) else [document, other]
         written += _deepspeed(document, other)
     notes = [f"The keys are those of {dialect.title} {dialect.version}. `mpguard apply` writes a recipe into them."]
+    notes += undecided
     if dialect.overrides and not policy and not stops:
         notes.append("The file sets no precision: the config in Python that it overrides decides.")
     if other is None and (name := deepspeed_file.named_file(document)) is not None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from mpguard.core.errors import near
 from mpguard.document import Document, Entry, mp_yaml
 from mpguard.document.ignored_keys import of_deepspeed
+from mpguard.document.newer import may_be_new
 from mpguard.document.schemas import accelerate as accelerate_keys
 from mpguard.document.schemas import deepspeed as deepspeed_keys
 from mpguard.explain import launch
@@ -89,7 +90,8 @@ def _why_unread(run: RunInputs, name: str, entry: Entry, facts: RunFacts) -> str
     if bare not in section.keys:
         meant = section.renamed.get(bare) or next(iter(near(bare, section.keys, 1)), None)
         prefix = entry.key.removesuffix(bare)  # as the file writes it: `fsdp_version`
-        return f"accelerate knows no such key{f'; it is called `{prefix}{meant}`' if meant else ''}"
+        why = may_be_new("key", "accelerate") or "accelerate knows no such key"
+        return f"{why}{f'; it is called `{prefix}{meant}`' if meant else ''}"
     if name == "fp8_config":
         return _fp8(bare, facts)
     wanted = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}.get(name)

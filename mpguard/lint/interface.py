@@ -23,6 +23,7 @@ from mpguard.document import deepspeed_file as deepspeed_file
 from mpguard.document import dialects as dialects
 from mpguard.document import mp_yaml as mp_yaml
 from mpguard.document import validation as validation
+from mpguard.document.newer import may_be_new as may_be_new
 from mpguard.document.schemas import accelerate, axolotl, deepspeed, llamafactory, megatron_bridge, nemo
 from mpguard.document.values import misspelling_of as misspelling_of
 from mpguard.lint.configs import accelerate_config as accelerate_config

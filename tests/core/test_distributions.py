@@ -10,7 +10,7 @@ from pathlib import Path
 import distributions
 import pytest
 
-from mpguard.core.distributions import EntryPoint, entry_points
+from mpguard.core.distributions import EntryPoint, entry_points, installed_version
 
 GROUPS = ("mpguard.rules", "mpguard.plugins", "mpguard.recipes", "console_scripts", "pytest11", "no.such.group")
 
@@ -53,3 +53,9 @@ def test_distributions_in_an_archive_are_found(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(sys, "path", [str(archive), *sys.path])
     assert "in_an_archive" in {each.value for each in entry_points("mpguard.rules")}
     assert sorted(entry_points("mpguard.rules")) == expected("mpguard.rules")
+
+
+def test_versions_are_those_of_the_environment() -> None:
+    for name in ("pytest", "libcst", "pyyaml"):
+        assert installed_version(name) == importlib.metadata.version(name)
+    assert installed_version("no_such_package") is None

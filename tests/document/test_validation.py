@@ -66,6 +66,52 @@ REFUSED = [
         {"distributed_type": "DEEPSPEED", "deepspeed_config": "{offload_optimizer_device: disk}"},
         "`deepspeed_config.offload_optimizer_device`: is disk; it is one of none, cpu, nvme", "",
     ),
+    (
+        {"dynamo_config": "{dynamo_backend: INDUCTOR, dynamo_mode: max_autotune}"},
+        "`dynamo_config.dynamo_mode`: is max_autotune; did you mean", "`max-autotune`",
+    ),
+    (
+        {"distributed_type": "FSDP", "fsdp_config": "{fsdp_version: 2, reshard_after_forward: FULL_SHARD}"},
+        "`fsdp_config.reshard_after_forward`: is FULL_SHARD; true or false is needed with FSDP2", "",
+    ),
+    (
+        {"distributed_type": "FSDP", "fsdp_config": "{fsdp_version: 2, fsdp_sync_module_states: false}"},
+        "`fsdp_config.fsdp_sync_module_states`: is false, and `fsdp_cpu_ram_efficient_loading` is not", "",
+    ),
+    ({"rdzv_backend": "c10"}, "`rdzv_backend`: is c10; did you mean", "`c10d`"),
+    ({"gpu_ids": "0"}, "`gpu_ids`: is 0; text is needed, all or ids with commas between them: '0,1'", ""),
+    ({"gpu_ids": "0;1"}, "`gpu_ids`: is 0;1; text is needed", ""),
+    (
+        {"distributed_type": "MULTI_GPU", "gpu_ids": "'1'"},
+        "`gpu_ids`: is 1, one GPU, and MULTI_GPU needs two or more", "",
+    ),
+    ({"enable_cpu_affinity": "maybe"}, "`enable_cpu_affinity`: is maybe; true or false is needed", ""),
+    (
+        {"mixed_precision": "fp8", "fp8_config": "{mpguard_recipe: bf16_mixed, override_linear_precision: true}"},
+        "`fp8_config.override_linear_precision`: is true; a list of three is needed", "",
+    ),
+    (
+        {"parallelism_config": "{parallelism_config_cp_size: two}"},
+        "`parallelism_config.parallelism_config_cp_size`: is two; a number from 1 is needed", "",
+    ),
+    (
+        {"parallelism_config": "{parallelism_config_cp_size: 2, parallelism_config_cp_comm_strategy: all_gather}"},
+        "`parallelism_config.parallelism_config_cp_comm_strategy`: is all_gather; did you mean", "`allgather`",
+    ),
+    (
+        {
+            "distributed_type": "FSDP", "fsdp_config": "{fsdp_version: 2}",
+            "parallelism_config": "{parallelism_config_dp_shard_size: 4, parallelism_config_tp_size: 2}",
+        },
+        "`parallelism_config`: its sizes make 8 processes, and `num_processes` is 2", "",
+    ),
+    (
+        {
+            "distributed_type": "FSDP", "fsdp_config": "{fsdp_version: 2}",
+            "parallelism_config": "{parallelism_config_tp_size: 2}",
+        },
+        "`parallelism_config`: FSDP has nothing to shard over", "",
+    ),
     ({"fp8_config": "{mpguard_recipe: bf16_mixd}"}, "mpguard_recipe`: there is no recipe `bf16_mixd`", "`bf16_mixed`"),
     ({"fp8_config": "{mpguard_recipe: [bf16_mixed]}"}, "mpguard_recipe`: is [bf16_mixed]; the name of a recipe", ""),
     (
@@ -131,11 +177,46 @@ def test_launch_explain_and_lint_refuse_the_same(
             " fsdp_backward_prefetch: NO_PREFETCH, fsdp_reshard_after_forward: SHARD_GRAD_OP}",
         },
         {"distributed_type": "DEEPSPEED", "deepspeed_config": "{gradient_clipping: auto, zero3_init_flag: true}"},
+        {"gpu_ids": "all", "rdzv_backend": "my_own_store", "enable_cpu_affinity": "'true'", "debug": "false"},
+        {"distributed_type": "MULTI_GPU", "gpu_ids": "'0, 1'", "rdzv_backend": "etcd-v2"},
+        {"distributed_type": "MULTI_GPU", "gpu_ids": "GPU-5f3a,MIG-7/1/0", "num_machines": "1"},
+        {"dynamo_config": "{dynamo_backend: EAGER, dynamo_mode: anything}"},
+        {"dynamo_config": "{dynamo_backend: INDUCTOR, dynamo_mode: max-autotune-no-cudagraphs}"},
+        {"mixed_precision": "fp8", "fp8_config": "{backend: TE, override_linear_precision: [false, false, true]}"},
+        {"mixed_precision": "bf16", "fp8_config": "{backend: TE, margin: unread, opt_level: unread}"},
+        {
+            "distributed_type": "FSDP",
+            "num_processes": "8",
+            "fsdp_config": "{fsdp_version: 2, fsdp_reshard_after_forward: 'true', fsdp_sharding_strategy: unread,"
+            " sync_module_states: false, cpu_ram_efficient_loading: false}",
+            "parallelism_config": "{parallelism_config_dp_shard_size: 4, parallelism_config_tp_size: 2,"
+            " parallelism_config_cp_backend: torch}",
+        },
     ],
 )
 def test_configs_that_can_be_launched_have_no_problem(tmp_path: Path, changes: dict[str, str | None]) -> None:
     document = parse(write(tmp_path, changes).read_text(), "mp.yaml")
     assert not list(validation.problems(document)) and not list(validation.own_problems(document))
+
+
+#: Values of FP8 that the workers cannot parse, and that a policy replaces.
+REPLACED = {
+    "{backend: MSAMP, opt_level: 02}": "`fp8_config.opt_level`: is 2; it is one of O1, O2",
+    "{backend: TE, margin: lots}": "`fp8_config.margin`: is lots; a whole number is needed",
+    "{backend: TE, amax_compute_algo: maximum}": "`fp8_config.amax_compute_algo`: is maximum; did you mean `max`?",
+    "{override_linear_precision: '(no, no, no)'}": "`fp8_config.override_linear_precision`: is (no, no, no); a list",
+    "{backend: AO, pad_inner_dim: maybe}": "`fp8_config.pad_inner_dim`: is maybe; true or false is needed",
+}
+
+
+@pytest.mark.parametrize("section", REPLACED)
+def test_fp8_values_stop_a_stock_run_alone(tmp_path: Path, section: str) -> None:
+    stock = {"mixed_precision": "fp8", "fp8_config": section}
+    document = parse(write(tmp_path, stock).read_text(), "mp.yaml")
+    (problem,) = validation.problems(document)
+    assert REPLACED[section] in problem.message(document) and problem.flag == "mixed_precision"
+    path = write(tmp_path, {**stock, "fp8_config": section.replace("{", "{mpguard_recipe: bf16_mixed, ")})
+    preflight.check_named_config(["--config", str(path), "train.py"])
 
 
 AXOLOTL = "base_model: m\ndatasets:\n  - path: d\n    type: alpaca\ntorch_compile: true\n"
@@ -147,11 +228,11 @@ FP8 = AXOLOTL + "bf16: true\nfp8: true\n"
 TRAINERS = {
     "a key of fp8_config": (
         FP8 + "fp8_config:\n  recipee: rowwise\n", "bf16_with_fp8_rowwise_mixed",
-        "`fp8_config.recipee`: axolotl has no such key, and stops; did you mean `recipe`?",
+        "`fp8_config.recipee`: axolotl 0.19.0 has no such key, and stops; did you mean `recipe`?",
     ),
     "the all-gather in fp8_config": (
         FP8 + "fp8_config:\n  fp8_enable_fsdp_float8_all_gather: true\n", "hopper_bf16_with_fp8_mixed",
-        "`fp8_config.fp8_enable_fsdp_float8_all_gather`: axolotl has no such key, and stops",
+        "`fp8_config.fp8_enable_fsdp_float8_all_gather`: axolotl 0.19.0 has no such key, and stops",
     ),
     "norms without FSDP2": (
         AXOLOTL + "bf16: true\nfp32_norms: true\n", "bf16_mixed",
@@ -185,7 +266,7 @@ TRAINERS = {
     ),
     "a key of LLaMA-Factory": (
         FACTORY + "bf16: true\nupcast_layernrom: true\n", "bf16_mixed",
-        "`upcast_layernrom`: LLaMA-Factory has no such key, and stops; did you mean `upcast_layernorm`?",
+        "`upcast_layernrom`: LLaMA-Factory 0.9.5 has no such key, and stops; did you mean `upcast_layernorm`?",
     ),
     "the batch size as text": (
         DEEPSPEED.replace("2", '"four"') % "", "bf16_mixed",

@@ -152,4 +152,4 @@ def test_s28_spellings_that_stop_the_run(tmp_path: Path) -> None:
     with clean_accelerate(**worker), installed, pytest.raises(ValueError, match="invalid truth value"):
         dataclasses.TERecipeKwargs()
         pytest.fail(fixed_upstream(28))
-    assert ("MPG809", LAST + 2) in linted(tuples)
+    assert ("MPG813", LAST + 2) in linted(tuples)

@@ -76,7 +76,7 @@ OURS: Mapping[int, tuple[str, ...]] = {
     25: ("mpguard_plugins.accelerate:adapted", "mpguard.runtime.launch.launcher:_flags", "MPG861"),
     26: ("mpguard.runtime.exit_hooks:drain_gloo_threads",),
     27: ("MPG801", "MPG401"),
-    28: ("MPG802", "MPG809"),
+    28: ("MPG802", "MPG813"),
     29: ("MPG826",),
     30: ("mpguard.nn.grouped_mm:autocast_grouped_mm",),
     31: ("mpguard.nn.fp8.weights:_stepped",),

@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Mapping
 
 from mpguard.core.errors import did_you_mean, near
-from mpguard.document.values import SECTION, SWITCH, WHOLE, WHOLE_FROM_0, ValueKind, number, one_of
 
 VERSION = "1.15.0"
 
@@ -76,11 +75,24 @@ DEEPSPEED = Section(
     ),
 )
 
+#: Without the prefix a key is lost: accelerate adds none in this section.
+_PARALLELISM = _words(
+    "dp_replicate_size dp_shard_size tp_size cp_size cp_backend cp_comm_strategy sp_size sp_backend sp_seq_length"
+    " sp_seq_length_is_variable sp_attn_implementation"
+)
+PARALLELISM_PREFIX = "parallelism_config_"
+PARALLELISM = Section(
+    "",
+    frozenset(PARALLELISM_PREFIX + key for key in _PARALLELISM),
+    {key: PARALLELISM_PREFIX + key for key in sorted(_PARALLELISM)},
+)
+
 SECTIONS: Mapping[str, Section] = {
     "fp8_config": FP8,
     "fsdp_config": FSDP,
     "deepspeed_config": DEEPSPEED,
     "dynamo_config": DYNAMO,
+    "parallelism_config": PARALLELISM,
 }
 
 #: Launch arguments that a key of `deepspeed_config`, which gets no prefix, sets instead of the top level or a flag.
@@ -108,89 +120,8 @@ SAGEMAKER = _ALL | _words(
     "ec2_instance_type iam_role_name image_uri profile region base_job_name pytorch_version transformers_version"
     " py_version sagemaker_inputs_file sagemaker_metrics_file additional_args"
 )
-#: The members of `accelerate.utils.DistributedType`.
-DISTRIBUTED_TYPES = (
-    "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "DEEPSPEED",
-    "FSDP", "XLA", "MEGATRON_LM", "MULTI_HPU", "MULTI_NEURON",
-)  # fmt: skip
 #: Old top-level keys, which accelerate converts to others when it reads the file.
 OLD = _words("fp16 dynamo_backend")
-
-#: The members of `accelerate.utils.DynamoBackend`, in lower case: accelerate reads them in either.
-DYNAMO_BACKENDS = (
-    "no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt",
-    "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm", "hpu_backend", "neuron",
-)  # fmt: skip
-_DYNAMO = one_of(*DYNAMO_BACKENDS, fold=True, also=(False,))  # the boolean has a text of its own
-#: The keys that name a backend of torch.compile.
-DYNAMO_KEYS = ("dynamo_config.dynamo_backend", "dynamo_config.backend", "dynamo_backend")
-
-
-def _in_section(section: str, kinds: Mapping[str, ValueKind]) -> dict[str, ValueKind]:
-    """Return kinds by the dotted keys of a section, in both spellings: with its prefix and without."""
-    prefixes = {"", SECTIONS[section].prefix}
-    return {f"{section}.{prefix}{key}": kind for prefix in sorted(prefixes) for key, kind in kinds.items()}
-
-
-#: Dotted key -> the values that accelerate can parse there, whatever is launched. A section that is none is lost.
-VALUES: Mapping[str, ValueKind] = {
-    "use_cpu": SWITCH,
-    "machine_rank": WHOLE_FROM_0,
-    **dict.fromkeys(DYNAMO_KEYS, _DYNAMO),
-    **_in_section("dynamo_config", dict.fromkeys(("use_fullgraph", "use_dynamic", "use_regional_compilation"), SWITCH)),
-    **dict.fromkeys(
-        ("deepspeed_config", "dynamo_config", "fsdp_config", "megatron_lm_config", "mpirun_config",
-         "parallelism_config"),
-        SECTION,
-    ),
-}  # fmt: skip
-#: The modes, in upper or lower case; `deepspeed_config.mixed_precision` is used before the top level (S7).
-MODES = ("no", "fp16", "bf16", "fp8")
-MODES_OF = dict.fromkeys(("mixed_precision", "deepspeed_config.mixed_precision"), one_of(*MODES, fold=True))
-_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-
-
-def _numbered(*words: str) -> ValueKind:
-    """Return the kind of the names of an enumeration, or their numbers from 1."""
-    names = one_of(*words, fold=True)
-    numbers = {str(number) for number in range(1, len(words) + 1)}
-    return ValueKind(names.needed, lambda value: str(value) in numbers or names.parses(value), words)
-
-
-_FSDP = {
-    "version": ValueKind("it is 1 or 2", lambda value: str(value) in ("1", "2")),
-    "auto_wrap_policy": one_of("transformer_based_wrap", "size_based_wrap", "no_wrap", fold=True),
-    "state_dict_type": _numbered("full_state_dict", "local_state_dict", "sharded_state_dict"),
-    "sharding_strategy": _numbered(*_STRATEGIES),
-    "backward_prefetch": _numbered("backward_pre", "backward_post", "no_prefetch"),
-    "reshard_after_forward": ValueKind(  # FSDP1 takes a strategy there
-        "true or false is needed", lambda value: SWITCH.parses(value) or _numbered(*_STRATEGIES).parses(value)
-    ),
-    **dict.fromkeys(
-        ("offload_params", "use_orig_params", "cpu_ram_efficient_loading", "sync_module_states", "forward_prefetch",
-         "activation_checkpointing", "activation_checkpointing_offload"),
-        SWITCH,
-    ),
-}  # fmt: skip
-_DEVICE = one_of("none", "cpu", "nvme", fold=True)
-_DEEPSPEED = {
-    "zero_stage": ValueKind("it is one of 0, 1, 2, 3", lambda value: str(value) in ("0", "1", "2", "3")),
-    "gradient_clipping": ValueKind("a number is needed", lambda value: value == "auto" or number(value) is not None),
-    "gradient_accumulation_steps": ValueKind(
-        "a whole number is needed", lambda value: value == "auto" or WHOLE.parses(value)
-    ),
-    "offload_optimizer_device": _DEVICE,
-    "offload_param_device": _DEVICE,
-    "zero3_init_flag": SWITCH,
-    "zero3_save_16bit_model": SWITCH,
-}
-#: `distributed_type` -> the same for keys that are read under it only.
-VALUES_OF_TYPE: Mapping[str, Mapping[str, ValueKind]] = {
-    "FSDP": _in_section("fsdp_config", _FSDP),
-    "DEEPSPEED": _in_section("deepspeed_config", _DEEPSPEED),
-}
-#: The same for keys that are read where more than one process is started.
-VALUES_OF_PROCESSES: Mapping[str, ValueKind] = {"main_process_port": WHOLE}
 
 #: Spelling in lower case that users write -> the value that `ACCELERATE_FP8_BACKEND` must have, in this case.
 FP8_BACKENDS: Mapping[str, str] = {

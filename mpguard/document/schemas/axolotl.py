@@ -16,6 +16,7 @@ from mpguard.document.values import (
     SWITCH,
     SWITCH_OR_AUTO,
     WHOLE,
+    ConfigProblem,
     ValueKind,
     is_filled_in,
     wrong_values,
@@ -79,35 +80,40 @@ def is_fsdp2(document: Document) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """A key at which axolotl stops. reason: a clause. help: the remedy, if it is an own one. other: a second entry."""
+    """A key at which axolotl stops. reason: a clause. help: the remedy, if it is an own one. other: a second entry.
+
+    lacks: `key` or `value`, if the reason is that a list of the known ones does not have it.
+    """
 
     entry: Entry
     reason: str
     help: str | None = None
     other: Entry | None = None
+    lacks: str = ""
 
     @property
     def key(self) -> str:
         return ".".join(self.entry.path)
 
 
-def refusals(document: Document) -> Iterator[Refused]:
+def refusals(document: Document) -> Iterator[ConfigProblem]:
     """Yield the precision keys at which axolotl stops when it validates the config."""
     bf16 = document.entry("bf16")
     word = bf16.value if bf16 is not None and isinstance(bf16.value, str) else None
-    if bf16 is not None and word is not None and word.lower() not in BF16_WORDS and not is_filled_in(word):
-        yield Refused(bf16, f"is {word}; axolotl stops unless it is auto, true or false")
-    yield from (Refused(entry, reason) for entry, reason in value_refusals(document))
+    if word is not None and word.lower() not in BF16_WORDS and not is_filled_in(word):
+        yield ConfigProblem("bf16", f"is {word}; axolotl stops unless it is auto, true or false", listed=True)
+    yield from value_refusals(document)
     gather = is_on(document, GATHER)
     if gather is not None and not is_fsdp2(document):
-        yield Refused(gather, "axolotl stops without FSDP2 (`fsdp_version: 2`)")
-    yield from section_refusals(document)
+        yield ConfigProblem(GATHER, "axolotl stops without FSDP2 (`fsdp_version: 2`)")
+    for each in section_refusals(document):
+        yield ConfigProblem(each.key, each.reason, unknown=each.lacks == "key", listed=each.lacks == "value")
 
 
-def value_refusals(document: Document) -> Iterator[tuple[Entry, str]]:
+def value_refusals(document: Document) -> Iterator[ConfigProblem]:
     """Yield the values that the schema cannot parse."""
-    for entry, reason in wrong_values(document, VALUES):
-        yield entry, f"{reason}: axolotl stops"
+    for each in wrong_values(document, VALUES):
+        yield dataclasses.replace(each, reason=f"{each.reason}: axolotl stops")
 
 
 def section_refusals(document: Document) -> Iterator[Refused]:
@@ -129,13 +135,14 @@ def _fp8_config(document: Document, section: Entry) -> Iterator[Refused]:
         return
     for key in section.value:
         if key not in FP8_KEYS and (entry := document.entry(f"fp8_config.{key}")) is not None:
-            yield Refused(entry, f"axolotl has no such key, and stops{did_you_mean(str(key), FP8_KEYS)}")
+            hint = did_you_mean(str(key), FP8_KEYS)
+            yield Refused(entry, f"axolotl {VERSION} has no such key, and stops{hint}", lacks="key")
     recipe = document.entry("fp8_config.recipe")
     if recipe is None or is_filled_in(recipe.value):
         return
     if recipe.value not in FP8_RECIPES:
         hint = did_you_mean(str(recipe.value), FP8_RECIPES)
-        yield Refused(recipe, f"is {show(recipe.value)}, which axolotl refuses{hint}")
+        yield Refused(recipe, f"is {show(recipe.value)}, which axolotl {VERSION} refuses{hint}", lacks="value")
     gather = is_on(document, GATHER)
     if gather is not None and recipe.value in FP8_RECIPES[1:]:
         yield Refused(

@@ -134,6 +134,21 @@ VALUES: Mapping[str, ValueKind] = {
 }
 
 
+def contradictions(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the keys with which DeepSpeed stops because of another one, each with the reason. A policy replaces them.
+
+    From deepspeed 0.19.8, `DeepSpeedConfig._do_error_check`.
+    """
+    stage = lookup(config, "zero_optimization.stage")
+    without = not isinstance(stage, int) or stage == 0
+    low = [f"{name}.{name}_master_weights_and_grads" for name in ("bf16", "fp16")]
+    for key in (*low, "bf16.bf16_optimizer_states"):
+        if lookup(config, key) is True and without and stage != "auto":
+            yield key, "is true without ZeRO stage 1, 2 or 3; DeepSpeed stops"
+    if lookup(config, "bf16.bf16_optimizer_states") is True and lookup(config, low[0]) is not True:
+        yield "bf16.bf16_optimizer_states", "is true without `bf16_master_weights_and_grads`; DeepSpeed stops"
+
+
 def unfilled(config: Mapping[str, Any], sections: Iterable[str] = ()) -> Iterator[str]:
     """Yield the keys with an "auto" at which DeepSpeed stops if nobody fills it in.
 

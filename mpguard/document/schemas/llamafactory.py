@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from mpguard.document.values import BOOLEAN, WHOLE, ValueKind, misspelling_of, one_of, wrong_values
+from mpguard.document.values import BOOLEAN, WHOLE, ConfigProblem, ValueKind, misspelling_of, one_of, wrong_values
 
 if TYPE_CHECKING:
-    from mpguard.document import Document, Entry
+    from mpguard.document import Document
 
 VERSION = "0.9.5"
 #: The keys that switch a precision on.
@@ -40,17 +40,18 @@ VALUES: Mapping[str, ValueKind] = {
 }  # fmt: skip
 
 
-def refusals(document: Document) -> Iterator[tuple[Entry, str]]:
+def refusals(document: Document) -> Iterator[ConfigProblem]:
     """Yield the precision keys and values at which LLaMA-Factory stops, or that it takes for something else."""
     for entry in document.entries():
         if len(entry.path) == 1 and (meant := misspelling_of(entry.key, KEYS)) is not None:
-            yield entry, f"LLaMA-Factory has no such key, and stops; did you mean `{meant}`?"
+            reason = f"LLaMA-Factory {VERSION} has no such key, and stops; did you mean `{meant}`?"
+            yield ConfigProblem(entry.key, reason, unknown=True)
     yield from value_refusals(document)
 
 
-def value_refusals(document: Document) -> Iterator[tuple[Entry, str]]:
+def value_refusals(document: Document) -> Iterator[ConfigProblem]:
     """Yield the values at which it stops, or that it takes for something else."""
     yield from wrong_values(document, VALUES)
     bf16, fp16 = document.entry("bf16"), document.entry("fp16")
     if bf16 is not None and fp16 is not None and bf16.value is True and fp16.value is True:
-        yield fp16, "`bf16` is true as well: the Trainer stops. Keep one of them"
+        yield ConfigProblem("fp16", "`bf16` is true as well: the Trainer stops. Keep one of them")

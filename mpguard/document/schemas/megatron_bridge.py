@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpguard.document.values import BOOLEAN, WHOLE, ValueKind, one_of, wrong_values
+from mpguard.document.values import BOOLEAN, WHOLE, ConfigProblem, ValueKind, one_of, wrong_values
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
-    from mpguard.document import Document, Entry
+    from mpguard.document import Document
 
 VERSION = "067f987 (2026-08-22)"
 SECTIONS = ("mixed_precision", "model", "optimizer", "ddp")
@@ -67,6 +67,6 @@ _IN_SECTION: Mapping[str, ValueKind] = {
 VALUES: Mapping[str, ValueKind] = {f"mixed_precision.{key}": kind for key, kind in _IN_SECTION.items()}
 
 
-def value_refusals(document: Document) -> Iterator[tuple[Entry, str]]:
+def value_refusals(document: Document) -> Iterator[ConfigProblem]:
     """Yield the values that Megatron Bridge or Transformer Engine cannot use, or take for something else."""
     yield from wrong_values(document, VALUES)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from mpguard.document.values import BOOLEAN, WHOLE, ValueKind, one_of, wrong_values
+from mpguard.document.values import BOOLEAN, WHOLE, ConfigProblem, ValueKind, one_of, wrong_values
 
 if TYPE_CHECKING:
-    from mpguard.document import Document, Entry
+    from mpguard.document import Document
 
 VERSION = "1.23"
 #: The sections that hold precision keys.
@@ -45,14 +45,14 @@ VALUES: Mapping[str, ValueKind] = {
 }  # fmt: skip
 
 
-def value_refusals(document: Document) -> Iterator[tuple[Entry, str]]:
+def value_refusals(document: Document) -> Iterator[ConfigProblem]:
     """Yield the values that NeMo or Lightning cannot parse, or take for something else."""
     yield from wrong_values(document, VALUES)
 
 
-def refusals(document: Document) -> Iterator[tuple[Entry, str]]:
+def refusals(document: Document) -> Iterator[ConfigProblem]:
     """Yield the keys with values that cannot be, and FP8 that NeMo ignores."""
     yield from value_refusals(document)
     fp8, engine = document.entry("model.fp8"), document.entry("model.transformer_engine")
     if fp8 is not None and fp8.value is True and (engine is None or engine.value in (None, False)):
-        yield fp8, "NeMo ignores FP8 without `transformer_engine: true`; set it"
+        yield ConfigProblem("model.fp8", "NeMo ignores FP8 without `transformer_engine: true`; set it")

@@ -15,8 +15,7 @@ from typing import Any
 from mpguard.core.errors import ConfigError
 from mpguard.document import Document, mp_yaml, read, validation
 from mpguard.document.ignored_keys import ignored, of_deepspeed
-from mpguard.document.schemas.accelerate import OLD, TOP, VERSION
-from mpguard.document.schemas.deepspeed import VERSION as DEEPSPEED_VERSION
+from mpguard.document.schemas.accelerate import OLD, TOP
 from mpguard.nn import compile as compilation
 from mpguard.policy import hardware
 from mpguard.policy.dtype import Dtype
@@ -77,7 +76,9 @@ def check_config(document: Document, flags: Collection[str]) -> None:
         )
     for problem in validation.accelerate_problems(document):
         replaced = problem.flag in flags or problem.flag == "mixed_precision"  # which the policy replaces
-        if not replaced and not (problem.unknown and problem.key in _newer_keys()):
+        if problem.undecided and problem.unknown and not _has_key(problem.key):
+            raise ConfigError(f"{document.where(problem.key)}: the installed accelerate has no such key{problem.hint}")
+        if not replaced and not problem.undecided:
             raise ConfigError(problem.message(document))
     _check_deepspeed_file(document)
 
@@ -91,17 +92,20 @@ def _check_deepspeed_file(document: Document) -> None:
     if "zero_optimization" not in named.data:
         raise ConfigError(f"{named.path}: has no section `zero_optimization`, and accelerate stops. Add it")
     for problem in validation.deepspeed_problems(named):
-        if not (problem.unknown and _is_other("deepspeed", DEEPSPEED_VERSION)):
+        if problem.flag != "mixed_precision":  # which the policy replaces
             raise ConfigError(problem.message(named))
 
 
 def ignored_keys(document: Document) -> Iterator[str]:
-    """Yield a line for each key of the config, and of the DeepSpeed file that it names, that its program ignores."""
+    """Yield a line for each key of the config, and of the DeepSpeed file that it names, that its program ignores.
+
+    So for each that mpguard does not know.
+    """
     config = document.require()
     named = deepspeed_file(config, Path(document.path)) if config.get("distributed_type") == "DEEPSPEED" else None
-    yield from (each.message(document) for each in ignored(document))
+    yield from (each.message(document) for each in (*validation.undecided(document), *ignored(document)))
     if named is not None and not named.problems and isinstance(named.data, dict):
-        yield from (each.message(named) for each in of_deepspeed(named))
+        yield from (each.message(named) for each in (*validation.undecided(named), *of_deepspeed(named)))
 
 
 def check_remote_shell(document: Document, kind: str, machines: int, launcher: str | None) -> None:
@@ -124,23 +128,11 @@ def check_remote_shell(document: Document, kind: str, machines: int, launcher: s
         )
 
 
-def _newer_keys() -> frozenset[str]:
-    """Return the keys of the installed accelerate, if it is not the version of the committed table."""
-    if not _is_other("accelerate", VERSION):
-        return frozenset()
+def _has_key(key: str) -> bool:
+    """True if the installed accelerate has a top-level key. It is asked for keys that a newer version may have."""
     from accelerate.commands.config.config_args import ClusterConfig
 
-    return frozenset(ClusterConfig.__dataclass_fields__)
-
-
-def _is_other(library: str, version: str) -> bool:
-    """True if another version of a library is installed than the one of a committed table."""
-    import importlib.metadata
-
-    try:
-        return importlib.metadata.version(library) != version
-    except importlib.metadata.PackageNotFoundError:
-        return True
+    return key in ClusterConfig.__dataclass_fields__
 
 
 #: How the names of configs end.

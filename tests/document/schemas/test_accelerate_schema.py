@@ -16,9 +16,7 @@ from processes import in_fork, run_python
 from mpguard.document.schemas.accelerate import (
     ARGUMENTS,
     DEEPSPEED,
-    DISTRIBUTED_TYPES,
     DYNAMO,
-    DYNAMO_BACKENDS,
     FP8,
     FP8_BACKENDS,
     FSDP,
@@ -30,6 +28,7 @@ from mpguard.document.schemas.accelerate import (
     Section,
     unknown_key,
 )
+from mpguard.document.schemas.accelerate_values import DISTRIBUTED_TYPES, DYNAMO_BACKENDS
 
 pytest.importorskip("accelerate", reason="the tables are compared with its source")
 SPEC = importlib.util.find_spec("accelerate")
@@ -94,7 +93,7 @@ def wizard_writes(section: str) -> set[str]:
         if isinstance(node.slice, ast.Constant):
             keys.add(node.slice.value)
         elif isinstance(node.slice, ast.BinOp) and isinstance(node.slice.right, ast.Constant):
-            keys.add("dynamo_" + node.slice.right.value)
+            keys.add({"parallelism_config": "parallelism_config_"}.get(section, "dynamo_") + node.slice.right.value)
     return keys
 
 
@@ -242,7 +241,7 @@ def test_behaviour_of_use_cpu(tmp_path: Path, kind: str, value: str | None) -> N
             "'bool' object is not subscriptable",
         ),
     ],
-    ids=["MPG802", "MPG802 distributed_type", "MPG802 dynamo", "MPG813", "MPG809"],
+    ids=["MPG802", "MPG802 distributed_type", "MPG802 dynamo", "MPG813", "MPG813 override_linear_precision"],
 )
 def test_behaviour_of_what_the_launcher_refuses(tmp_path: Path, lines: str, message: str) -> None:
     assert message in refused(tmp_path, f"{lines}use_cpu: true\n")

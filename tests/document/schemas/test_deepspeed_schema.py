@@ -127,6 +127,24 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any] | str]] = {
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "disk"}}}, "Input should be 'none', 'cpu'",
     ),
     "text for steps": ({"gradient_accumulation_steps": "2"}, "TypeError"),
+    "states in BF16 without masters in BF16": (
+        {"bf16": {"enabled": True, "bf16_optimizer_states": True}, "zero_optimization": {"stage": 1}},
+        "requires bf16_master_weights_and_grads",
+    ),
+    "masters in BF16 without ZeRO": (
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "only supported with ZeRO Stage 1, 2, or 3",
+    ),
+    "masters in FP16 without ZeRO": (
+        {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}, "zero_optimization": {"stage": 0}},
+        "only supported with ZeRO Stage 1, 2, or 3",
+    ),
+    "states in BF16": (
+        {
+            "bf16": {"enabled": True, "bf16_optimizer_states": True, "bf16_master_weights_and_grads": True},
+            "zero_optimization": {"stage": 2},
+        },
+        {"bf16": True},
+    ),
     "power of 64": ({"fp16": {"enabled": True, "initial_scale_power": 64}}, {"fp16": True}),
 }  # fmt: skip
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import ConfigRule, Diagnostic, Document, Note, any_of, axolotl_keys
+from mpguard.lint import ConfigRule, Diagnostic, Document, Note, any_of, axolotl_keys, may_be_new
 
 
 class AxolotlFp8Config(ConfigRule, form_of="MPG849"):
@@ -28,7 +28,9 @@ class AxolotlFp8Config(ConfigRule, form_of="MPG849"):
     def check(self, document: Document) -> Iterator[Diagnostic]:
         for each in axolotl_keys.section_refusals(document):
             notes = () if each.other is None else (Note("the recipe", each.other.value_span),)
-            yield self.at(each.entry, notes=notes, what=f"`{each.key}`: {each.reason}", help=each.help)
+            new = may_be_new(each.lacks, "axolotl") if each.lacks else None
+            what = f"`{each.key}`: {new or each.reason}"
+            yield self.at(each.entry, notes=notes, what=what, help=each.help, severity="warning" if new else None)
         classes = document.entry("fp32_norm_classes")
         if classes is not None and classes.value and axolotl_keys.is_on(document, "fp32_norms") is None:
             yield self.at(

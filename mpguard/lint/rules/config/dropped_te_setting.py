@@ -6,8 +6,6 @@ from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, Entry, Good, acc
 
 _INTERVAL = "Transformer Engine removed it in 2.0 and ignores it without a warning"
 _MOST_RECENT = "it is accelerate's default, which is not passed on; Transformer Engine's own is `max`"
-_STOPS = "a list of three is needed; the launch stops with a TypeError"
-_TEXT = "it is text in YAML, and each worker stops with a ValueError; write a list, `[false, false, false]`"
 
 
 class DroppedTeSetting(ConfigRule):
@@ -18,10 +16,6 @@ class DroppedTeSetting(ConfigRule):
       ignore unknown arguments (observed with 2.20).
     - `amax_compute_algo: most_recent`: accelerate 1.15.0 passes on values that differ from its own default, which
       is `most_recent`. Transformer Engine's default is `max`, so the run uses that.
-    - `override_linear_precision: false`: a list of three is needed (`[false, false, false]`). With one value,
-      which older versions of `accelerate config` wrote, the launch stops:
-      `TypeError: 'bool' object is not subscriptable` (accelerate#3489). `(false, false, false)`, which
-      accelerate's documentation recommends, is text in YAML: `ValueError: invalid truth value (`.
 
     ## Known limits
     Values that Transformer Engine uses anyway (`interval: 1`, a list of `false`) are not reported. Not reported if the
@@ -67,10 +61,6 @@ fp8_config:
         if not accelerate_config.is_fp8(document) or accelerate_config.fp8_backend(document) not in (None, "TE"):
             return
         override = accelerate_config.setting(document, "fp8_config", "override_linear_precision")
-        if override is not None and isinstance(override.value, (bool, int, str)):
-            stops = _STOPS if not isinstance(override.value, str) else _TEXT
-            yield self._at(override, stops, "`{key}: {value}`: {reason}")
-            override = None
         if accelerate_config.names_recipe(document):
             return
         interval = accelerate_config.setting(document, "fp8_config", "interval")
@@ -92,6 +82,6 @@ fp8_config:
         ):
             yield self._at(algorithm, _MOST_RECENT)
 
-    def _at(self, entry: Entry, why: str, message: str | None = None) -> Diagnostic:
+    def _at(self, entry: Entry, why: str) -> Diagnostic:
         shown = str(entry.value).lower() if isinstance(entry.value, (bool, list)) else entry.value
-        return self.at(entry, message=message, key=accelerate_keys.FP8.bare(entry.key), value=shown, reason=why)
+        return self.at(entry, key=accelerate_keys.FP8.bare(entry.key), value=shown, reason=why)

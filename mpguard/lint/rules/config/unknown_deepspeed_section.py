@@ -12,6 +12,7 @@ from mpguard.lint import (
     config_edits,
     deepspeed_keys,
     lazy_pattern,
+    may_be_new,
     misspelling_of,
 )
 
@@ -126,6 +127,10 @@ class UnknownDeepspeedSection(ConfigRule):
         if not strict and key in _APEX:
             return
         what = "stops: the section has no such key" if strict else _IGNORED
+        if (why := may_be_new("key", "deepspeed")) is not None:
+            fix = _fix(document, entry, meant)
+            yield self.at(entry, fix=fix, message=f"`{section}.{key}`: {why}", severity="warning")
+            return
         yield self.at(entry, fix=_fix(document, entry, meant), key=f"{section}.{key}", what=what, hint=hint)
 
 

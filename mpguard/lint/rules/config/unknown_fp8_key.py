@@ -15,6 +15,7 @@ from mpguard.lint import (
     config_edits,
     did_you_mean,
     lazy_pattern,
+    may_be_new,
     misspelling_of,
 )
 
@@ -161,7 +162,11 @@ fp8_config:
             hint = f"; `{prefix}{meant}`, which is read, is present too. Remove one"
         else:
             hint = f"; the key that is read is `{prefix}{meant}`"
-        yield self.at(entry, section=name, key=entry.key, hint=hint, fix=_rename(document, entry, meant, present))
+        fix, why = _rename(document, entry, meant, present), may_be_new("key", "accelerate")
+        if why is not None:
+            yield self.at(entry, message=f"`{name}.{entry.key}`: {why}", fix=fix, severity="warning")
+        else:
+            yield self.at(entry, section=name, key=entry.key, hint=hint, fix=fix)
 
 
 #: Options of `accelerate launch` that choose another kind of launch than the config.

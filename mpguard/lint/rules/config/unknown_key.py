@@ -13,6 +13,7 @@ from mpguard.lint import (
     accelerate_keys,
     any_of,
     config_edits,
+    may_be_new,
     misspelling_of,
 )
 
@@ -80,6 +81,9 @@ num_processes: 8
             fix = _rename(document, entry, meant)
             # no version has had a misspelt key
             versions: dict[str, str] | None = {} if fix and _is_typo(entry.key, str(meant)) else None
+            if (why := may_be_new("key", "accelerate")) is not None:
+                yield self.at(entry, fix=fix, message=f"`{entry.key}`: {why}", severity="warning")
+                continue
             yield self.at(entry, fix=fix, versions=versions, key=entry.key, hint=hint)
 
 

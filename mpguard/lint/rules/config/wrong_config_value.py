@@ -10,6 +10,14 @@ class WrongConfigValue(ConfigRule, form_of="MPG813"):
 
     accelerate fails after it has imported torch, with an error that names a temporary copy of the file or none.
 
+    - `override_linear_precision: false`, which older versions of `accelerate config` wrote: a list of three is needed,
+      and the launch stops with `TypeError: 'bool' object is not subscriptable` (accelerate#3489).
+      `(false, false, false)`, which accelerate's documentation recommends, is text in YAML, and stops the workers.
+    - `gpu_ids: 0` is a number, and accelerate splits text; with one id `MULTI_GPU` stops.
+    - `fsdp_reshard_after_forward: FULL_SHARD` under FSDP2, which takes a boolean there.
+    - Sizes of `parallelism_config` whose product is not `num_processes`.
+
+    A value that is not in accelerate's list is a warning where a newer accelerate is installed.
     Values that a template fills in (`${GPUS}`) are unknown, and not reported.
     """
 
@@ -21,8 +29,8 @@ class WrongConfigValue(ConfigRule, form_of="MPG813"):
     def check(self, document: Document) -> Iterator[Diagnostic]:
         if document.data.get("compute_environment") == "AMAZON_SAGEMAKER" or "distributed_type" not in document.data:
             return
-        for problem in validation.accelerate_values(document):
+        for problem in validation.accelerate_wrong_values(document):
             entry = document.entry(problem.key)
             replaced = problem.flag == "mixed_precision" and accelerate_config.names_recipe(document)
             if entry is not None and not replaced:
-                yield self.at(entry, key=problem.key, reason=problem.reason)
+                yield self.at(entry, severity=problem.severity, key=problem.key, reason=problem.reason)

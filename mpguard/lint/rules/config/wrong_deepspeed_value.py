@@ -28,7 +28,7 @@ class WrongDeepspeedValue(ConfigRule, form_of="MPG823"):
     def check(self, document: Document) -> Iterator[Diagnostic]:
         if document.attribute:
             return
-        for problem in validation.deepspeed_problems(document):
+        for problem in validation.every(document):
             entry = document.entry(problem.key)
             if entry is not None and not problem.unknown:
-                yield self.at(entry, key=problem.key, reason=problem.reason)
+                yield self.at(entry, severity=problem.severity, key=problem.key, reason=problem.reason)

@@ -11,6 +11,7 @@ from mpguard.lint import (
     llamafactory_keys,
     megatron_bridge_keys,
     nemo_keys,
+    validation,
 )
 
 _REFUSALS = {
@@ -34,5 +35,7 @@ class WrongTrainerValue(ConfigRule, form_of="MPG849"):
     triggers = (any_of(b"base_model", b"finetuning_type", b"mixed_precision", b"precision"),)
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        for entry, reason in _REFUSALS[str(document.kind)](document):
-            yield self.at(entry, key=".".join(entry.path), reason=reason)
+        kind = str(document.kind)
+        for problem in validation.judged(kind, _REFUSALS[kind](document)):
+            if (entry := document.entry(problem.key)) is not None:
+                yield self.at(entry, severity=problem.severity, key=problem.key, reason=problem.reason)

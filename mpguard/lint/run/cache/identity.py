@@ -14,8 +14,12 @@ from mpguard.core import tracked_fs
 from mpguard.core.distributions import entry_points_text, metadata_folders
 from mpguard.core.lazy_pattern import lazy_pattern
 
-#: Distributions that parse the files which are linted: another version may give other results.
-_READERS = lazy_pattern(r"(?i)(?:libcst|pyyaml|pathspec|markdown[-_]it[-_]py|packaging)[-.]")
+#: Distributions that parse the files which are linted, and those whose newer versions may know other keys of configs:
+#: another version may give other results.
+_READERS = lazy_pattern(
+    r"(?i)(?:libcst|pyyaml|pathspec|markdown[-_]it[-_]py|packaging"
+    r"|accelerate|deepspeed|axolotl|llamafactory|nemo_toolkit)[-.]"
+)
 _OWN = lazy_pattern(r"(?i)mpguard-")
 _VALUE = lazy_pattern(r"^[^\s=\[]+\s*=\s*(\w+)", re.MULTILINE)
 
