@@ -224,7 +224,7 @@ def stops(run: RunInputs, mode: Resolved, engine: list[Resolved], guarded: bool 
         yield from (
             f'{document.where(key)} is "auto", and the script passes the config to deepspeed.initialize itself: nobody '
             "fills it in, and DeepSpeed stops. Write a value"
-            for key in unfilled(document.data)
+            for key in unfilled(document.data, run.script.engine_creates)
         )
     if not direct(run) and "zero_optimization" not in document.data:
         yield f"{document.path}: has no section `zero_optimization`; accelerate stops with ValueError. Add it"

@@ -12,6 +12,7 @@ import libcst as cst
 
 from mpguard.core import tracked_fs
 from mpguard.core.errors import ConfigError
+from mpguard.document.schemas.deepspeed import OBJECTS
 from mpguard.explain.argument_files import of_files
 from mpguard.explain.model import Given, Origin, SettingLayer, UnknownValue
 from mpguard.lint.configs.launch_expectations import is_unconditional
@@ -23,6 +24,7 @@ from mpguard.lint.facts.program.api_names import TRL_CONFIGS
 from mpguard.lint.facts.program.dtypes import AnyDtype, only_dtype
 from mpguard.lint.facts.program.lattice import Atom, Constant, DtypeValue, Ref
 from mpguard.lint.facts.syntax.nodes import dotted
+from mpguard.lint.facts.syntax.records import Call
 from mpguard.lint.project.project import Project
 from mpguard.lint.source.source import Source
 from mpguard.lint.source.text import Unparsable
@@ -62,6 +64,7 @@ class Script:
     arguments: those of `TrainingArguments`; None without a Trainer. parses_arguments: they come from the command line.
     handlers: `kwargs_handlers`, by class. fsdp_plugin: arguments of `FullyShardedDataParallelPlugin`, with the dtypes
     of its policy as `param_dtype`, .... calls_initialize: it calls `deepspeed.initialize`. initialize: its `config`.
+    engine_creates: the objects that it creates from its config, because the call passes none: `optimizer`, `scheduler`.
     activate: the recipe of `mpguard.activate`. switches: TF32. autocasts: the dtypes of autocast regions. loads: those
     of loaded models.
     trl: a config class of TRL, or one that is derived from it, whose `bf16` is on unless `fp16` is (trl 1.16,
@@ -78,6 +81,7 @@ class Script:
     deepspeed_plugin: Arguments | None = None
     calls_initialize: bool = False
     initialize: Given | None = None
+    engine_creates: tuple[str, ...] = ()
     activate: Given | None = None
     switches: tuple[Given, ...] = ()
     autocasts: tuple[Given, ...] = ()
@@ -171,6 +175,7 @@ class _Reader:
             deepspeed_plugin=self._deepspeed_plugin(),
             calls_initialize=bool(initialize),
             initialize=self._argument(initialize[0].call, "config", None) if initialize else None,
+            engine_creates=_engine_creates(initialize[0].call) if initialize else (),
             activate=self._activate(),
             switches=tuple(self._switches()),
             autocasts=tuple(self._autocasts()),
@@ -353,6 +358,11 @@ class _Reader:
 
     def _given(self, event: Event, value: Any) -> Given:
         return Given(value, self._origin(event.call.node, event.call, "code"), event.call.path or event.call.name)
+
+
+def _engine_creates(call: Call) -> tuple[str, ...]:
+    passed = OBJECTS if call.starred else [name for name, each in OBJECTS.items() if call.argument(each[1], each[0])]
+    return tuple(name for name in OBJECTS if name not in passed)
 
 
 def _plain(atom: Atom) -> Any:

@@ -55,3 +55,20 @@ def test_what_nobody_fills_in_stops_the_engine(
         'from transformers import TrainingArguments\nargs = TrainingArguments("o", bf16=True, deepspeed="ds.json")\n'
     )
     assert main(["explain", "train.py"]) == 0
+
+
+def test_the_params_of_what_deepspeed_creates_are_not_filled_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    params = '"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "scheduler": {"params": {"warmup": "auto"}}'
+    Path("ds.json").write_text(f'{{"train_micro_batch_size_per_gpu": 2, {params}}}', "utf-8")
+    for arguments, keys in {
+        'config="ds.json"': ["optimizer.params.lr", "scheduler.params.warmup"],
+        'optimizer=own, config="ds.json"': ["scheduler.params.warmup"],
+        'optimizer=own, lr_scheduler=ours, config="ds.json"': [],
+    }.items():
+        Path("train.py").write_text(SCRIPT.format(arguments=arguments), "utf-8")
+        assert main(["explain", "train.py"]) == bool(keys)
+        told = capsys.readouterr().err
+        assert [key for key in ("optimizer.params.lr", "scheduler.params.warmup") if key in told] == keys

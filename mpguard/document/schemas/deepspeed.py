@@ -8,11 +8,14 @@ keys that the installed DeepSpeed looks up, and with the values that it refuses.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpguard.document.values import SCALE, SECTION, SWITCH, WHOLE, WHOLE_FROM_0, ValueKind, one_of
 from mpguard.policy.dtype import Dtype
 from mpguard.targets.settings import lookup, show
+
+if TYPE_CHECKING:
+    from mpguard.document import Document, Entry
 
 VERSION = "0.19.8"
 
@@ -104,8 +107,9 @@ FILLED_IN = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
     "communication_data_type", "seq_parallel_communication_data_type", "steps_per_print",
 )  # fmt: skip
-#: The sections whose `params` are the arguments of a class, if the script passes no object of its own.
-ARGUMENTS = ("optimizer", "scheduler")
+#: Section whose `params` are the arguments of a class -> name and position of the argument of `deepspeed.initialize`
+#: for an object that the script creates itself.
+OBJECTS: Mapping[str, tuple[str, int]] = {"optimizer": ("optimizer", 2), "scheduler": ("lr_scheduler", 5)}
 #: Dotted key -> the values that DeepSpeed can parse there.
 VALUES: Mapping[str, ValueKind] = {
     **dict.fromkeys(("bf16", "bfloat16", "fp16", "torch_autocast", "data_types"), SECTION),
@@ -149,10 +153,20 @@ def contradictions(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "bf16.bf16_optimizer_states", "is true without `bf16_master_weights_and_grads`; DeepSpeed stops"
 
 
+def unresolved(document: Document) -> Entry | None:
+    """Return the first switch of the precision that is "auto", where no other one is on; None without one."""
+    switches = [entry for name in ("bf16", "bfloat16", "fp16") if (entry := document.entry(f"{name}.enabled"))]
+    autocast = document.entry("torch_autocast.enabled")
+    if any(each.value not in ("auto", False) for each in switches) or (autocast and autocast.value is not False):
+        return None
+    found = [each for each in switches if each.value == "auto"]
+    return min(found, key=lambda entry: entry.key_span) if found else None
+
+
 def unfilled(config: Mapping[str, Any], sections: Iterable[str] = ()) -> Iterator[str]:
     """Yield the keys with an "auto" at which DeepSpeed stops if nobody fills it in.
 
-    sections: those of `ARGUMENTS` from which DeepSpeed creates the object.
+    sections: those of `OBJECTS` from which DeepSpeed creates the object.
     """
     yield from (key for key in FILLED_IN if config.get(key) == "auto")
     for name in sections:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.core.errors import ConfigError
 from mpguard.document import read
-from mpguard.document.schemas.deepspeed import ARGUMENTS, other_optimizer, unfilled
+from mpguard.document.schemas.deepspeed import OBJECTS, other_optimizer, unfilled
 from mpguard.policy.allow import STATES
 from mpguard.policy.dtype import Dtype
 from mpguard.runtime.plan import deepspeed_file, with_first_scale
@@ -23,10 +23,6 @@ from mpguard.targets.settings import ABSENT, Setting, merged, show
 
 if TYPE_CHECKING:
     from mpguard.runtime.guard import Guard
-
-
-#: The sections of the config -> the arguments of `deepspeed.initialize` that take their place.
-_PASSED = dict(zip(ARGUMENTS, ("optimizer", "lr_scheduler"), strict=True))
 
 
 def arguments(given: dict[str, Any], guard: Guard) -> tuple[dict[str, Any], str]:
@@ -51,7 +47,7 @@ def arguments(given: dict[str, Any], guard: Guard) -> tuple[dict[str, Any], str]
     plain = getattr(config, "_param_dict", getattr(config, "config", config))
     if not isinstance(plain, Mapping):
         raise ConfigError(f"deepspeed.initialize: config is a {type(config).__name__}; a dict or a file is needed")
-    created = [name for name, argument in _PASSED.items() if given.get(argument) is None]
+    created = [name for name, (argument, _) in OBJECTS.items() if given.get(argument) is None]
     if keys := list(unfilled(plain, created)):
         raise ConfigError(
             f'{where}: {", ".join(f"`{key}`" for key in keys)} {"are" if len(keys) > 1 else "is"} "auto", which the '

@@ -405,7 +405,7 @@ def settings_of(wrap: Wrap) -> WrapperSettings:
     """Return the settings of an engine: those of the dict in the code, or of the JSON file that it names."""
     from mpguard.lint.facts.domain import config_dicts  # imports PyYAML, which most runs over Python do not need
 
-    document = _config(wrap)
+    document = engine_config(wrap.facts, wrap.call)
     written = config_dicts.writes_section(wrap.facts, wrap.call, "torch_autocast")
     if document is None:
         return WrapperSettings(may_autocast=written)
@@ -422,14 +422,15 @@ def settings_of(wrap: Wrap) -> WrapperSettings:
     )
 
 
-def _config(wrap: Wrap) -> Document | None:
+def engine_config(facts: DomainView, call: Call) -> Document | None:
+    """Return the config that `deepspeed.initialize` gets: the dict in the code, or the JSON file that it names."""
     from mpguard.lint.facts.domain import config_dicts  # imports PyYAML, which most runs over Python do not need
 
-    written = config_dicts.given_to(wrap.facts, wrap.call)
+    written = config_dicts.given_to(facts, call)
     if written is not None:
         return written
-    given = wrap.call.argument(None, "config", "config_params")
-    atoms = [each.atom for each in wrap.facts.evaluate(given, wrap.call)] if given is not None else []
+    given = call.argument(None, "config", "config_params")
+    atoms = [each.atom for each in facts.evaluate(given, call)] if given is not None else []
     if len(atoms) == 1 and isinstance(atoms[0], Constant) and isinstance(atoms[0].value, str):
-        return wrap.facts.project.config_named(wrap.facts.path, atoms[0].value)
+        return facts.project.config_named(facts.path, atoms[0].value)
     return None

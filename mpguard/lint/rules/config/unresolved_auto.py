@@ -3,7 +3,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, Entry, Good, accelerate_config, any_of, siblings
+from mpguard.lint import (
+    Bad,
+    ConfigRule,
+    Diagnostic,
+    Document,
+    Entry,
+    Good,
+    accelerate_config,
+    any_of,
+    deepspeed_keys,
+    siblings,
+)
 
 _OFF = "DeepSpeed drops the key, and the section is off"
 
@@ -72,14 +83,9 @@ engine = deepspeed.initialize(model=model, config=filled)
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        switches = [document.entry(f"{name}.enabled") for name in ("bf16", "bfloat16", "fp16")]
-        autocast = document.entry("torch_autocast.enabled")
-        if any(each is not None and each.value != "auto" and each.value is not False for each in switches):
+        first = deepspeed_keys.unresolved(document)
+        if first is None:
             return
-        unresolved = [each for each in switches if each is not None and each.value == "auto"]
-        if not unresolved or (autocast is not None and autocast.value is not False):
-            return
-        first = min(unresolved, key=lambda entry: entry.key_span)
         if document.format == "python":
             if document.given_to == ("deepspeed.initialize",):
                 yield self._at(first, _OFF)
