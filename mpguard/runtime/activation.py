@@ -19,7 +19,7 @@ from mpguard.policy.policy import Policy
 from mpguard.policy.recipes import given
 from mpguard.runtime import exit_hooks
 from mpguard.runtime.guard import Guard, current, set_current
-from mpguard.runtime.messages import header
+from mpguard.runtime.messages import OVERRIDE, header
 from mpguard.runtime.meter import Meter
 from mpguard.runtime.patches import import_hooks, windows
 from mpguard.runtime.patches.table import apply_patches
@@ -128,7 +128,7 @@ def check_start(plan: Plan, *, launched: bool = True) -> None:
         raise NotInForce(reason)
     # The launcher has compared the libraries already. An engine that the plan does not name is left to the proof.
     if plan.enforce == "error" and not plan.announced and (reasons := windows.refusals(plan.policy, plan.strategy)):
-        raise NotInForce("\n  ".join(reasons))
+        raise NotInForce("\n  ".join(reasons) + ".", override=OVERRIDE)
     started, requested = launcher_variable("WORLD_SIZE", 1), plan.processes
     if launched and requested is not None and started != requested and plan.enforce == "error":
         raise NotInForce(
