@@ -195,12 +195,15 @@ def test_s40_the_conversion_to_mxfp8_drops_every_bias() -> None:
     plain = nn.Sequential(nn.Linear(64, 32))
     nn.init.constant_(plain[0].bias, 5.0)
     stock, ours = copy.deepcopy(plain), copy.deepcopy(plain)
-    recipe = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
-    quantize_(stock, recipe, filter_fn=lambda module, _name: isinstance(module, nn.Linear))
     expected, _ = trained(plain)
-    output, gradient = trained(stock)
-    assert torch.allclose(output + 5.0, expected, atol=0.3) and gradient is None, fixed_upstream(40)
-
     package.convert(ours, package.recipe("blackwell_bf16_with_mxfp8_mixed").replace(fp8_emulate=True, compile=False))
     output, gradient = trained(ours)
     assert torch.allclose(output, expected, atol=0.3) and gradient is not None and bool((gradient == 32).all())
+    recipe = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
+    try:
+        quantize_(stock, recipe, filter_fn=lambda module, _name: isinstance(module, nn.Linear))
+    except AssertionError as error:
+        assert "install the latest torch" in str(error)
+        pytest.skip(f"torchao itself refuses this conversion with torch {torch.__version__}; mpguard's runs")
+    output, gradient = trained(stock)
+    assert torch.allclose(output + 5.0, expected, atol=0.3) and gradient is None, fixed_upstream(40)
