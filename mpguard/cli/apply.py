@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     policy = recipes.recipe(options.recipe)
     recipe = options.recipe.replace("-", "_")
     given = _given(options.override, options.recipe)
-    documents = _documents(options.files)
+    documents = _documents(options.files, recipe)
     jobs = []
     for document in documents:
         if recipe == mp_yaml.AUTO_RECIPE:
@@ -114,7 +114,17 @@ def run(options: argparse.Namespace) -> int:
     return 1 if differs or any(job.problems for job in jobs) else 0
 
 
-def _documents(paths: list[Path]) -> list[Document]:
+def _of_code(document: Document, recipe: str) -> str:
+    """Return why a file that is no YAML or JSON is not changed, for the end of a message."""
+    if document.path.endswith(".py") and "megatron.bridge" in document.text:
+        return (
+            f'is code, which `apply` does not change. Write `config.mixed_precision = "{recipe}"` in it, or '
+            f"`mixed_precision: {recipe}` in a YAML file of overrides"
+        )
+    return "is not a config; a YAML or JSON file is needed"
+
+
+def _documents(paths: list[Path], recipe: str) -> list[Document]:
     """Read each file once. Raise `ConfigError` if one is not a config that a plugin recognizes."""
     documents = [read(path) for path in {os.path.realpath(path): path for path in paths}.values()]
     wrong = []
@@ -125,7 +135,7 @@ def _documents(paths: list[Path]) -> list[Document]:
             if Path(document.path).suffix.lower() in _SUFFIXES:
                 wrong.append(str(error))
             else:
-                reason = dialects.other_file(Path(document.path)) or "is not a config; a YAML or JSON file is needed"
+                reason = dialects.other_file(Path(document.path)) or _of_code(document, recipe)
                 wrong.append(f"{document.path}: {reason}")
             continue
         if document.kind is None:

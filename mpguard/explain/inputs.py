@@ -60,6 +60,7 @@ class RunInputs:
 def origin_of(document: Document, key: str, layer: SettingLayer = "YAML") -> Origin:
     """Return the place of a dotted key of a config; without a line if it does not have the key."""
     entry = document.entry(key)
+    layer = "code" if document.format == "python" else layer
     return Origin(layer, document.path, document.position(entry.key_span[0])[0] if entry is not None else None)
 
 
@@ -116,8 +117,17 @@ def gather(
 
 
 def trainer_config(paths: Sequence[Path]) -> Document | None:
-    """Return the config of a training program that starts itself, if that is the only file; None otherwise."""
-    if len(paths) != 1 or not paths[0].is_file() or kind_of(str(paths[0])) != "config":
+    """Return the config of a training program that starts itself, if that is the only file; None otherwise.
+
+    Of a script, the last precision that it gives to Megatron Bridge.
+    """
+    if len(paths) != 1 or not paths[0].is_file():
+        return None
+    if paths[0].suffix == ".py" and b"megatron.bridge" in tracked_fs.read(paths[0]):
+        from mpguard.explain.script import bridge_config
+
+        return bridge_config(paths[0])
+    if kind_of(str(paths[0])) != "config":
         return None
     document = read(paths[0])
     return document if not document.problems and document.kind in dialects.DIALECTS else None

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import libcst as cst
 
 from mpguard.core import tracked_fs
 from mpguard.core.errors import ConfigError
+from mpguard.document import Document
 from mpguard.document.schemas.deepspeed import OBJECTS
 from mpguard.explain.argument_files import of_files
 from mpguard.explain.model import Given, Origin, SettingLayer, UnknownValue
 from mpguard.lint.configs.launch_expectations import is_unconditional
 from mpguard.lint.facts.behaviour.events.event import Event
 from mpguard.lint.facts.behaviour.regions import enabled_argument
+from mpguard.lint.facts.domain import bridge_configs
 from mpguard.lint.facts.domain.backends import switches
 from mpguard.lint.facts.file import Facts
 from mpguard.lint.facts.program.api_names import TRL_CONFIGS
 from mpguard.lint.facts.program.dtypes import AnyDtype, only_dtype
 from mpguard.lint.facts.program.lattice import Atom, Constant, DtypeValue, Ref
 from mpguard.lint.facts.syntax.nodes import dotted
-from mpguard.lint.facts.syntax.records import Call
 from mpguard.lint.project.project import Project
 from mpguard.lint.source.source import Source
 from mpguard.lint.source.text import Unparsable
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.syntax.records import Call, Record, Scope
 
 Arguments = Mapping[str, Given]
+_Answer = TypeVar("_Answer")
 
 #: Arguments of `Accelerator` that concern precision, with their positions.
 _ACCELERATOR = {"mixed_precision": 2, "deepspeed_plugin": 6, "fsdp_plugin": 7, "dynamo_backend": 17}
@@ -141,10 +143,24 @@ def parse_words(words: Sequence[Given]) -> dict[str, Given]:
 
 def read_script(path: Path) -> Script:
     """Return what a script sets. Raises `ConfigError` for a file that cannot be read as Python."""
+    return _read(path, lambda facts: _Reader(facts).script())
+
+
+def bridge_config(path: Path) -> Document | None:
+    """Return the last precision that a script gives to Megatron Bridge as a document; None without one.
+
+    Raises `ConfigError` as `read_script` does.
+    """
+    found = _read(path, bridge_configs.documents)
+    whole = [document for document in found if not document.attribute]
+    return next(reversed(whole or found), None)
+
+
+def _read(path: Path, question: Callable[[Facts], _Answer]) -> _Answer:
+    """Return the answer to a question about the facts of a file. Raises `ConfigError` if they cannot be read."""
     try:
         data = tracked_fs.read(path)
-        facts = Facts(Source.parse(data, str(path)), Project())
-        return _Reader(facts).script()
+        return question(Facts(Source.parse(data, str(path)), Project()))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     except Unparsable as error:

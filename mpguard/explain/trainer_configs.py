@@ -43,6 +43,8 @@ def explain_config(document: Document) -> Explanation:
         named = [document] if deepspeed_file.is_inline(document, other) else [document, other]
         written += _deepspeed(document, other)
     notes = [f"The keys are those of {dialect.title} {dialect.version}. `mpguard apply` writes a recipe into them."]
+    if document.format == "python":
+        notes = [f"The fields are those of {dialect.title} {dialect.version}; those that are no literals are left out."]
     notes += undecided
     if dialect.overrides and not policy and not stops:
         notes.append("The file sets no precision: the config in Python that it overrides decides.")
@@ -78,7 +80,7 @@ def _deepspeed(document: Document, other: Document) -> Iterator[Resolved]:
 
 def _policy(document: Document, kind: str) -> Iterator[Resolved]:
     """Yield the fields of the policy that the keys mean together. Raises `PolicyError` if they mean none."""
-    origin = Origin("YAML", document.path)
+    origin = Origin("code" if document.format == "python" else "YAML", document.path)
     read = get(kind).read(document.data)
     if DIALECTS[kind].overrides and not {"bf16", "fp16"} & read.keys():
         return

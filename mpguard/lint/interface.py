@@ -49,6 +49,7 @@ from mpguard.lint.facts.behaviour.trace_steps import TraceStep as TraceStep
 from mpguard.lint.facts.domain import adapters as adapters
 from mpguard.lint.facts.domain import autocast_cache as autocast_cache
 from mpguard.lint.facts.domain import backends as backends
+from mpguard.lint.facts.domain import bridge_configs as bridge_configs
 from mpguard.lint.facts.domain import fp8
 from mpguard.lint.facts.domain import input_casts as input_casts
 from mpguard.lint.facts.domain import own_optimizers as own_optimizers

@@ -241,3 +241,38 @@ def test_a_config_of_nobody_names_its_keys(tmp_path: Path, capsys: pytest.Captur
     path = write(tmp_path, "learning_rate: 1\nlayers: 2\n")
     assert main(["explain", str(path)]) == 2
     assert "its keys are `learning_rate`, `layers`" in capsys.readouterr().err
+
+
+BRIDGE_SCRIPT = (
+    "import torch\nfrom megatron.bridge.recipes.llama import llama32_1b_pretrain_config\n"
+    "from megatron.bridge.training.config import ConfigContainer\n"
+    "from megatron.bridge.training.mixed_precision import MixedPrecisionConfig, bf16_with_mxfp8_mixed\n"
+    "from megatron.bridge.training.pretrain import pretrain\n\n"
+    "cfg = llama32_1b_pretrain_config()\n{}\npretrain(cfg, forward_step)\n"
+)
+#: Lines of a script of Megatron Bridge -> what explain prints (or the clause with which it stops), with its status.
+BRIDGE_CODE = {
+    'cfg.mixed_precision = "bf16_with_fp8_current_scaling_mixed"': (0, "policy.fp8 = hybrid"),
+    "cfg.mixed_precision = bf16_with_mxfp8_mixed()\ncfg.mixed_precision.fp8_margin = 0": (0, "fp8_recipe = mxfp8"),
+    'cfg = ConfigContainer(mixed_precision=MixedPrecisionConfig(bf16=True, params_dtype=torch.bfloat16, fp8="hybrid",'
+    ' fp8_recipe="tensorwise", fp8_amax_history_len=1024))': (0, "mixed_precision.params_dtype = bf16"),
+    "cfg.mixed_precision = MixedPrecisionConfig(fp16=True, params_dtype=torch.half)": (0, "compute_dtype = fp16"),
+    'cfg.mixed_precision = "bf16_with_mxpf8_mixed"': (1, "Megatron Bridge has no recipe `bf16_with_mxpf8_mixed`; did"),
+    'cfg.mixed_precision = MixedPrecisionConfig(bf16=True, fp8="e5m2")': (1, "`mixed_precision.fp8`: is e5m2; did you"),
+}
+
+
+@pytest.mark.parametrize("lines", BRIDGE_CODE)
+def test_code_of_megatron_bridge_is_linted_and_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lines: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.py").write_text(BRIDGE_SCRIPT.format(lines))
+    status, clause = BRIDGE_CODE[lines]
+    assert main(["explain", "run.py"]) == status
+    told = "".join(capsys.readouterr())
+    assert "run.py · Megatron Bridge" in told and clause in told.replace("`run.py", "run.py")
+    assert main(["lint", "--no-cache", "--isolated", "run.py"]) == status
+    assert ("MPG849" in capsys.readouterr().out) is bool(status)
+    assert main(["apply", "--check", "bf16_mixed", "run.py"]) == 2
+    assert 'Write `config.mixed_precision = "bf16_mixed"` in it' in capsys.readouterr().err

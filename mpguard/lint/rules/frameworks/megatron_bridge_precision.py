@@ -11,16 +11,15 @@ from mpguard.lint import (
     Note,
     Rule,
     any_of,
+    bridge_configs,
     did_you_mean,
     dotted,
     megatron_bridge_keys,
+    validation,
 )
 
 #: Fields of `MixedPrecisionConfig` that exclude each other, and what happens.
-_PAIRS = (
-    ("bf16", "fp16", "Megatron Bridge does not check it, and the model has both"),
-    ("fp8", "fp4", "Megatron Bridge stops"),
-)
+_PAIRS = (("bf16", "fp16", "Megatron Bridge does not check it, and the model has both"),)
 _PACKAGE = "megatron.bridge"
 
 
@@ -45,21 +44,18 @@ class MegatronBridgePrecision(Rule, form_of="MPG849"):
         for call in facts.calls.get("MixedPrecisionConfig", ()):
             if facts.called_path(call).startswith(_PACKAGE):
                 yield from self._fields(call, facts)
-        registers = "register" in facts.calls or "@register" in facts.file_text
-        for name, keyword in (("ConfigContainer", "mixed_precision"), ("get_mixed_precision_config", "name")):
-            for call in facts.calls.get(name, ()):
-                if not facts.called_path(call).startswith(_PACKAGE):
-                    continue
-                node = call.argument(0 if keyword == "name" else None, keyword)
-                recipe = self._literal(node, call, facts)
-                if node is None or not isinstance(recipe, str):
-                    continue
-                known = recipe.replace("-", "_") in megatron_bridge_keys.RECIPES
-                if not known and not registers:
-                    hint = did_you_mean(recipe.replace("-", "_"), megatron_bridge_keys.RECIPES)
-                    what = f"Megatron Bridge has no recipe `{recipe}`{hint}"
-                    yield self.at(facts.span(node, call), what=what, help="name a recipe that Megatron Bridge has")
+        for call in facts.calls.get("ConfigContainer", ()):
+            recipe = self._literal(call.keywords.get("mixed_precision"), call, facts)
+            if facts.called_path(call).startswith(_PACKAGE) and isinstance(recipe, str):
                 yield from self._overwritten(call, recipe, facts)
+        registers = "register" in facts.calls or "@register" in facts.file_text
+        for document in bridge_configs.documents(facts):
+            for problem in validation.problems(document):
+                entry = document.entry(problem.key)
+                if entry is None or (registers and problem.key == "mixed_precision"):
+                    continue
+                what = problem.reason if problem.key == "mixed_precision" else f"`{entry.key}` {problem.reason}"
+                yield self.at(entry.value_span, what=what, help="write a value that Megatron Bridge has")
 
     def _fields(self, call: Call, facts: Facts) -> Iterator[Diagnostic]:
         for one, other, why in _PAIRS:
