@@ -185,14 +185,21 @@ def test_bad_settings_are_2(mpguard: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["select = ['MPG777']\n", "[per-file-ignores]\n'*.py' = ['MPG777']\n", "configs = ['gone.yaml']\n"]
+    ("text", "message"),
+    [
+        ("select = ['MPG777']\n", "there is no rule `MPG777`"),
+        ("[per-file-ignores]\n'*.py' = ['MPG777']\n", "there is no rule `MPG777`"),
+        ("configs = ['gone.yaml']\n", "which is not a file"),
+        ("recipe = 'bf16_mixd'\n", "there is no recipe `bf16_mixd`; did you mean `bf16_mixed`"),
+        ("gpu = 'h1000'\n", "there is no GPU `h1000`; did you mean `h100`"),
+    ],
 )
-def test_settings_that_name_what_is_not_there_are_2(mpguard: Any, text: str) -> None:
+def test_settings_that_name_what_is_not_there_are_2(mpguard: Any, text: str, message: str) -> None:
     Path("a.py").write_text("")
     Path("mpguard.toml").write_text(text)
     ran = mpguard("lint", "a.py")
     assert ran.status == 2
-    assert "mpguard.toml" in ran.err
+    assert "mpguard.toml: " in ran.err and message in ran.err and len(ran.err.splitlines()) == 1
 
 
 def test_the_other_files_are_checked_all_the_same(mpguard: Any) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mpguard.core import settings, tracked_fs
+from mpguard.core.errors import PolicyError, SettingsError
 from mpguard.lint.model.finding import Lines, placed
 from mpguard.lint.model.result import CONFIG, SYNTAX, FileCheck, FileReport
 from mpguard.lint.model.rule import Diagnostic
@@ -21,6 +22,7 @@ from mpguard.lint.run import runner, timeout, workers
 from mpguard.lint.run.readers import config, launch, markdown, notebook, python
 from mpguard.lint.run.readers.context import Context, RulesByKind, not_checked
 from mpguard.lint.source.files import FileKind, Target
+from mpguard.policy import hardware, recipes
 
 if TYPE_CHECKING:
     from mpguard.lint.source.incremental import Trees
@@ -166,6 +168,7 @@ class Engine:
 
     def _selected(self, found: settings.ToolSettings) -> Selection:
         if found.source not in self._selections:
+            _check_names(found)
             self._selections[found.source] = selection(self.rules, found, self.options.selectors)
         return self._selections[found.source]
 
@@ -175,6 +178,17 @@ class Engine:
             return FileReport(target)
         diagnostic = Diagnostic(code, (0, 0), problem, self.rules[code].help)
         return FileReport(target, (placed(diagnostic, self.rules[code], target.path, Lines(""), {}),))
+
+
+def _check_names(found: settings.ToolSettings) -> None:
+    """Raise `SettingsError` if settings name a recipe or a GPU that does not exist: no rule would use it."""
+    try:
+        if found.recipe is not None:
+            recipes.recipe(found.recipe)
+        if found.gpu is not None:
+            hardware.named(found.gpu)
+    except PolicyError as error:
+        raise SettingsError(f"{found.source}: {error}") from None
 
 
 def _keep_summaries(targets: Iterable[Target], jobs: int) -> None:

@@ -17,7 +17,6 @@ from mpguard.lint import (
     Policy,
     PolicyError,
     Span,
-    UnknownRecipe,
     settings,
     show,
 )
@@ -94,9 +93,9 @@ fsdp_config:
             capabilities.require_supported(kind, policy, targets.get(kind).read_strategy(document.data))
             changes = targets.differences(document.data, policy, kind)
         except PolicyError as error:
-            if place is None and not isinstance(error, UnknownRecipe):
+            if place is None:
                 return  # a recipe of the project, which does not apply to this kind of file
-            yield self.at(place or _start(document), message="{error}", error=_without_place(error, document))
+            yield self.at(place, message="{error}", error=_without_place(error, document))
             return
         except ConfigError:
             return  # MPG801 reports wrong values of mpguard's keys
@@ -154,11 +153,6 @@ def _place(document: Document, key: str) -> Span:
         entry = document.entry(".".join(parts[:depth]))
         if entry is not None:
             return entry.span
-    return _start(document)
-
-
-def _start(document: Document) -> Span:
-    """Return the span of the first key, where findings about the whole file are reported."""
     first = next(document.entries(), None)
     return first.span if first is not None else (0, 0)
 
