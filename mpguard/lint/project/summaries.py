@@ -258,7 +258,8 @@ def _importers_of(top: str, file: str) -> Iterable[_Importer] | None:
 def _mentioning(file: str, files: frozenset[str]) -> dict[str, list[str]]:
     """Return the files that may import a module, and those for the packages it is in, which may re-export it.
 
-    They have its name, or for a package are in it and import from one above by dots alone.
+    They have its name, or for a package are in it and import from one above by dots alone. Tests are left out where
+    they count as no users: in many projects they are half of the code.
     """
     found: dict[str, list[str]] = {file: []}
     folder = os.path.dirname(file)
@@ -272,7 +273,10 @@ def _mentioning(file: str, files: frozenset[str]) -> dict[str, list[str]]:
         word = Path(above).name if is_package else name.removesuffix(".py")
         by_name = not (is_package and word in LIBRARIES)  # absolute imports of these are not followed
         asked.append((word.encode("utf-8", "surrogateescape") if by_name else None, above if is_package else None, its))
+    of_tests = any(map(is_test, found))
     for each in sorted(files):
+        if not of_tests and is_test(each):
+            continue
         data = _content(each)
         for searched, inside, its in asked:
             if (searched is not None and searched in data) or (
@@ -290,16 +294,23 @@ def _content(file: str) -> bytes:
 
 
 def _search(mentioning: Iterable[str], top: str, file: str) -> Iterator[_Importer]:
-    files = _files(top) or frozenset()
     for path in mentioning:
-        data = _content(path)
-        decides = trains(_searchable(data))
-        if path == file or not (decides or path.endswith(_PACKAGE)):
-            continue
-        summary = ModuleSummary(imports_of(data), frozenset(), decides)
-        for target, names in _targets(summary, path, top, files):
-            if target == file:
-                yield _Importer(path, names, decides)
+        if path != file:
+            yield from _imports_in(path, top).get(file, ())
+
+
+@cached_per_run
+def _imports_in(path: str, top: str) -> dict[str, list[_Importer]]:
+    """Return file -> what a module imports of it; nothing of a module that neither may train nor is a package."""
+    data = _content(path)
+    decides = trains(_searchable(data))
+    if not decides and not path.endswith(_PACKAGE):
+        return {}
+    found: dict[str, list[_Importer]] = {}
+    summary = ModuleSummary(imports_of(data), frozenset(), decides)
+    for target, names in _targets(summary, path, top, _files(top) or frozenset()):
+        found.setdefault(target, []).append(_Importer(path, names, decides))
+    return found
 
 
 @cached_per_run
