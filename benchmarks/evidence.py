@@ -213,7 +213,8 @@ def page() -> str:
         " further lots are planned.",
         "",
         "These figures are of the linter at the commits of the table. Rules were retired since"
-        " ([list](rules/README.md#retired-codes)); what a retired rule found counts for its successor.",
+        " ([list](rules/README.md#retired-codes)); what a retired rule found counts for its successor."
+        " Findings in programs that an unrelated fault stops before, which were left out, are reported since.",
         "",
         "## Seeded mistakes",
         "",

@@ -66,17 +66,12 @@ from typing import Any, NamedTuple
 
 import libcst as cst
 
-from mpguard.lint.facts.file import Facts
 from mpguard.lint.model.rule import BaseRule, Rule, rules
 from mpguard.lint.model.selection import Selectors
-from mpguard.lint.project.project import Project
 from mpguard.lint.project.questions.copies import is_copied_example
 from mpguard.lint.project.requirements import required
-from mpguard.lint.reachability.raising import Raising
-from mpguard.lint.reachability.untaken import UntakenBranches
 from mpguard.lint.run.engine import Engine, Options
 from mpguard.lint.source.files import Target, kind_of
-from mpguard.lint.source.source import Source
 from mpguard.lint.source.test_paths import is_test
 
 _spec = importlib.util.spec_from_file_location("corpus", Path(__file__).with_name("corpus.py"))
@@ -1157,14 +1152,6 @@ _READS_DATA = re.compile(r"(?i)loader|dataset|\bdata\b|batch|parse_args|open\(")
 _TEXTS = (".py", ".sh", ".yaml", ".yml", ".md", ".ipynb", ".json", ".toml", ".cfg", ".txt", "")
 
 
-def raises(program: Program, line: int) -> bool:
-    """True if a statement that raises whenever it runs is run before a line, counted from 0, or before what trains."""
-    facts = Facts(Source.parse(program.text.encode(), str(program.path)), Project())
-    lines = program.text.splitlines(True)
-    place = next((i for i in range(line, len(lines)) if re.match(r" *[^\s#]", lines[i])), line)  # that of a statement
-    return Raising(facts, UntakenBranches(facts)).contain(len("".join(lines[:place])))
-
-
 @functools.cache
 def imported(path: Path) -> set[tuple[str, ...]]:
     """Return the modules that a file imports, and what it imports of them, by the parts of their names."""
@@ -1231,8 +1218,6 @@ class Users:
         """True if something may run the place where a mutant begins to differ."""
         old, new = program.text.splitlines(), mutant.splitlines()
         place = next((i for i, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), len(old) - 1)
-        if raises(program, place):
-            return False
         top = max((i for i in range(min(place, len(old) - 1) + 1) if re.match(r"[^\s#)\]}]", old[i])), default=0)
         end = next((i for i in range(top + 1, len(old)) if re.match(r"[^\s#)\]}]", old[i])), len(old))
         own, rest = "\n".join(old[top:end]), re.sub(r"#.*", "", "\n".join(old[:top] + old[end:]))

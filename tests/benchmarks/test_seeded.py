@@ -127,16 +127,6 @@ def test_a_copy_of_a_file_does_not_use_its_functions(tmp_path: Path) -> None:
     assert seeded.Users(tmp_path).run(program, mutant)
 
 
-def test_a_program_that_cannot_run_is_left_out(tmp_path: Path) -> None:
-    folder = tmp_path / "o+r"
-    folder.mkdir()
-    (folder / "pyproject.toml").write_text("")
-    for name, counts in (("build", True), ("bulid", False)):
-        text = f"def build():\n    return 1\n\nmodel = {name}()\n\nif __name__ == '__main__':\n    print(model)\n"
-        program = seeded.Program("o/r", folder / "train.py", text)
-        assert seeded.Users(tmp_path).run(program, text.replace("\n\nif", "\nmodel.half()\n\nif")) is counts
-
-
 def test_a_dtype_of_torch_needs_the_name_torch() -> None:
     assert KINDS["model-to-float16"].fits(PLAIN)
     assert not KINDS["model-to-float16"].fits(PLAIN.replace("import torch", "import torch as th"))

@@ -123,13 +123,6 @@ class ProjectApi:
         """True if other code may use a method of this name of a class of a file; outside of a project, it may."""
         return self._ask(path, uses.may_call, name, otherwise=True)
 
-    def subclassed_elsewhere(self, path: str, name: str) -> bool:
-        """True if a class of another file may derive from a class of a file; outside of a project, it may.
-
-        Unlike `derived_elsewhere`, this resolves imports.
-        """
-        return self._ask(path, uses.may_derive, name, otherwise=True, whole=True)
-
     def is_replaced(self, path: str, name: str) -> bool:
         """True if another file that imports a module has its own definition of a function of this name."""
         return self._ask(path, uses.is_replaced, name)
@@ -137,10 +130,6 @@ class ProjectApi:
     def attribute_set_from_outside(self, path: str, name: str) -> bool:
         """True if a file that uses another one assigns to an attribute of this name, other than of `self`."""
         return self._ask(path, uses.may_set_from_outside, name)
-
-    def attribute_set_elsewhere(self, path: str, name: str) -> bool:
-        """True if other code may set an attribute of this name; outside of a project, it may."""
-        return self._ask(path, uses.may_set, name, otherwise=True, whole=True)
 
     def compiled_elsewhere(self, path: str) -> bool:
         """True if other code may compile a model that a file gets; outside of a project, it may."""

@@ -332,17 +332,6 @@ def _ignored(path: str, is_folder: bool, ignores: tuple[_Patterns, ...]) -> bool
     return False
 
 
-def is_ignored(path: str) -> bool:
-    """True if a .gitignore of the repository has a pattern for a file or folder, which may not exist, or one above."""
-    for folder in Path(path).absolute().parents:
-        patterns = _gitignore(str(folder))
-        if patterns is not None and (_covered(patterns, path, False) or _covered(patterns, path, True)):
-            return True
-        if tracked_fs.type_of(str(folder / ".git")):
-            break
-    return False
-
-
 def _gitignore(folder: str) -> _Patterns | None:
     try:
         lines = tracked_fs.read_regular_file(f"{folder}/.gitignore").decode("utf-8", "replace").splitlines()

@@ -36,17 +36,11 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("mpguard.toml").touch()
 
 
-def with_names(name: str, text: str) -> str:
-    """Return a file in which all names are bound: programs here are parts of programs."""
-    is_code = name.endswith(".py") and not name.endswith("__init__.py")
-    return f"{text}\nfrom names import *\n" if is_code else text
-
-
 def findings(files: dict[str, str], capsys: pytest.CaptureFixture[str], code: str = "MPG509") -> int:
     tracked_fs.clear_run_caches()
     for name, text in files.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(with_names(name, text))
+        Path(name).write_text(text)
     main(["lint", "--format", "concise", "--isolated", "--no-cache", "--select", code, "."])
     return sum(f" {code} " in line for line in capsys.readouterr().out.splitlines())
 
@@ -151,9 +145,9 @@ def test_a_finding_in_the_last_statement_of_a_large_file(capsys: pytest.CaptureF
 
 def test_a_new_call_is_seen_with_the_cache(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPGUARD_CACHE_DIR", str(Path.cwd().parent / "cache"))
-    Path("a.py").write_text(with_names("a.py", WRAP + "wrap(m)\n"))
+    Path("a.py").write_text(WRAP + "wrap(m)\n")
     for text, expected in (("", 0), ("from a import wrap\nwrap(m, mp='fp16')\n", 1), ("", 0)):
-        Path("b.py").write_text(with_names("b.py", text))
+        Path("b.py").write_text(text)
         tracked_fs.clear_run_caches()
         main(["lint", "--format", "concise", "--isolated", "--select", "MPG509", "."])
         assert capsys.readouterr().out.count(" MPG509 ") == expected

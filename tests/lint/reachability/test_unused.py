@@ -39,16 +39,10 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("other.py").touch()
 
 
-def with_names(name: str, text: str) -> str:
-    """Return a file in which all names are bound: programs here are parts of programs."""
-    is_code = name.endswith(".py") and not name.endswith("__init__.py")
-    return f"{text}\nfrom names import *\n" if is_code else text
-
-
 def write(files: dict[str, str]) -> None:
     for name, text in files.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(with_names(name, text))
+        Path(name).write_text(text)
 
 
 def reported(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
@@ -414,6 +408,12 @@ def test_a_file_that_is_all_the_code_of_its_project_is_there_to_be_copied(capsys
     assert reported(capsys) == [], "a script calls what it needs"
 
 
+def test_a_program_that_stops_before_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its author will get past the import that fails, and the mistake is still there."""
+    write({"train.py": "from other import missing\n" + TRAIN.format("main()") + "\nmain()\n"})
+    assert reported(capsys) == ["train.py:10"]
+
+
 def test_findings_follow_the_references_between_runs(capsys: pytest.CaptureFixture[str]) -> None:
     write(UNUSED["nothing refers to it"])
     assert reported(capsys) == []
@@ -433,7 +433,7 @@ def test_a_suppression_in_unused_code_is_not_unused(capsys: pytest.CaptureFixtur
 def test_fixes_leave_unused_code_as_it_is() -> None:
     write(UNUSED["nothing refers to it"])
     main(["lint", "--isolated", "--select", "ALL", "--fix", "."])
-    assert Path("a.py").read_text() == with_names("a.py", UNUSED["nothing refers to it"]["a.py"])
+    assert Path("a.py").read_text() == UNUSED["nothing refers to it"]["a.py"]
 
 
 CONFIG = '{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "amp": {"enabled": true}}\n'

@@ -60,14 +60,6 @@ def users(asked: Asked) -> list[str]:
     return [each for each in asked.others if refers(each, asked.file, asked.name)]
 
 
-@question
-def may_derive(asked: Asked) -> bool:
-    """True if a class of another file of a project may derive from a class of a file."""
-    word = re.escape(asked.name.encode())
-    derived = re.compile(rb"\bclass[ \t]+\w+[ \t]*\([^()]*\b%s\b|\b%s[ \t]+as\b" % (word, word))
-    return any(derived.search(content(each)) and refers(each, asked.file, asked.name) for each in asked.others)
-
-
 @question_of_project
 def may_look_up(asked: Asked) -> bool:
     """True if code of a project may get a class by a name that is not in the code."""
@@ -78,12 +70,6 @@ def may_look_up(asked: Asked) -> bool:
 def may_call(asked: Asked) -> bool:
     """True if another file of a project may use a method of a class of a file, by its name."""
     return any(_may_call(each, asked.name.encode()) for each in asked.others)
-
-
-@question
-def may_set(asked: Asked) -> bool:
-    """True if another file of a project may set an attribute of this name, of any object."""
-    return any(_may_set(each, asked.name.encode()) for each in asked.other_code)
 
 
 @question
@@ -141,18 +127,6 @@ def _may_call(user: str, method: bytes) -> bool:
     if re.search(rb"^[ \t]+(?:async[ \t]+)?def[ \t]+%s\b" % word, code, re.M):
         code = re.sub(rb"\bself\.%s\b" % word, b"", code)
     return re.search(rb"\.\s*%s\b|[\"']%s[\"']" % (word, word), code) is not None
-
-
-def _may_set(user: str, attribute: bytes) -> bool:
-    """True if a file may set an attribute: it assigns to one of this name, or has the name as a string."""
-    data = content(user)
-    if attribute not in data:
-        return False
-    word = re.escape(attribute)
-    return bool(
-        re.search(rb"\.%s\b[^\n=]*(?<![=!<>])=(?!=)|\bas[ \t]+[\w.]+\.%s\b" % (word, word), data)
-        or re.search(rb"\\?[\"']%s\\?[\"']" % word, data)
-    )
 
 
 def _are_unused(asked: Asked, users: list[str]) -> bool:

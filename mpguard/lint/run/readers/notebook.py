@@ -36,11 +36,10 @@ def check(data: bytes, context: Context) -> FileCheck:
 
 def _check_cells(notebook: Notebook, context: Context) -> FileCheck:
     """Check the cells as one program. A cell that does not parse is reported, and the others are checked without it."""
-    cells = [cell.start for cell in notebook.cells]
     program = notebook.program
-    checked = python.check(program.encode("utf-8", "replace"), context, cells)
+    checked = python.check(program.encode("utf-8", "replace"), context)
     broken: list[Diagnostic] = []
-    for _ in cells[1:]:
+    for _ in notebook.cells[1:]:
         error = next((each for each in checked.diagnostics if each.code == SYNTAX and checked.encode is None), None)
         if error is None:
             break
@@ -50,7 +49,7 @@ def _check_cells(notebook: Notebook, context: Context) -> FileCheck:
             break  # the error is not in one cell
         broken.append(dataclasses.replace(error, help="nothing in this cell was checked"))
         program = program[: cell.start] + blank + program[cell.end :]
-        checked = python.check(program.encode("utf-8", "replace"), context, cells)
+        checked = python.check(program.encode("utf-8", "replace"), context)
     checked.diagnostics = [*broken, *checked.diagnostics]
     checked.findings = [*context.placed(broken, checked.lines), *checked.findings]
     return checked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 from mpguard.core.lazy_pattern import lazy_pattern
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 _TEMPLATE = lazy_pattern(rb"\{\{ *\w[\w.]*[^{}:]*\}\}|\{%.*%\}|[=(,\s]\$\{\w+\}")
 
 
-def check(data: bytes, context: Context, cells: Sequence[int] = ()) -> FileCheck:
-    """Check Python code. cells: where the cells of a notebook begin in it."""
+def check(data: bytes, context: Context) -> FileCheck:
+    """Check Python code."""
     try:
-        return _check(data, context, cells)
+        return _check(data, context)
     except (Unparsable, RecursionError) as error:
         imported = getattr(error, "path", "")
         if imported and imported != context.path:
             context.project.forget(imported)
-            return check(data, context, cells)
+            return check(data, context)
         return _unparsable(data, context, _python_error(error, data, context.path))
 
 
-def _check(data: bytes, context: Context, cells: Sequence[int]) -> FileCheck:
+def _check(data: bytes, context: Context) -> FileCheck:
     of_test = is_test(context.path, data)
     left_out = [rule for rule in context.selected(Rule) if not rule.in_tests] if of_test else []
     selected = [rule for rule in context.selected(Rule) if rule not in left_out]
@@ -79,7 +79,7 @@ def _check(data: bytes, context: Context, cells: Sequence[int]) -> FileCheck:
             diagnostics += more
             defects += failed
             about_dicts = {(each.code, each.span) for each in more}
-        is_unused = _Unused(facts, about_dicts, cells).is_unused
+        is_unused = _Unused(facts, about_dicts).is_unused
     ran = set(context.selection.codes) - {defect.code for defect in defects} - {rule.code for rule in left_out}
     lines = Lines(source.text)
     comments = suppressions.in_python(lines) if has_suppressions or diagnostics else suppressions.NONE
@@ -91,14 +91,14 @@ def _check(data: bytes, context: Context, cells: Sequence[int]) -> FileCheck:
 
 
 class _Unused:
-    """The code and the DeepSpeed configs of a file that nothing in its project uses, or gets to.
+    """The code and the DeepSpeed configs of a file that nothing in its project uses.
 
     about_dicts: code and place of diagnostics about configs.
     """
 
-    def __init__(self, facts: Facts, about_dicts: Container[tuple[str, Span]], cells: Sequence[int]) -> None:
+    def __init__(self, facts: Facts, about_dicts: Container[tuple[str, Span]]) -> None:
         self._facts, self._about_dicts = facts, about_dicts
-        self._reachability, self._cells = facts.part(Reachability), cells
+        self._reachability = facts.part(Reachability)
 
     def is_unused(self, diagnostic: Diagnostic) -> bool:
         about_dict = (diagnostic.code, diagnostic.span) in self._about_dicts
@@ -106,7 +106,7 @@ class _Unused:
             return True
         evidence = [note.span[0] for note in diagnostic.notes if note.span is not None and note.path is None]
         places = (diagnostic.span[0], *evidence)
-        return not all(self._reachability.can_run(place, self._cells) for place in places)
+        return not all(self._reachability.is_used(place) for place in places)
 
 
 def _rules_about_dicts(data: bytes, context: Context) -> list[type[ConfigRule]]:

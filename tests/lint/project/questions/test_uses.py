@@ -38,11 +38,6 @@ def test_a_script_that_names_a_file_uses_it(project: Path) -> None:
     assert ask(project, project / "train.py", uses.may_use)
 
 
-def test_a_base_class_is_resolved_through_imports(project: Path) -> None:
-    assert ask(project, project / "model.py", uses.may_derive, "Net")
-    assert not ask(project, project / "model.py", uses.may_derive, "build")
-
-
 def test_a_question_about_the_project_has_one_answer_for_all_files(project: Path) -> None:
     assert not ask(project, project / "model.py", uses.may_look_up)
     (project / "factory.py").write_text("import importlib\nimportlib.import_module(name)\n")

@@ -105,8 +105,7 @@ def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write(path: str, text: str) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    names = "\nfrom names import *\n" if path.endswith(".py") and "\n" in text else ""  # all names are bound
-    Path(path).write_text(text + names)
+    Path(path).write_text(text)
 
 
 # -- each way to go stale -----------------------------------------------------------------------------
@@ -459,7 +458,8 @@ def test_every_file_a_rule_reads_is_a_dependency(part: int, lint: Linted) -> Non
             write(path, text)
         lint(*select, *names)
         for path, text in files:
-            write(path, text.replace("bf16", "fp16").replace("FSDP", "MULTI_GPU").replace("2", "1"))
+            changed = text.replace("bf16", "fp16").replace("FSDP", "MULTI_GPU").replace("2", "1")
+            write(path, text if path.endswith(".toml") else changed)  # there is no GPU b100, and no recipe fp16_full
         lint(*select, *names)
         lint(*select, ".")
 
