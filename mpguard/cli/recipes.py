@@ -218,7 +218,7 @@ def _comment(text: str) -> None:
 
 def _show_built(target: Plugin, built: Mapping[str, Any]) -> None:
     if built["missing"]:
-        print(f"{built['missing']}\nThe arguments would be:")
+        print(wrapped(built["missing"], 0, columns()) + "\nThe arguments would be:")
     if built["object"]:
         print(wrapped(built["object"], 4, columns()))
     elif target.name == "deepspeed":
