@@ -67,7 +67,7 @@ class ProjectApi:
         return Required()
 
     def config_named(self, path: str, name: str) -> Document | None:  # noqa: ARG002
-        """Return the config that a file names, in its folder or in the working directory; None if there is none."""
+        """Return the config that a file names, in its folder or in one above in its tree; None if there is none."""
         return None
 
     def deepspeed_half(self, path: str) -> str:  # noqa: ARG002

@@ -268,11 +268,14 @@ class Project(_Questions):
             return tuple(launch_configs.launched_with(config, option))
 
     def config_named(self, path: str, name: str) -> Document | None:
-        """Return the config that a file names (`config="ds_config.json"`), in its folder or the working directory."""
+        """Return the config that a file names (`config="ds_config.json"`), in its folder or in one above it."""
         from mpguard import document
 
         with tracked_fs.recording_for(path):
-            for candidate in (Path(path).parent / name, Path(name)):
+            folder = Path(path).absolute().parent
+            above = [folder, *folder.parents]
+            inside = above[: above.index(tree.top_of(folder)) + 1]
+            for candidate in (*(each / name for each in inside), Path(name)):
                 try:
                     if tracked_fs.is_file(candidate) and (tracked_fs.size(candidate) or 0) <= LARGEST_CONFIG:
                         found = document.read(candidate)

@@ -19,7 +19,7 @@ import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.program import api_names, project_words, roles
-from mpguard.lint.facts.program.lattice import Ref
+from mpguard.lint.facts.program.lattice import Object, Ref
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible, equality
 from mpguard.lint.facts.syntax.records import BY_ORDER, Call, Record, Scope, Use
@@ -466,6 +466,13 @@ class ForwardFlow(_Walk):
                 if self._in_no_grad(use):
                     continue
                 self.used(use.path[len(key) + 1 :], use)
+        if key.startswith("self.") and key.count(".") == 1 and scope.owner is not None:
+            for use, rest in _of_objects(key[5:], scope.owner, self.facts):
+                if (use, key) not in self.seen and compatible(self.guard, use.guard):
+                    self.seen.add((use, key))
+                    with self.in_file_of(use):
+                        if not self._in_no_grad(use):
+                            self.used(rest, use)
 
     def used(self, rest: str, use: Record) -> None:
         """Follow one use; `rest` is the attribute path after the name."""
@@ -623,6 +630,26 @@ class ForwardFlow(_Walk):
         for call in tuple(callers):
             if not self._in_no_grad(call) and not self._leaves_out(call, scope):
                 self.follow(call.node, call, index)
+
+
+def _of_objects(name: str, owner: Scope, facts: BehaviourView) -> Iterator[tuple[Use, str]]:
+    """Yield the uses of an attribute outside of its class, as of objects of the class, with the rest of their paths.
+
+    `sd.unet.parameters()` is one of `self.unet`, where `sd` is an object of the class.
+    """
+    for other in (facts, *(facts.users(owner.name) or ())):
+        if f".{name}" not in other.source.text:
+            continue
+        other.need_uses(name)
+        for scope in other.index.scopes:
+            for use in (use for uses in scope.uses.values() for use in uses if name in use.path):
+                parts = use.path.split(".")
+                if name not in parts[1:] or scope.owner is owner:
+                    continue
+                place = parts.index(name, 1)
+                objects = other.values.lookup(".".join(parts[:place]), scope, use.order)
+                if any(isinstance(each.atom, Object) and each.atom.cls is owner for each in objects):
+                    yield use, ".".join(parts[place + 1 :])
 
 
 def _same_place(target: cst.CSTNode, value: cst.CSTNode, given: str) -> cst.CSTNode | None:

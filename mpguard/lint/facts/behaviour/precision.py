@@ -18,6 +18,7 @@ from mpguard.lint.facts.behaviour import autocast_ops as ops
 from mpguard.lint.facts.behaviour.autocast_state import AutocastStates
 from mpguard.lint.facts.program import api_names
 from mpguard.lint.facts.program.dtypes import AnyDtype, OtherDtype, as_dtype
+from mpguard.lint.facts.program.keywords import alternatives_of
 from mpguard.lint.facts.program.lattice import Class, Function, Object, Ref
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, negated
@@ -44,6 +45,7 @@ _MAX_DEPTH = 60
 _MAX_ALTERNATIVES = 12
 _DEVICE = lazy_pattern(r"(?i)device|cuda|gpu|rank|cpu")
 _TENSOR = lazy_pattern(r"(?i)tensor|param|weight|module")
+_LOGITS = lazy_pattern(r"(?i)(?:^|[._])logits?$|(?:^|[._])logits?_")
 _CONSTANTS = frozenset({"math.pi", "math.e", "numpy.pi", "math.tau"})
 _BUILTIN_NUMBERS = frozenset({"len", "int", "float", "round", "range", "bool", "ord", "hash", "id"})
 
@@ -69,6 +71,8 @@ class TensorDtype:
     @property
     def cause(self) -> str:
         """Why values have a low-precision dtype: the end of `log_softmax on values ...`."""
+        if isinstance(self.origin, Call) and self.origin.name == "MixedPrecision":
+            return f"of a model that FSDP computes in {self.label}"
         if self.by_autocast:
             return f"that autocast computed in {self.label}, after it ended"
         loaded = isinstance(self.origin, Call) and self.origin.name in api_names.LOADERS
@@ -224,10 +228,14 @@ class TensorDtypes:
         for call in calls:
             for each in self.facts.evaluate(call.func, call) if call is not None else ():
                 model = each.atom if isinstance(each.atom, Object) and not each.atom.prepared else None
-                if call is None or model is None or model.call is None or not model.path.startswith("transformers."):
+                if call is None:
                     return _UNKNOWN
+                if model is None or model.call is None or not model.path.startswith("transformers."):
+                    by_policy = _by_policy(self, model.call, call) if model is not None else ()
+                    found += by_policy or _under_autocast(self, call)  # some model: its last operation is a matmul
+                    continue
                 given = model.call.argument(None, "dtype", "torch_dtype")
-                stored = self.facts.dtypes(given, model.call, strings=True) if given is not None else ()
+                stored = self.facts.of(model.call).dtypes(given, model.call, strings=True) if given is not None else ()
                 for state in self._by_autocast((), call):
                     of_weights = [TensorDtype(guard.joined(state.guard), dtype, model.call) for guard, dtype in stored]
                     found += [state] if state.dtype is not None or not of_weights else of_weights
@@ -237,6 +245,8 @@ class TensorDtypes:
         facts, value = self.facts, binding.value
         if binding.kind in ("assign", "augmented"):
             found = self._of(value, binding)
+            if found == _UNKNOWN and _LOGITS.search(binding.key):
+                found = _of_network(self, facts.call_of(value))
             if binding.key.startswith("self."):  # an attribute of a module: `model.half()` may change it
                 return tuple(each if each.dtype in (*LOW, NUMBER) else TensorDtype(each.guard, None) for each in found)
             return found
@@ -309,11 +319,12 @@ class TensorDtypes:
             return _of_method(self, call)
         found: list[TensorDtype] = []
         for function in facts.functions(call):
-            if function.facts is not facts or function.scope.name == "__init__" or not function.scope.returns:
+            if function.scope.name == "__init__" or not function.scope.returns:
                 return _UNKNOWN
+            own = facts.of(function.scope).part(TensorDtypes)
             for each in function.scope.returns:
-                found += self._under(self._of(each.value, each), each.guard)
-        return tuple(found) or _UNKNOWN
+                found += self._under((own._of if own is self else own.of)(each.value, each), each.guard)
+        return _as_called(self, found, call) or _UNKNOWN
 
     def _function(self, path: str, call: Call) -> tuple[TensorDtype, ...]:
         last = path.rsplit(".", 1)[-1]
@@ -492,7 +503,53 @@ def _module(tensors: TensorDtypes, atom: Object, call: Call) -> tuple[TensorDtyp
     found: list[TensorDtype] = []
     for each in forward.returns if forward is not None else ():
         found += tensors._under((own._of if own is tensors else own.of)(each.value, each), each.guard)
-    return tuple(found) or _UNKNOWN
+    return _as_called(tensors, found, call) or _UNKNOWN
+
+
+def _as_called(tensors: TensorDtypes, found: list[TensorDtype], call: Call) -> tuple[TensorDtype, ...]:
+    """Return those of a function's results that a call of it may give: not in the autocast of another call."""
+    states = [state.dtype for state in tensors.facts.part(AutocastStates).at(call)]
+    return tuple(
+        each
+        for each in found
+        if not each.by_autocast
+        or each.dtype in states
+        or not isinstance(each.origin, Record)
+        or any(region.kind == "autocast" for region in tensors.facts.of(each.origin).regions(each.origin))
+        or (isinstance(each.origin, Call) and each.origin.name == "MixedPrecision")
+    )
+
+
+def _under_autocast(tensors: TensorDtypes, call: Call) -> tuple[TensorDtype, ...]:
+    """Return the dtypes of logits that a network computes: those of the autocast around its call, else unknown."""
+    states = tensors._by_autocast((), call)
+    return tuple(each if each.by_autocast else TensorDtype(each.guard, None) for each in states)
+
+
+def _by_policy(tensors: TensorDtypes, wrapper: Call | None, call: Call) -> tuple[TensorDtype, ...]:
+    """Return the dtypes in which FSDP computes outside autocast, by the `param_dtype` of a wrapper's policy."""
+    states = tensors.facts.part(AutocastStates).at(call)
+    if wrapper is None or any(state.dtype != "off" for state in states):
+        return ()
+    facts, found = tensors.facts.of(wrapper), list[TensorDtype]()
+    for each in alternatives_of(wrapper, "mixed_precision", facts):
+        made = each.atom.call if isinstance(each.atom, Object) and each.atom.kind == "fsdp1_policy" else None
+        param = made.argument(0, "param_dtype") if made is not None else None
+        if made is not None and param is not None:
+            dtypes = facts.of(made).dtypes(param, made)
+            found += [TensorDtype(guard, dtype, made, by_autocast=True) for guard, dtype in dtypes]
+    return tuple(found)
+
+
+def _of_network(tensors: TensorDtypes, call: Call | None) -> tuple[TensorDtype, ...]:
+    """Return the dtypes of logits, by their name, that a call of a network gives whose code is not known."""
+    if call is None or call.path.rsplit(".", 1)[-1] not in tensors.facts.module_names:
+        return _UNKNOWN
+    known = (Ref, Function, Class)
+    made = [each.atom for each in tensors.facts.evaluate(call.func, call)]
+    if any(isinstance(atom, known) or (isinstance(atom, Object) and atom.prepared) for atom in made):
+        return _UNKNOWN
+    return _under_autocast(tensors, call) or _UNKNOWN
 
 
 def _of_method(tensors: TensorDtypes, call: Call) -> tuple[TensorDtype, ...]:

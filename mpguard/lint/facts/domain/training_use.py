@@ -25,7 +25,7 @@ from mpguard.lint.facts.domain.optimizers import Optimizers
 from mpguard.lint.facts.domain.training import Training, Weights
 from mpguard.lint.facts.program import keywords, project_words, roles
 from mpguard.lint.facts.program.dtypes import AnyDtype, as_dtype
-from mpguard.lint.facts.program.lattice import Object
+from mpguard.lint.facts.program.lattice import ANOTHER_CONFIG, Object
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition
 from mpguard.lint.facts.syntax.records import Call, Record
@@ -224,7 +224,10 @@ class TrainingUse:
                     continue
                 if self.has_adapters(event.key, event.call, cast=event.kind == "cast"):
                     continue
-                if {each for _, each in event.dtypes} >= _ANY_DTYPE and not any(map(follows_policy, guards)):
+                settled = any(ANOTHER_CONFIG in guard for guard, _ in event.dtypes)  # a config has chosen one
+                guards = [guard for guard in guards if ANOTHER_CONFIG not in guard]
+                any_dtype = {each for _, each in event.dtypes} >= _ANY_DTYPE and not settled
+                if not guards or (any_dtype and not any(map(follows_policy, guards))):
                     continue  # a helper that returns the dtype of a name, which is not known
                 loaded = event.kind == "load"
                 training = self._loaded(event, dtype, guards[0]) if loaded else self.cast(event, dtype)

@@ -13,7 +13,7 @@ from mpguard.lint.facts.program import api_names, roles
 from mpguard.lint.facts.program.lattice import Class, Constant, Object, Ref
 from mpguard.lint.facts.syntax.nodes import constant, dotted, is_super, text_of
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible
-from mpguard.lint.facts.syntax.records import Call, Scope, Use
+from mpguard.lint.facts.syntax.records import Call, Record, Scope, Use
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.domain.view import DomainView
@@ -237,7 +237,9 @@ def arm_scales(loss: Event, facts: DomainView) -> bool:
     """
     if _SCALED_BY_HAND.search(facts.short(loss.subject)):
         return True
-    tested = (flag for flag in loss.guard.flags() if _MAY_BE_SCALER.search(flag))
+    tested = (
+        flag for flag in loss.guard.flags() if _MAY_BE_SCALER.search(flag) and not _is_none(flag, loss.call, facts)
+    )
     return any(not compatible(loss.guard, ALWAYS.given(Flag(flag))) for flag in tested) or any(
         scale.scope is loss.scope
         and (
@@ -249,6 +251,12 @@ def arm_scales(loss: Event, facts: DomainView) -> bool:
         )
         for scale in facts.events("scale")
     )
+
+
+def _is_none(name: str, at: Record, facts: DomainView) -> bool:
+    """True if a name can only be None: what may be a scaler is none."""
+    values = facts.resolve(name, at.scope, at.order)
+    return bool(values) and all(each.atom == Constant(None) for each in values)
 
 
 def _scales_own_loss(use: Use, loss: Event, facts: DomainView) -> bool:
@@ -296,6 +304,8 @@ def _may_scale(use: Use, program: set[Scope], facts: DomainView) -> bool:
         return False
     parts = use.path.split(".")
     place = max(place for place, part in enumerate(parts) if _MAY_BE_SCALER.search(part))
+    if _is_none(".".join(parts[: place + 1]), use, facts):
+        return False  # no caller gives one
     node: cst.CSTNode = use.node
     parent = facts.of(use).parent(node)
     if place < len(parts) - 1 and parts[place + 1] != "_scale":

@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.program import api_names
+from mpguard.lint.facts.program.keywords import alternatives_of
 from mpguard.lint.facts.program.lattice import Constant, Object
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible
@@ -41,6 +43,8 @@ _RETURNS_ARGUMENT = frozenset({
 })  # fmt: skip
 #: Names of models, as opposed to other objects that are prepared: optimizers, loaders, schedulers.
 _MODEL = lazy_pattern(r"(?i)(?:^|[._])(?:\w*model|\w*net|transformer|policy|generator|encoder|decoder|dit)$")
+#: Names of functions that may shard a model.
+_SHARDS = lazy_pattern(r"(?i)shard|fsdp|parallel|wrap")
 #: Names of flags under which one of several frameworks may run the training loop; not `torch.backends`.
 _FRAMEWORK_FLAG = lazy_pattern(
     r"(?i)accelerat|distributed_type|deepspeed|use_ds"
@@ -81,12 +85,32 @@ class WrapperFacts:
             self._kinds = found
         return self._kinds
 
+    @cached_property
+    def may_shard_elsewhere(self) -> bool:
+        """True if the file imports a function from another file that may shard a model, by its name."""
+        return any(
+            binding.kind == "from" and _SHARDS.search(binding.name) and self.facts.imported(binding.target) is not None
+            for bindings in self.facts.module.bindings.values()
+            for binding in bindings
+        )
+
+    def sharded_by(self, call: Call) -> Iterator[tuple[cst.BaseExpression | None, Wrap]]:
+        """Yield the arguments of a call that its function shards in place, each with the call that does."""
+        for function in self.facts.functions(call) if _SHARDS.search(call.name) else ():
+            own = self.facts.of(function.scope).part(WrapperFacts)
+            for inner, kind in own.calls.items():
+                name = dotted(inner.positional[0]) if inner.positional else ""
+                params = [each.name for each in inner.scope.params]
+                if kind == "fsdp2" and inner.scope is function.scope and name in params:
+                    given = self.facts.values.given(call, function.scope, name)
+                    yield given, Wrap(kind, inner, own.facts, self.facts.guard_of(call))
+
     def of(self, node: cst.CSTNode | None, at: Record, kind: str = "", across: bool = False) -> list[Wrap]:
         """Return the wrappers that an expression passed through, at a record; of one kind, or all.
 
         across: also those in other files, if all callers of the function there give a wrapped object.
         """
-        if node is None or not (self.calls or across):
+        if node is None or not (self.calls or across or self.may_shard_elsewhere):
             return []
         found = _Search(self.facts, self.calls, across).start(node, at)
         return [wrap for wrap in found if wrap.kind.startswith(kind)]
@@ -118,7 +142,7 @@ class WrapperFacts:
 
         They are neither detached nor under `no_grad`. across: see `of`.
         """
-        if loss is None or not (self.calls or across):
+        if loss is None or not (self.calls or across or self.may_shard_elsewhere):
             return
         records = [record for record in self._computed(loss, at) if isinstance(record, Call)]
         cut: set[Record] = set()
@@ -221,6 +245,8 @@ class _Search:
         elif call.name in _RETURNS_ARGUMENT:
             for value in call.positional:
                 self.expression(value, call, guard, depth - 1)
+        elif sharded := [wrap for _, wrap in self.facts.part(WrapperFacts).sharded_by(call)]:
+            self.found += sharded
         else:
             for function in self.facts.functions(call):
                 if function.facts is self.facts and function.scope.name not in _NO_RESULT:
@@ -280,6 +306,11 @@ class _Search:
                 if same and both.possible:
                     self.found.append(Wrap(kind, call, self.facts, both))
                     found = True
+        for call in at.scope.calls if not found else ():
+            if call.is_statement and call.order < at.order and key in map(dotted, call.positional):
+                wraps = [wrap for given, wrap in self.facts.part(WrapperFacts).sharded_by(call) if dotted(given) == key]
+                self.found += wraps
+                found = found or bool(wraps)
         return found
 
     def binding(self, binding: Binding, guard: PathCondition, depth: int) -> None:
@@ -340,9 +371,8 @@ class _Search:
 
 def policies_of(wrap: Wrap) -> list[tuple[Event, PathCondition]]:
     """Return the policies that a sharded model may have: the events that create them, each with its path condition."""
-    given = wrap.call.argument(None, "mixed_precision" if wrap.kind == "fsdp1" else "mp_policy")
     found = []
-    for each in wrap.facts.evaluate(given, wrap.call) if given is not None else ():
+    for each in alternatives_of(wrap.call, "mixed_precision" if wrap.kind == "fsdp1" else "mp_policy", wrap.facts):
         made = each.atom.call if isinstance(each.atom, Object) else None
         events = wrap.facts.of(made).events("policy") if made is not None else ()
         found += [(event, each.guard) for event in events if event.call is made]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from mpguard.lint.facts.program import api_names
+from mpguard.lint.facts.program import api_names, config_values
 from mpguard.lint.facts.program.lattice import (
     NOTHING_KNOWN,
     UNKNOWN,
@@ -97,6 +97,8 @@ class CallResults:
             made = [each.atom for each in self.values.evaluate(call.positional[0], call.scope, call.order)]
             paths = [atom.path for atom in made if isinstance(atom, Ref) and _is_known_partial(atom.path, call)]
             return (Alternative(ALWAYS, Object("partial", call, paths[0])),) if len(paths) == 1 else NOTHING_KNOWN
+        if config := config_values.of_call(path, call, self.facts):
+            return config
         kind = api_names.kind_of(path)
         if kind in ("engine", "apex"):
             return (Alternative(ALWAYS, self._initialized(call, path, kind)),)
@@ -137,7 +139,7 @@ class CallResults:
 
     def _returned_for(self, call: Call, atom: Function) -> Alternatives:
         """Return what a function may return for the arguments of a call, as far as they are literals."""
-        found = self._returned(atom)
+        found = self.returned(atom)
         flags = {flag for each in found for flag in each.guard.flags()}
         for param in atom.scope.params if len(found) > 1 else ():
             if param.name not in flags or len(atom.scope.bindings.get(param.name, ())) > 1:
@@ -150,7 +152,8 @@ class CallResults:
             found = tuple(each for each in found if any(compatible(each.guard, one) for one in known))
         return found or NOTHING_KNOWN
 
-    def _returned(self, atom: Function) -> Alternatives:
+    def returned(self, atom: Function) -> Alternatives:
+        """Return what a function may return, whatever its arguments are."""
         scope, values = atom.scope, self.facts.of(atom.scope).values
         found: list[Alternative] = []
         for each in scope.returns:

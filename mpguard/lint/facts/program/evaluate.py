@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from mpguard.lint.facts.program import api_names
+from mpguard.lint.facts.program import api_names, config_values
 from mpguard.lint.facts.program.call_results import CallResults, condition_of
 from mpguard.lint.facts.program.keywords import item_given
 from mpguard.lint.facts.program.lattice import (
+    ANOTHER_CONFIG,
     NOTHING_KNOWN,
     UNKNOWN,
     Alternative,
     Alternatives,
     Atom,
     Class,
+    ConfigValue,
     Constant,
     DictValue,
     DtypeValue,
@@ -188,6 +190,8 @@ class _Attributes:
             if name in module.bindings or "*" in module.bindings:
                 return self._at(module).lookup(name, module, 1 << 60)
             return NOTHING_KNOWN
+        if isinstance(atom, DictValue):  # a config whose keys are attributes
+            return next((part() for key, part in atom.parts if key == name), ()) or NOTHING_KNOWN
         if isinstance(atom, (Class, Object)):
             scope = atom.scope if isinstance(atom, Class) else atom.cls
             if scope is not None and atom.facts is not None:
@@ -348,7 +352,11 @@ class Values(_Attributes):
                 condition = condition_of(subject(key), Constant(value)) if literal is None else None
                 chosen = table.guard if condition is None else table.guard.given(condition)
                 for each in self.evaluate(key, scope, order):
-                    if not isinstance(each.atom, Constant) or each.atom.value == value:
+                    if isinstance(each.atom, ConfigValue) and each.atom.value == value:
+                        found += restrict(part(), each.guard.joined(table.guard))
+                    elif isinstance(each.atom, ConfigValue):
+                        found += restrict(part(), each.guard.joined(chosen).given(ANOTHER_CONFIG))
+                    elif not isinstance(each.atom, Constant) or each.atom.value == value:
                         found += restrict(part(), each.guard.joined(chosen))
         return tuple(found)
 
@@ -511,6 +519,8 @@ class Values(_Attributes):
         if kind == "param":
             return self._param(binding)
         if kind == "def" and binding.defines is not None:
+            if any(dotted(each).endswith("property") for each in binding.defines.decorators):
+                return self._results.returned(Function(binding.defines, self.facts))
             return (Alternative(ALWAYS, Function(binding.defines, self.facts)),)
         if kind in ("class", "stub") and binding.defines is not None:
             return (Alternative(ALWAYS, Class(binding.defines, self.facts)),)
@@ -539,6 +549,8 @@ class Values(_Attributes):
         scope = binding.scope
         if scope.is_bound and scope.params and scope.params[0].name == binding.key and scope.parent is not None:
             return (self._instance(scope.parent),)
+        if scope.decorators and (config := config_values.of_hydra(scope, self.facts)):
+            return config
         found: list[Alternative] = []
         callers = self.facts.callers(scope)
         for call in callers:

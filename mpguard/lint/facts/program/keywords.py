@@ -117,6 +117,15 @@ def _kwargs(binding: Binding, facts: ProgramView, depth: int) -> list[Keywords] 
     return found
 
 
+def alternatives_of(call: Call, name: str, facts: ProgramView) -> Alternatives:
+    """Return the alternatives of a keyword argument of a call of a file: by its name, or in a `**mapping`."""
+    if (given := call.keywords.get(name)) is not None:
+        return facts.evaluate(given, call)
+    mappings = [arg.value for arg in call.node.args if arg.star == "**"]
+    key = cst.SimpleString(repr(name))
+    return tuple(p for each in mappings for p in facts.values.item(each, key, call.scope, call.order))
+
+
 def item_given(call: Call, name: str, facts: ProgramView) -> cst.BaseExpression | None:
     """Return what the only `**mapping` of a call has for a name, if it is a dict literal that the file does not change.
 

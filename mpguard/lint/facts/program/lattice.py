@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mpguard.lint.facts.program import api_names
 from mpguard.lint.facts.program.dtypes import AnyDtype
-from mpguard.lint.facts.syntax.path_condition import ALWAYS, MOST_CONDITIONS, PathCondition
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, MOST_CONDITIONS, Flag, PathCondition
 from mpguard.lint.facts.syntax.records import Call, Scope
 
 if TYPE_CHECKING:
@@ -31,6 +31,11 @@ class Constant:
     """A literal, or what it is bound to."""
 
     value: object
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigValue(Constant):
+    """A value in a config file, in the place of which another file or a command line may give another one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +108,8 @@ class _Unknown:
 
 
 UNKNOWN = _Unknown()
+#: The condition that a config gives another value than the one of the project.
+ANOTHER_CONFIG = Flag("another config")
 Atom = DtypeValue | Constant | Ref | Function | Class | Object | Method | TupleValue | DictValue | Module | _Unknown
 
 
@@ -134,8 +141,8 @@ def ref(path: str) -> Atom:
 
 
 def constants_of(alternatives: Alternatives) -> list[object]:
-    """Return the constants among alternatives; empty if there is anything else among them."""
-    found = [each.atom.value for each in alternatives if isinstance(each.atom, Constant)]
+    """Return the constants among alternatives; empty if there is anything else among them, or a setting of a file."""
+    found = [each.atom.value for each in alternatives if type(each.atom) is Constant]
     return found if len(found) == len(alternatives) else []
 
 

@@ -2,7 +2,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Note, Rule, any_of, constant, dotted
+from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Note, Rule, any_of, constant, dotted, lazy_pattern
+
+#: Accelerators other than CUDA's, as modules of torch.
+_OTHERS = ("mps", "xpu", "npu", "hpu")
+_CHOOSES = lazy_pattern(rf"(?:{'|'.join(_OTHERS)})\.is_available\(|\btorch\.accelerator\b")
 
 
 class CudaOnlyOnChosenDevice(Rule):
@@ -22,20 +26,18 @@ class CudaOnlyOnChosenDevice(Rule):
     part, such as a head that must be in FP32, is computed in 16 bits.
 
     ## Known limits
-    Not reported: a region or scaler whose `enabled=` is not known, one under any condition, and a device that another
-    file chooses.
+    Not reported: a region or scaler whose `enabled=` is not known, one under any condition, and a device that a class
+    of another file chooses.
     """
 
     code, name = "MPG317", "cuda-only-on-chosen-device"
     severity = "warning"
     message = "`{call}` is for CUDA, and the device is chosen: on another one it {effect}"
     help = "pass the type of the device: `device.type`"
-    triggers = (
-        any_of(
-            b"mps.is_available(", b"xpu.is_available(", b"npu.is_available(", b"hpu.is_available(", b"torch.accelerator"
-        ),
+    triggers = (any_of(b"autocast", b"GradScaler"), any_of(b".to("), any_of(b".backward("))
+    triggers_nearby = (
+        any_of(*(f"{each}.is_available(".encode() for each in _OTHERS), b"torch.accelerator"),
         any_of(b"cuda.is_available(", b"torch.accelerator"),
-        any_of(b"autocast", b"GradScaler"),
     )
     examples = (
         Bad(
@@ -77,8 +79,12 @@ for x in loader:
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        moved = next((call for call in facts.calls.get("to", ()) if _to_chosen(call)), None)
-        if moved is None or not facts.events("backward"):
+        if not facts.events("backward"):
+            return
+        here = _CHOOSES.search(facts.file_text) is not None
+        moves = (call for call in facts.calls.get("to", ()) if _to_chosen(call))
+        moved = next((call for call in moves if here or _is_chosen_elsewhere(call, facts)), None)
+        if moved is None:
             return
         found = [(event, "does nothing") for event in facts.events("autocast")]
         found += [(event, "is disabled") for event in facts.events("scaler")]
@@ -98,6 +104,17 @@ for x in loader:
 def _to_chosen(call: Call) -> bool:
     """True for `model.to(device)`."""
     return any(dotted(given).rsplit(".", 1)[-1].endswith("device") for given in call.positional)
+
+
+def _is_chosen_elsewhere(call: Call, facts: Facts) -> bool:
+    """True if a function of another file chooses the device of `model.to(device)`."""
+    for given in call.positional:
+        for record in facts.flow.backward(given, call, depth=2):
+            functions = facts.functions(record) if isinstance(record, Call) else []
+            asked = (f"{call.path}(" for each in functions if each.facts is not facts for call in each.scope.calls)
+            if any(map(_CHOOSES.search, asked)):
+                return True
+    return False
 
 
 def _for_cuda(call: Call, facts: Facts, *, off: bool) -> bool:

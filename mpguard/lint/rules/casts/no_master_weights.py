@@ -35,11 +35,11 @@ class NoMasterWeights(Rule):
     message = "`{expr}` makes the weights {dtypes}, and a plain optimizer updates them"
     help = "keep the weights in FP32 and compute in BF16 by autocast, or use an optimizer with stochastic rounding"
     triggers = (
-        any_of(b"bfloat16", b"bf16", b"DTYPE"),
+        any_of(b"bfloat16", b"bf16", b"DTYPE", b"getattr(torch", b"dtype)"),
         any_of(b".bfloat16()", b".to(", b".type(", b"dtype"),
     )
     triggers_nearby = (
-        any_of(b"bfloat16", b"bf16", b"DTYPE"),
+        any_of(b"bfloat16", b"bf16", b"DTYPE", b"getattr(torch"),
         any_of(b"optim", b"Trainer("),
         any_of(b".step(", b".train("),
         any_of(b"arameters()", b"Trainer("),

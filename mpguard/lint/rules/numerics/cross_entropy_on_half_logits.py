@@ -23,11 +23,8 @@ class CrossEntropyOnHalfLogits(Rule, form_of="MPG603"):
 
     message = "`{loss}` on logits {cause}"
     help = "compute the loss in FP32: cast the logits with `.float()`, or compute it inside autocast"
-    triggers = (
-        any_of(*CASTS_LOW_PRECISION),
-        any_of(b"cross_entropy", b"CrossEntropyLoss", b"BCELoss", b"BCEWithLogitsLoss"),
-        any_of(b"backward("),
-    )
+    triggers = (any_of(b"cross_entropy(", b"CrossEntropyLoss(", b"BCELoss(", b"BCEWithLogitsLoss("),)
+    triggers_nearby = (any_of(*CASTS_LOW_PRECISION), any_of(b"backward("))
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if facts.declared == "inference":

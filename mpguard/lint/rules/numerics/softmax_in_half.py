@@ -48,7 +48,7 @@ class SoftmaxInHalf(Rule):
     message = "`{operation}` on values {cause}"
     help = "compute it in float32: cast the values with `.float()`, or pass `dtype=torch.float32`"
     triggers = (
-        any_of(*CASTS_LOW_PRECISION, b"log_softmax(", b"logsumexp("),
+        any_of(*CASTS_LOW_PRECISION, b"log_softmax(", b"logsumexp(", b"LogSoftmax("),
         any_of(b"softmax(", b".exp(", b"logsumexp(", b"Softmax("),
     )
     triggers_nearby = (any_of(*CASTS_LOW_PRECISION), any_of(b"backward("))

@@ -250,8 +250,10 @@ def never(model, loader, optimizer):
         together = step.scope is scope and loops and set(loops[:1]) <= set(step.call.loops)
         if torch is None or not together or step.subject is None or step.call.node.args or facts.repeated(scope):
             return None
-        if any(event.scope is scope for event in facts.events("scaler")):
-            return None  # there is one, which nothing uses
+        if any(event.scope is scope for event in facts.events("scaler")) or any(
+            name.lower().endswith("scaler") for name in scope.bindings
+        ):
+            return None  # there is one, which nothing uses, or one that is None
         if backward.guard - step.guard or not set(step.call.loops) <= set(backward.call.loops):
             return None  # a step without a backward before it: `scaler.step` would find no gradients to check
         if not step.call.is_statement or not isinstance(step.call.line, cst.SimpleStatementLine):

@@ -57,8 +57,8 @@ class ScalerNotInCheckpoint(Rule):
     message = "the checkpoint holds `{expr}`, but not the GradScaler's state"
     help = "save `scaler.state_dict()` too, and load it on resuming"
     triggers = (
-        any_of(b".scale(", b"caler.load_state_dict("),
-        any_of(b".update(", b"caler.load_state_dict("),
+        any_of(b".scale(", b"caler.load_state_dict(", b"caler.state_dict("),
+        any_of(b".update(", b"caler.load_state_dict(", b"caler.state_dict("),
         any_of(b"save"),
     )
     triggers_nearby = (any_of(b"Scaler"), any_of(b"state_dict("))
@@ -138,6 +138,8 @@ def main(model, loader, optimizer, path):
             yield self.at(saved, expr=facts.short(saved.call.node), notes=notes)
             return
         if not scalers:
+            if (unloaded := self._saved_only(facts)) is not None:
+                yield self._lost(*unloaded, facts)
             return
         names = {key.rsplit(".", 1)[-1] for event in scalers for key in self._keys(event, facts)}
         if not names or any(checkpoints.is_passed_on(name) for name in names):
@@ -161,11 +163,28 @@ def main(model, loader, optimizer, path):
         restored = checkpoints.of("restore", "optimizer")
         lost = not checkpoints.of("restore", "scaler") and not checkpoints.unclear("restore")
         if states and restored and lost:
-            yield self.at(
-                states[0],
-                message=f"`{facts.short(states[0].call.node)}` is saved, but not loaded with the optimizer's state",
-                notes=(Note("the optimizer's state is loaded here", restored[0].span),),
-            )
+            yield self._lost(states[0], restored[0], facts)
+
+    def _lost(self, saved: Event, restored: Event, facts: Facts) -> Diagnostic:
+        """Return the finding about a scaler's state that is saved, and not loaded where the optimizer's is."""
+        message = f"`{facts.short(saved.call.node)}` is saved, but not loaded with the optimizer's state"
+        return self.at(saved, message=message, notes=(Note("the optimizer's state is loaded here", restored.span),))
+
+    def _saved_only(self, facts: Facts) -> tuple[Event, Event] | None:
+        """Return a scaler's state that a file saves, and an optimizer's that it loads without the scaler's; or None.
+
+        None if a file that uses its functions loads a scaler's state, or may do so.
+        """
+        checkpoints = facts.checkpoints
+        saved = [each for each in checkpoints.saved("scaler") if each.scope.name != "state_dict"]
+        restored = [each for each in checkpoints.of("restore", "optimizer") if each.scope.name != "load_state_dict"]
+        if not saved or not restored or checkpoints.of("restore", "scaler") or checkpoints.unclear("restore"):
+            return None
+        home = restored[0].scope.owner or restored[0].scope
+        users = facts.users(home.name) if home is (saved[0].scope.owner or home) else None
+        if not users or any("caler.load_state_dict" in each.source.text for each in users):
+            return None
+        return saved[0], restored[0]
 
     def _loaded_only(self, facts: Facts) -> tuple[Event, Event] | None:
         """Return an optimizer's state that is saved, and the scaler's that is loaded and never saved; or None."""
@@ -205,6 +224,12 @@ def main(model, loader, optimizer, path):
     def _saved_elsewhere(self, scalers: list[Event], facts: Facts) -> Iterator[Diagnostic]:
         """Report a function of another module that saves the optimizer's state, and does not get the scaler."""
         scopes = {scope for each in scalers for scope in self._called_scopes(each.scope, facts)}
+        scopes |= {
+            scope
+            for each in scalers
+            if each.scope.owner is not None and any(key.startswith("self.") for key in self._keys(each, facts))
+            for scope in each.scope.owner.descendants()
+        }
         for call, other in facts.checkpoints.saved_elsewhere("optimizer"):
             if call.scope not in scopes or other.of("state", "scaler") or other.unclear("state"):
                 continue
