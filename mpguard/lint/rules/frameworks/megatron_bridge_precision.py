@@ -54,7 +54,7 @@ class MegatronBridgePrecision(Rule, form_of="MPG849"):
                 entry = document.entry(problem.key)
                 if entry is None or (registers and problem.key == "mixed_precision"):
                     continue
-                what = problem.reason if problem.key == "mixed_precision" else f"`{entry.key}` {problem.reason}"
+                what = problem.reason if problem.key == "mixed_precision" else f"`{entry.key}`: {problem.reason}"
                 yield self.at(entry.value_span, what=what, help="write a value that Megatron Bridge has")
 
     def _fields(self, call: Call, facts: Facts) -> Iterator[Diagnostic]:
