@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpguard.core.errors import MpguardError, PolicyError
-from mpguard.document import Document, validation
+from mpguard.document import Document, mp_yaml, validation
 from mpguard.document.schemas.deepspeed import other_optimizer
 from mpguard.explain import accelerate, deepspeed, launch, policy
 from mpguard.explain.inputs import RunInputs
@@ -180,7 +180,7 @@ def _refused(run: RunInputs, wanted: Policy, engine: str, strategy: str | None) 
     if run.config is None or run.launcher != "mpguard":
         return
     changes = tuple(differences(run.config.require(), wanted, "accelerate", strategy))
-    plan = Plan(wanted, config=run.config.path, strategy=strategy)
+    plan = Plan(wanted, config=run.config.path, strategy=strategy, allow=mp_yaml.stored(run.config).allow)
     planned = preflight.PlannedLaunch(plan, run.config, engine, changes, accelerator=True)
     if preflight.runs_on_cpu(planned) and (missing := hardware.detect().cpu.refuses(wanted)):
         yield f"the policy `{wanted.name}` does not run on the CPU, which the config asks for: {missing}"

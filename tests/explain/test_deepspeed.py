@@ -72,3 +72,36 @@ def test_the_params_of_what_deepspeed_creates_are_not_filled_in(
         assert main(["explain", "train.py"]) == bool(keys)
         told = capsys.readouterr().err
         assert [key for key in ("optimizer.params.lr", "scheduler.params.warmup") if key in told] == keys
+
+
+@pytest.mark.parametrize(
+    ("stage", "more", "status"),
+    [
+        (2, "", 1),
+        (1, "", 0),
+        (2, ", mpguard_allow: [{states: bf16}]", 0),
+        (2, ", mpguard_overrides: {params_dtype: fp32}", 0),
+    ],
+)
+def test_muon_whose_momentum_would_be_in_bf16_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stage: int,
+    more: str,
+    status: int,
+) -> None:
+    """As the engine is, which a launch would refuse after it has started."""
+    monkeypatch.chdir(tmp_path)
+    zero = f'"zero_optimization": {{"stage": {stage}}}, "bf16": {{"enabled": true}}'
+    Path("ds.json").write_text(
+        f'{{"train_micro_batch_size_per_gpu": 8, {zero}, "optimizer": {{"type": "Muon", "params": {{"lr": 0.02}}}}}}'
+    )
+    Path("mp.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 1\n"
+        f"deepspeed_config: {{deepspeed_config_file: ds.json}}\nfp8_config: {{mpguard_recipe: bf16_mixed{more}}}\n"
+    )
+    Path("train.py").write_text("from accelerate import Accelerator\n\naccelerator = Accelerator()\n")
+    assert main(["explain", "mp.yaml", "train.py"]) == status
+    told = capsys.readouterr().err
+    assert ("`optimizer.type`: DeepSpeed's ZeRO-2 holds the momentum of Muon in bf16" in told) is bool(status)

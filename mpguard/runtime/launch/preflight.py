@@ -16,13 +16,15 @@ from mpguard.core.errors import ConfigError
 from mpguard.document import Document, mp_yaml, read, validation
 from mpguard.document.ignored_keys import ignored, of_deepspeed
 from mpguard.document.schemas.accelerate import OLD, TOP
+from mpguard.document.schemas.deepspeed import optimizer_class
 from mpguard.nn import compile as compilation
 from mpguard.policy import hardware
+from mpguard.policy.allow import STATES
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import EMULATED
 from mpguard.runtime.plan import Plan, deepspeed_file
 from mpguard.targets.inject import Change, differences
-from mpguard.targets.settings import ABSENT, show
+from mpguard.targets.settings import ABSENT, Setting, lookup, merged, show
 
 _USE_CPU_OR_GPU = "Set `distributed_type: MULTI_CPU`, or run where there is a GPU"
 
@@ -177,6 +179,7 @@ def config_refusals(launch: PlannedLaunch) -> Iterator[str]:
     """Yield the refusals that the config itself causes, on any machine."""
     yield from _conflicting_keys(launch)
     yield from _deepspeed_file(launch)
+    yield from _muon_states(launch)
 
 
 def _engine(launch: PlannedLaunch) -> Iterator[str]:
@@ -258,6 +261,32 @@ def _deepspeed_file(launch: PlannedLaunch) -> Iterator[str]:
                 f"{document.path}{line}: `{change.key}` is {show(change.old)}{meaning}; the policy `{policy.name}` "
                 f"needs {show(change.new)}. Run `mpguard apply {policy.name} {launch.document.path} {document.path}`"
             )
+
+
+def _muon_states(launch: PlannedLaunch) -> Iterator[str]:
+    """Yield a refusal for Muon in a DeepSpeed file whose momentum will not have the policy's dtype.
+
+    The engine would be refused with the same reason (`runtime.patches.deepspeed_config.muon_states`).
+    """
+    document = deepspeed_file(launch.config, Path(launch.document.path)) if launch.kind == "DEEPSPEED" else None
+    policy = launch.plan.policy
+    dtype = policy.params_dtype
+    if document is None or str(lookup(document.require(), "optimizer.type")).lower() != "muon":
+        return
+    if dtype is None or dtype in (Dtype.FP32, policy.master_dtype) or dtype.short in launch.plan.allowed(STATES):
+        return
+    if lookup(document.data, "torch_autocast.enabled") is True:  # whose parameters are FP32
+        return
+    changes = differences(document.data, policy, "deepspeed")
+    after = merged(document.data, {change.key: Setting(change.new) for change in changes})
+    if optimizer_class(after) == "DeepSpeedZeroOptimizer":
+        yield (
+            f"{document.where('optimizer.type')}: DeepSpeed's ZeRO-{lookup(after, 'zero_optimization.stage')} holds "
+            f"the momentum of Muon in {dtype}, the dtype of the parameters; the policy `{policy.name}` needs "
+            f"{policy.master_dtype}. Use ZeRO stage 1 (with matrices of two dimensions only), or `torch_autocast` in "
+            f"place of the `{'bf16' if policy.bf16 else 'fp16'}` section, or accept it: "
+            f"mpguard_allow: [{{states: {dtype}}}]"
+        )
 
 
 def runs_on_cpu(launch: PlannedLaunch) -> bool:
