@@ -2,17 +2,20 @@
 
     python benchmarks/fp8.py --output benchmarks/results/fp8.json                      # one Hopper GPU, 10 minutes
     python benchmarks/fp8.py --merge --output FILE --only "fp8, te" "auto"             # some rows, into what is there
-    python benchmarks/fp8.py --gpus 2 --merge --output FILE                            # FSDP2 and ZeRO-2, two GPUs
+    python benchmarks/fp8.py --gpus 2 --merge --output FILE                            # DDP, FSDP and ZeRO-2, two GPUs
+    python benchmarks/fp8.py --gpus 4 --merge --output FILE                            # the same on four
     python benchmarks/fp8.py --quick                                                   # tries the program on a CPU
 
 Each variant trains in a process of its own: FP32 weights from a config, BF16 autocast, fused AdamW, random tokens. The
 `stock` process of a size stays alive, and each variant takes turns with it, so that a busy neighbour hits both; the
-ratio is that of the medians of these rounds, `fastest_ratio` that of their fastest steps. `ms` is the time of a step
-with a synchronization after it, `flow` without one, `gpu` the kernels of one step by kind. Up to four variants are
-built at the same time, so that `first_step_s`, the time of the first step with compilation, is an upper bound. A row
-that fails is a row, with the reason; with `--merge` it does not replace one that was measured.
+ratio is that of the medians of these rounds, `mean_ratio` that of their means, `fastest_ratio` that of their fastest
+steps. `ms` is the time of a step with a synchronization after it, `flow` without one, `gpu` the kernels of one step by
+kind. Up to four variants are built at the same time (half as many where the GPU has less than 100 GiB), so that
+`first_step_s`, the time of the first step with compilation, is an upper bound. A row that fails is a row, with the
+reason; with `--merge` it does not replace one that was measured.
 
-`communication` on two GPUs includes the time for which one waits for the other.
+`communication` on several GPUs includes the time for which one waits for the others; `communication alone` is the part
+of it during which no other kernel runs, and `no kernel` the time during which none does.
 
 All blocks of width 4096 are in FP8, because they stand for the many of a deep model: the recipe's first and last blocks
 in BF16 are left out. `auto` is what it is.
@@ -51,8 +54,15 @@ SIZES = {
     "4 x 8B, 4 of 2x4096": (4096, 14336, 32, 8, 4, 2, 4096, 32000),
     "6 x 8B, 2x4096, FSDP2": (4096, 14336, 32, 8, 6, 2, 4096, 32000),
     "6 x 8B, 2x4096, ZeRO-2": (4096, 14336, 32, 8, 6, 2, 4096, 32000),
+    "6 x 8B, 2x4096, DDP": (4096, 14336, 32, 8, 6, 2, 4096, 32000),
+    "6 x 8B, 2x4096, FSDP1": (4096, 14336, 32, 8, 6, 2, 4096, 32000),
     "6 x 8B, 2x4096, accelerate FSDP2": (4096, 14336, 32, 8, 6, 2, 4096, 32000),
+    "8 x 8B, 2x4096, FSDP2, 4 GPUs": (4096, 14336, 32, 8, 8, 2, 4096, 32000),
+    "6 x 8B, 2x4096, DDP, 4 GPUs": (4096, 14336, 32, 8, 6, 2, 4096, 32000),
+    "6 x 8B, 2x4096, ZeRO-2, 4 GPUs": (4096, 14336, 32, 8, 6, 2, 4096, 32000),
     "tiny": (64, 128, 4, 2, 2, 2, 32, 256),
+    "tiny, DDP": (64, 128, 4, 2, 2, 2, 32, 256),
+    "tiny, FSDP1": (64, 128, 4, 2, 2, 2, 32, 256),
     "tiny, FSDP2": (64, 128, 4, 2, 2, 2, 32, 256),
     "tiny, ZeRO-2": (64, 128, 4, 2, 2, 2, 32, 256),
     "tiny, accelerate FSDP2": (64, 128, 4, 2, 2, 2, 32, 256),
@@ -71,12 +81,15 @@ class Variant:
     """recipe: None without mpguard. changes: of its fields. compiled: the script compiles.
 
     by_hand: how the script converts to FP8 itself, a name in `CONVERSIONS`; empty if it does not.
+    prepared: the backend of accelerate's `mixed_precision: fp8` ("ao" or "te") that prepares the model; empty: a loop
+    without accelerate.
     """
 
     recipe: str | None = None
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     compiled: bool = True
     by_hand: str = ""
+    prepared: str = ""
 
 
 VARIANTS = {
@@ -86,6 +99,9 @@ VARIANTS = {
     "fp8, te": Variant(FP8, {"backend": "te"}),
     "fp8, te, weight cache": Variant(FP8, {"backend": "te", "fp8_weight_cache": True}),
     "fp8, torchao by hand": Variant("bf16_mixed", by_hand="torchao"),
+    "no mpguard: torchao by hand": Variant(by_hand="torchao"),
+    "no mpguard: accelerate, torchao": Variant(prepared="ao"),
+    "no mpguard: accelerate, te": Variant(prepared="te", compiled=False),
     "fp8, te fused by hand": Variant("bf16_mixed", by_hand="te, fused"),
     "fp8, torchao fused by hand": Variant("bf16_mixed", by_hand="torchao, fused"),
     "fp8, head, fast": Variant(FP8, HEAD),
@@ -116,6 +132,9 @@ PLAN = (
     ("4 x 8B, 2x4096", "fp8, not compiled by the script"),
     ("4 x 8B, 2x4096", "fp8, te"),
     ("4 x 8B, 2x4096", "auto"),
+    ("4 x 8B, 2x4096", "no mpguard: torchao by hand"),
+    ("4 x 8B, 2x4096", "no mpguard: accelerate, torchao"),
+    ("4 x 8B, 2x4096", "no mpguard: accelerate, te"),
     ("12 x 768, 1x1024", "auto"),
     ("8 x 2048, 2x4096", "auto"),
     ("6 x 3072, 2x4096", "auto"),
@@ -138,13 +157,25 @@ TWO_GPUS = (
     ("6 x 8B, 2x4096, FSDP2", "fp8"),
     ("6 x 8B, 2x4096, FSDP2", "bf16"),
     ("6 x 8B, 2x4096, ZeRO-2", "fp8"),
+    ("6 x 8B, 2x4096, ZeRO-2", "fp8, not compiled by the script"),
     ("6 x 8B, 2x4096, ZeRO-2", "bf16"),
     ("6 x 8B, 2x4096, ZeRO-2", "fp8, reduced in bf16"),
+    ("6 x 8B, 2x4096, DDP", "fp8"),
+    ("6 x 8B, 2x4096, DDP", "bf16"),
+    ("6 x 8B, 2x4096, FSDP1", "fp8"),
+    ("6 x 8B, 2x4096, FSDP1", "bf16"),
     ("6 x 8B, 2x4096, accelerate FSDP2", "fp8"),
     ("6 x 8B, 2x4096, accelerate FSDP2", "fp8, float8 all-gather"),
     ("6 x 8B, 2x4096, accelerate FSDP2", "fp8, float8 all-gather, not compiled by the script"),
     ("6 x 8B, 2x4096, accelerate FSDP2", "fp8, gathered in bf16"),
     ("6 x 8B, 2x4096, accelerate FSDP2", "bf16"),
+)
+#: What is measured on four.
+FOUR_GPUS = (
+    ("8 x 8B, 2x4096, FSDP2, 4 GPUs", "fp8"),
+    ("8 x 8B, 2x4096, FSDP2, 4 GPUs", "bf16"),
+    ("6 x 8B, 2x4096, DDP, 4 GPUs", "fp8"),
+    ("6 x 8B, 2x4096, ZeRO-2, 4 GPUs", "fp8"),
 )
 QUICK = (
     ("tiny", "bf16"),
@@ -152,6 +183,10 @@ QUICK = (
     ("tiny", "fp8, head, fast, masters"),
     ("tiny", "auto"),
     ("tiny", "fp8, torchao fused by hand"),
+    ("tiny", "no mpguard: torchao by hand"),
+    ("tiny", "no mpguard: accelerate, torchao"),
+    ("tiny, DDP", "fp8"),
+    ("tiny, FSDP1", "fp8"),
     ("tiny, FSDP2", "fp8"),
     ("tiny, ZeRO-2", "fp8"),
     ("tiny, accelerate FSDP2", "fp8, float8 all-gather"),
@@ -172,7 +207,7 @@ BOUNDS = {
     ("6 x 3072, 2x4096", "auto"): 0.99,
     ("4 x 8B, 1x1024", "auto"): 0.99,
     ("6 x 8B, 2x4096, FSDP2", "fp8"): 1.40,
-    ("6 x 8B, 2x4096, ZeRO-2", "fp8"): 1.40,
+    ("6 x 8B, 2x4096, ZeRO-2", "fp8"): 1.30,
     ("6 x 8B, 2x4096, ZeRO-2", "fp8, reduced in bf16"): 1.40,
 }
 
@@ -184,8 +219,9 @@ WARM_UP, ROUNDS, STEPS = 65, 3, 10
 #: are timed, between the looks at steps 256 and 512.
 HOST_BOUND = {"12 x 768, 1x1024": (257, 12)}
 
-#: Variants that are built at the same time, and the most seconds for that.
-AT_ONCE, BUILT = 4, 200.0
+#: Variants that are built at the same time (half as many under DDP, whose ranks hold all weights), and the most seconds
+#: for that.
+AT_ONCE, BUILT = 4, 260.0
 
 #: Rows of the proof that are part of the result.
 ROWS = (
@@ -209,14 +245,22 @@ KINDS = (
     ("products", r"gemm|nvjet|cutlass|triton_tem"),
     ("copy", r"^Mem(cpy|set)"),
 )
+#: How the names of events on the GPU begin that are no kernels: ranges around them.
+NO_KERNELS = ("Lazy", "Activity", "nccl:", "FSDP::", "##", "Optimizer.")
 
 
 # -- a worker: one variant of one size ---------------------------------------------------------------------------------
 
 
 def strategy_of(size: str) -> str | None:
-    """Return what divides the model among two processes; None for one process."""
-    return next((each for each in ("accelerate FSDP2", "FSDP2", "ZeRO-2") if size.endswith(each)), None)
+    """Return what divides the model or its batches among several processes; None for one process."""
+    parts = size.split(", ")
+    return next((each for each in ("accelerate FSDP2", "FSDP2", "FSDP1", "ZeRO-2", "DDP") if each in parts), None)
+
+
+def processes_of(size: str) -> int:
+    """Return the number of processes, each with a GPU."""
+    return 4 if size.endswith(", 4 GPUs") else 1 if strategy_of(size) is None else 2
 
 
 def policy_of(variant: Variant) -> Any:
@@ -343,14 +387,15 @@ def trainer(size: str, variant: Variant) -> Callable[[], Any]:
         CONVERSIONS[variant.by_hand](model)
     if strategy == "ZeRO-2":
         return zero2(model, batches, variant)
-    if strategy == "accelerate FSDP2":
+    if strategy == "accelerate FSDP2" or variant.prepared:
         return accelerated(model, batches, variant)
     if strategy == "FSDP2":
         shard(model)
+    model = fsdp1(model) if strategy == "FSDP1" else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    net = compiled(model, variant)
+    net = compiled(ddp(model) if strategy == "DDP" else model, variant)
     by_hand_on_cpu = bool(variant.by_hand) and where.type == "cpu"  # torchao reads only the state of CUDA's autocast
-    autocast = strategy is None and not by_hand_on_cpu  # FSDP2 casts itself
+    autocast = strategy in (None, "DDP") and not by_hand_on_cpu  # FSDP casts itself
     regions = fp8_regions() if variant.by_hand.startswith("te") else contextlib.nullcontext
     return training_step(net, optimizer, batches, autocast, passes=PASSES.get(size, 1), region=regions)
 
@@ -438,21 +483,58 @@ def shard(model: Any) -> None:
     fully_shard(model, mesh=mesh, mp_policy=mixed)
 
 
+def fsdp1(model: Any) -> Any:
+    """Return the model in FSDP1, block by block: FP32 shards, matmuls and gathers in BF16, reduction in FP32."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    dist.init_process_group("nccl" if device() == "cuda" else "gloo")
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}),
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        device_id=next(model.parameters()).device,
+        use_orig_params=True,
+    )
+
+
+def ddp(model: Any) -> Any:
+    """Return the model in DDP: FP32 parameters and reduction."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("nccl" if device() == "cuda" else "gloo")
+    return DistributedDataParallel(model)
+
+
 def accelerated(model: Any, batches: list[Any], variant: Variant) -> Callable[[], Any]:
-    """Return a step of accelerate's FSDP2: FP32 shards, matmuls and gathers in BF16; reduction as accelerate has it."""
+    """Return a step of accelerate: `mixed_precision: fp8` in one process, else FSDP2 in BF16.
+
+    FSDP2 has FP32 shards, matmuls and gathers in BF16, and reduces as accelerate has it. FP8 is accelerate's own, with
+    the output head left out, and with torchao without the all-gather that needs FSDP2 (its weights would not train).
+    """
     import torch
     from accelerate import Accelerator
-    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils import AORecipeKwargs, FullyShardedDataParallelPlugin, TERecipeKwargs
 
+    if variant.prepared == "ao":
+        from torchao.float8 import Float8LinearConfig
+
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=False, emulate=device() == "cpu")
+        handlers = [AORecipeKwargs(config=config)]
+    else:
+        handlers = [TERecipeKwargs()] if variant.prepared == "te" else []
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
+    )
     accelerator = Accelerator(
-        mixed_precision="bf16",
+        mixed_precision="fp8" if variant.prepared else "bf16",
         cpu=device() == "cpu",
         dynamo_backend=_backend() if variant.compiled else "no",
-        fsdp_plugin=FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        ),
+        fsdp_plugin=None if variant.prepared else plugin,
+        kwargs_handlers=handlers,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     net, optimizer = accelerator.prepare(model, optimizer)
@@ -533,19 +615,34 @@ def kernels(step: Callable[[], Any]) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
     kinds: dict[str, float] = {}
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}  # of communication, and of other kernels
     with contextlib.suppress(Exception):
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             step()
             synchronize()
-        for event in trace.key_averages():
-            spent = event.self_device_time_total / 1e3
-            if not spent or event.key.startswith(("cuda", "Lazy", "Activity")):
+        for event in trace.events():
+            if "CUDA" not in str(event.device_type) or event.is_user_annotation or event.name.startswith(NO_KERNELS):
                 continue
-            kind = next((name for name, pattern in KINDS if re.search(pattern, event.key, re.IGNORECASE)), "rest")
-            if kind == "products" and re.search(FP8_KERNELS, event.key, re.IGNORECASE):
+            kind = next((name for name, pattern in KINDS if re.search(pattern, event.name, re.IGNORECASE)), "rest")
+            if kind == "products" and re.search(FP8_KERNELS, event.name, re.IGNORECASE):
                 kind = "products in fp8"
-            kinds[kind] = round(kinds.get(kind, 0.0) + spent, 2)
-    return {"gpu": kinds}
+            kinds[kind] = kinds.get(kind, 0.0) + event.time_range.elapsed_us() / 1e3
+            spans[kind == "communication"].append((event.time_range.start / 1e3, event.time_range.end / 1e3))
+        every = sorted(spans[True] + spans[False])
+        busy = covered(every)
+        if spans[True]:
+            kinds["communication alone"] = busy - covered(spans[False])
+        kinds["no kernel"] = max(end for _, end in every) - every[0][0] - busy
+    return {"gpu": {kind: round(ms, 2) for kind, ms in kinds.items()}}
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Return the time during which at least one of some spans runs."""
+    total, last = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return total
 
 
 def proven(variant: Variant) -> dict[str, Any]:
@@ -566,8 +663,7 @@ def proven(variant: Variant) -> dict[str, Any]:
 
 
 def worker_of(size: str, variant: str) -> Worker:
-    processes = 1 if strategy_of(size) is None else 2
-    return Worker(f"{size}, {variant}", [__file__, "--work", variant, "--size", size], processes)
+    return Worker(f"{size}, {variant}", [__file__, "--work", variant, "--size", size], processes_of(size))
 
 
 def timing(size: str) -> tuple[int, int]:
@@ -583,6 +679,8 @@ def pair(stock: Worker, worker: Worker, rounds: int) -> dict[str, Any]:
         own.add(worker.ask())
     row = {**own.row(), "stock_ms": statistics.median(base.ms), "stock_flow": statistics.median(base.flow)}
     row["ratio"] = round(row["stock_ms"] / row["ms"], 3)
+    row["mean"], row["stock_mean"] = statistics.mean(own.ms), statistics.mean(base.ms)
+    row["mean_ratio"] = round(row["stock_mean"] / row["mean"], 3)
     row["fastest_ratio"] = round(min(base.ms) / row["lo"], 3)
     row["flow_ratio"] = round(row["stock_flow"] / row["flow"], 3)
     return {**row, **worker.ask(END, 60.0)}
@@ -593,7 +691,7 @@ def measure(plan: tuple[tuple[str, str], ...], deadline: float) -> Iterator[dict
     began = time.monotonic()
     for size in dict.fromkeys(size for size, _ in plan):
         variants = [variant for each, variant in plan if each == size]
-        at_once = AT_ONCE if strategy_of(size) is None else AT_ONCE // 2
+        at_once = AT_ONCE // (2 if strategy_of(size) == "DDP" else 1) // (1 if roomy() else 2)
         stock: Worker | None = None
         try:
             for first in range(0, len(variants), at_once):
@@ -610,6 +708,13 @@ def measure(plan: tuple[tuple[str, str], ...], deadline: float) -> Iterator[dict
         finally:
             if stock is not None:
                 stock.end()
+
+
+def roomy() -> bool:
+    """Return True if the GPU has room for five copies of a model of four 8B blocks."""
+    import torch
+
+    return not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory > 100 * 2**30
 
 
 def together(size: str, stock: Worker, variants: list[str], *, fresh: bool) -> Iterator[dict[str, Any]]:
@@ -655,7 +760,7 @@ def text_of(row: Mapping[str, Any]) -> str:
     verdict = "" if bound is None else f" (bound {bound}: {'met' if row['ratio'] >= bound else 'MISSED'})"
     gpu = " ".join(f"{kind} {ms}" for kind, ms in row.get("gpu", {}).items())
     times = f"{row['ms']:7.1f} ms ({row['lo']:.1f} to {row['hi']:.1f}), stock {row['stock_ms']:.1f}"
-    ratios = f"fastest x{row['fastest_ratio']:.3f}, flow x{row['flow_ratio']:.3f}"
+    ratios = f"mean x{row['mean_ratio']:.3f}, fastest x{row['fastest_ratio']:.3f}, flow x{row['flow_ratio']:.3f}"
     more = f"{ratios}, host {row['host']:.1f} ms, {row.get('gib', 0)} GiB"
     ran = f"loss {row['loss'][1]:.4f}, first step {row['first_step_s']:.0f} s, {row.get('proof', 'no proof')}"
     facts = "; ".join([gpu, *(f"{key}: {found}" for key, found in row.get("rows", {}).items())])
@@ -668,9 +773,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="the JSON file for the result")
     parser.add_argument("--merge", action="store_true", help="keep the rows of the file that are not measured again")
     parser.add_argument("--quick", action="store_true", help="a tiny model: tries the program, measures nothing")
-    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="the plan for so many GPUs")
+    parser.add_argument("--gpus", type=int, choices=(1, 2, 4), default=1, help="the plan for so many GPUs")
     parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="ROW", help="rows with one of these in `SIZE, VARIANT`"
+        "--only", nargs="+", default=[""], metavar="ROW", help="these rows (`SIZE, VARIANT`), or all with such a part"
     )
     parser.add_argument("--deadline", type=float, default=540.0, help="seconds after which no variant is begun")
     parser.add_argument("--work", choices=VARIANTS, help=argparse.SUPPRESS)
@@ -680,8 +785,10 @@ def main() -> int:
         work(options.size, options.work)
         return 0
     began = time.monotonic()
-    whole = QUICK if options.quick else TWO_GPUS if options.gpus == 2 else PLAN
-    plan = tuple(each for each in whole if any(word in ", ".join(each) for word in options.only))
+    whole = QUICK if options.quick else {1: PLAN, 2: TWO_GPUS, 4: FOUR_GPUS}[options.gpus]
+    exact = {", ".join(each) for each in whole}.intersection(options.only)
+    parts = [word for word in options.only if word not in exact]
+    plan = tuple(each for each in whole if (name := ", ".join(each)) in exact or any(part in name for part in parts))
     if not plan:
         parser.error(f"no row has {' or '.join(options.only)} in its name: {'; '.join(map(', '.join, whole))}")
     rows: list[dict[str, Any]] = []
@@ -704,7 +811,7 @@ def write(path: Path, rows: list[dict[str, Any]], seconds: float, *, merge: bool
     merged = kept | {
         key: row for key, row in own.items() if "state" not in row or "state" in kept.get(key, {"state": 1})
     }
-    order = {key: place for place, key in enumerate((*PLAN, *TWO_GPUS))}
+    order = {key: place for place, key in enumerate((*PLAN, *TWO_GPUS, *FOUR_GPUS))}
     found = sorted(merged.values(), key=lambda row: order.get((row["size"], row["variant"]), -1))
     result = {
         **stamp,
