@@ -195,8 +195,8 @@ QUICK = (
 #: The bounds that this table has to meet: (size, variant) -> ratio to stock.
 BOUNDS = {
     ("4 x 8B, 2x4096", "bf16"): 1.15,
-    ("4 x 8B, 2x4096", "fp8"): 1.45,
-    ("4 x 8B, 2x4096", "fp8, not compiled by the script"): 1.45,
+    ("4 x 8B, 2x4096", "fp8"): 1.50,
+    ("4 x 8B, 2x4096", "fp8, not compiled by the script"): 1.50,
     ("4 x 8B, 2x4096", "fp8, head, fast"): 1.57,
     ("4 x 8B, 2x4096", "fp8, head, fast, masters"): 1.63,
     ("8 x 2048, 1x2048", "auto"): 1.10,
@@ -207,6 +207,7 @@ BOUNDS = {
     ("6 x 3072, 2x4096", "auto"): 0.99,
     ("4 x 8B, 1x1024", "auto"): 0.99,
     ("6 x 8B, 2x4096, FSDP2", "fp8"): 1.40,
+    ("8 x 8B, 2x4096, FSDP2, 4 GPUs", "fp8"): 1.50,
     ("6 x 8B, 2x4096, ZeRO-2", "fp8"): 1.30,
     ("6 x 8B, 2x4096, ZeRO-2", "fp8, reduced in bf16"): 1.40,
 }

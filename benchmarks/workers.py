@@ -132,7 +132,8 @@ class Worker:
         port = str(_free_port())
         self.processes = []
         for rank in range(processes):
-            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
             if processes > 1:
                 environment |= {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             process = subprocess.Popen(
