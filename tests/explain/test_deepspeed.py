@@ -80,7 +80,6 @@ def test_the_params_of_what_deepspeed_creates_are_not_filled_in(
         (2, "", 1),
         (1, "", 0),
         (2, ", mpguard_allow: [{states: bf16}]", 0),
-        (2, ", mpguard_overrides: {params_dtype: fp32}", 0),
     ],
 )
 def test_muon_whose_momentum_would_be_in_bf16_is_refused(

@@ -257,9 +257,10 @@ def _deepspeed_file(launch: PlannedLaunch) -> Iterator[str]:
             meaning = ", which here means false" if change.old == "auto" else ""
             if str(change.old).lower() in ("true", "false") and isinstance(change.old, str):
                 meaning = " in quotes, a string, which the Trainer and DeepSpeed do not take for a boolean"
+            recipe = str(policy.name).partition(" with ")[0]  # `apply` reads the overrides in the config
             yield (
                 f"{document.path}{line}: `{change.key}` is {show(change.old)}{meaning}; the policy `{policy.name}` "
-                f"needs {show(change.new)}. Run `mpguard apply {policy.name} {launch.document.path} {document.path}`"
+                f"needs {show(change.new)}. Run `mpguard apply {recipe} {launch.document.path} {document.path}`"
             )
 
 
