@@ -40,7 +40,7 @@ class Gradients:
     passed_on: elements of other tensors, no weights, that the script has sent to one rank, as stages of a pipeline do.
     exchanged: elements that ranks have exchanged, of gradients too, as they do with the inputs of experts. made: by
     the id of a leaf, the dtype of the gradient that a backward pass has made, since the last step began. starts: by the
-    id of a parameter, a sum of some of its values before the first step.
+    id of a parameter, some of its values before the first step.
     """
 
     def __init__(self, optimizers: Collection[Any] = ()) -> None:
@@ -59,7 +59,7 @@ class Gradients:
         self.unread: Counter[str] = Counter()
         self.passed_on = self.exchanged = 0
         self.made: dict[int, str] = {}
-        self.starts: dict[int, Any] = {}
+        self.starts: dict[int, torch.Tensor] = {}
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
         self._depth = 0
         self._pass: set[int] = set()  # ids of the leaves of the pass that runs
@@ -117,7 +117,7 @@ class Gradients:
         new = [leaf for leaf in leaves if id(leaf) not in self._leaves]
         self._leaves |= {id(leaf): weakref.ref(leaf) for leaf in new}
         if dist.is_available() and dist.is_initialized():
-            self.starts |= {id(leaf): sample(leaf).double().sum() for leaf in new if is_allocated(leaf)}
+            self.starts |= {id(leaf): sample(leaf) for leaf in new if is_allocated(leaf)}
         return leaves
 
     def _add_loss(self, loss: torch.Tensor) -> None:
