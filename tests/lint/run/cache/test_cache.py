@@ -87,6 +87,14 @@ class Linted:
         checked = list(self.checked)
         assert report == self.report("--no-cache", *arguments)
         self.checked = checked
+        return self._codes(report)
+
+    def cached(self, *arguments: str) -> Codes:
+        """The findings (file, code) of a run with a cache, where those of one without are known."""
+        return self._codes(self.report(*arguments))
+
+    @staticmethod
+    def _codes(report: tuple[int, Any, str]) -> Codes:
         return [(each["path"], each["code"]) for each in report[1]["findings"]]
 
 
@@ -435,7 +443,7 @@ def unchanged_linter(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unchanged_linter")
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_every_file_a_rule_reads_is_a_dependency(part: int, lint: Linted) -> None:
-    """Run all examples that have other files, each in a project of its own, without each file, and with it again."""
+    """All examples with other files, each in a project of its own: without each file, with another, with it again."""
     of_rules = (example for _, rule in sorted(rules(own_only=True).items()) for example in examples(rule))
     chosen = [example for example in of_rules if example.files][part::_PARTS]
     names = [f"{number}/{example.name or 'train.py'}" for number, example in enumerate(chosen)]
@@ -446,22 +454,21 @@ def test_every_file_a_rule_reads_is_a_dependency(part: int, lint: Linted) -> Non
         for path, text in ((f"{number}/pyproject.toml", ""), (name, example.code), *others[number]):
             write(path, text)
     select = ("--select", "ALL", "--preview")
-    assert lint(*select, *names)
+    whole = lint(*select, *names)
+    assert whole
     lint(*select, ".")
     for place in range(max(map(len, others))):
         files = [each[place] for each in others if place < len(each)]
         for path, _ in files:
             Path(path).unlink()
-        lint(*select, *names)
         lint(*select, ".")
-        for path, text in files:
-            write(path, text)
-        lint(*select, *names)
         for path, text in files:
             changed = text.replace("bf16", "fp16").replace("FSDP", "MULTI_GPU").replace("2", "1")
             write(path, text if path.endswith(".toml") else changed)  # there is no GPU b100, and no recipe fp16_full
-        lint(*select, *names)
         lint(*select, ".")
+        for path, text in files:
+            write(path, text)
+        assert lint.cached(*select, *names) == whole
 
 
 @pytest.mark.usefixtures("unchanged_linter")
