@@ -83,13 +83,16 @@ def test_examples_pass_their_own_gate(rule: type[Rule]) -> None:
 
 
 def test_little_is_parsed() -> None:
-    """The regression to fear is a loose trigger: of transformers, under 5 % may reach the parser, by whatever rule."""
+    """The regression to fear is a loose trigger: under 5 % of transformers may reach the parser, by whatever rule.
+
+    A third of its files is read.
+    """
     every = [each for rule in PYTHON for each in (*rule.forms(), rule) if issubclass(each, Rule)]
     read = parsed = 0
-    for path in sorted(Path(transformers.__file__).parent.rglob("*.py")):
+    for path in sorted(Path(transformers.__file__).parent.rglob("*.py"))[::3]:
         data = path.read_bytes()
         read += len(data)
         if prefilter.relevant(data, every):
             parsed += Facts(Source.parse(data, str(path))).parsed_bytes
-    assert read > 20_000_000
+    assert read > 6_000_000
     assert parsed < 0.05 * read
