@@ -105,7 +105,14 @@ def one_of(*words: str, fold: bool = False, also: tuple[Any, ...] = ()) -> Value
 BOOLEAN = ValueKind("true or false is needed: text counts as true", lambda value: isinstance(value, (bool, int)))
 SWITCH = ValueKind("true or false is needed", _switch)
 SWITCH_OR_AUTO = ValueKind("auto, true or false is needed", lambda value: value == "auto" or _switch(value))
+#: Of a program that converts no text: text that reads as true is what it says.
+TRUTHY = ValueKind(
+    BOOLEAN.needed, lambda value: isinstance(value, (bool, int)) or str(value).lower() in ("true", "yes", "on", "1")
+)
 WHOLE = ValueKind("a whole number is needed", _whole)
+INTEGER = ValueKind(
+    "a whole number without quotes is needed", lambda value: _whole(value) and not isinstance(value, str)
+)
 SCALE = ValueKind("a number from 0 is needed", _scale)
 WHOLE_FROM_0 = ValueKind("a whole number from 0 is needed", lambda value: _whole(value) and _scale(value))
 SECTION = ValueKind("a section is needed", lambda value: isinstance(value, Mapping))

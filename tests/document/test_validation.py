@@ -78,6 +78,20 @@ REFUSED = [
         {"distributed_type": "FSDP", "fsdp_config": "{fsdp_version: 2, fsdp_sync_module_states: false}"},
         "`fsdp_config.fsdp_sync_module_states`: is false, and `fsdp_cpu_ram_efficient_loading` is not", "",
     ),
+    ({"compute_environment": "LOCAL"}, "`compute_environment`: is LOCAL; did you mean", "`LOCAL_MACHINE`"),
+    (
+        {"distributed_type": "FSDP", "fsdp_config": "{auto_wrap_policy: SIZE_BASED_WRAP, min_num_params: many}"},
+        "`fsdp_config.min_num_params`: is many; a whole number is needed", "",
+    ),
+    (
+        {
+            "distributed_type": "DEEPSPEED", "num_machines": "2",
+            "deepspeed_config": "{zero_stage: 2, deepspeed_multinode_launcher: pdhs}",
+        },
+        "`deepspeed_config.deepspeed_multinode_launcher`: is pdhs; did you mean", "`pdsh`",
+    ),
+    ({"num_machines": "2", "same_network": "maybe"}, "`same_network`: is maybe; true or false is needed", ""),
+    ({"num_machines": "2", "machine_rank": "2"}, "`machine_rank`: is 2, and `num_machines` is 2: the ranks", ""),
     ({"rdzv_backend": "c10"}, "`rdzv_backend`: is c10; did you mean", "`c10d`"),
     ({"gpu_ids": "0"}, "`gpu_ids`: is 0; text is needed, all or ids with commas between them: '0,1'", ""),
     ({"gpu_ids": "0;1"}, "`gpu_ids`: is 0;1; text is needed", ""),
@@ -291,6 +305,10 @@ TRAINERS = {
         FACTORY + "bf16: true\ndeepspeed: {bf16: {enabled: auto}, zero_optimization: {stage: 5}}\n", "bf16_mixed",
         "`deepspeed.zero_optimization.stage`: is 5; it is one of 0, 1, 2, 3",
     ),
+    "text for a number of NeMo": (
+        NEMO + "  fp8_amax_history_len: '1024'\n", "bf16_mixed",
+        "`model.fp8_amax_history_len`: is 1024; a whole number without quotes is needed",
+    ),
     "the algorithm of NeMo": (
         NEMO + "  fp8_amax_compute_algo: maximum\n", "bf16_mixed",
         "`model.fp8_amax_compute_algo`: is maximum; did you mean `max`?",
@@ -404,6 +422,12 @@ def test_a_problem_that_a_recipe_removes_is_none(tmp_path: Path, capsys: pytest.
 def test_what_a_program_may_accept_is_no_problem(text: str) -> None:
     document = parse(text, "train.yaml")
     assert document.kind in ("axolotl", "megatron-bridge") and list(validation.problems(document)) == []
+
+
+@pytest.mark.parametrize(("value", "is_wrong"), [('"yes please"', True), ('"true"', False), ('"auto"', False)])
+def test_text_for_torch_autocast_counts_as_true(value: str, is_wrong: bool) -> None:
+    document = parse('{"train_batch_size": 2, "torch_autocast": {"enabled": %s}}' % value, "ds.json")  # noqa: UP031
+    assert [each.key for each in validation.problems(document)] == ["torch_autocast.enabled"] * is_wrong
 
 
 def test_a_flag_replaces_the_number_of_the_config(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from mpguard.core.errors import did_you_mean, near
 from mpguard.document.schemas.accelerate import PARALLELISM_PREFIX, SECTIONS
 from mpguard.document.values import (
-    BOOLEAN,
     SECTION,
     SWITCH,
+    TRUTHY,
     WHOLE,
     WHOLE_FROM_0,
     ConfigProblem,
@@ -53,14 +53,12 @@ def _in_section(section: str, kinds: Mapping[str, ValueKind]) -> dict[str, Value
     return {f"{section}.{prefix}{key}": kind for prefix in sorted(prefixes) for key, kind in kinds.items()}
 
 
-_TRUTHY = ValueKind(
-    BOOLEAN.needed, lambda value: isinstance(value, (bool, int)) or str(value).lower() in ("true", "yes", "on", "1")
-)
 _IDS = re.compile(r"all|[\w.:/-]+( ?, ?[\w.:/-]+)*")  # numbers, or UUIDs of GPUs
 #: Dotted key -> the values that accelerate can parse there, whatever is launched. A section that is none is lost.
 VALUES: Mapping[str, ValueKind] = {
+    "compute_environment": one_of("LOCAL_MACHINE", "AMAZON_SAGEMAKER"),
     "use_cpu": SWITCH,
-    **dict.fromkeys(("debug", "enable_cpu_affinity"), _TRUTHY),
+    **dict.fromkeys(("debug", "enable_cpu_affinity"), TRUTHY),
     "gpu_ids": ValueKind(
         "text is needed, all or ids with commas between them: '0,1'",
         lambda value: isinstance(value, str) and _IDS.fullmatch(value.strip()) is not None,
@@ -156,6 +154,13 @@ _OF_TYPE: Mapping[str, Mapping[str, ValueKind]] = {
 }
 #: The same for keys that are read where more than one process is started.
 _OF_PROCESSES: Mapping[str, ValueKind] = {"main_process_port": WHOLE, "rdzv_backend": _RENDEZVOUS}
+#: The same where more than one machine is used.
+_OF_MACHINES: Mapping[str, ValueKind] = {
+    "same_network": TRUTHY,
+    "deepspeed_config.deepspeed_multinode_launcher": one_of(
+        "pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm"
+    ),
+}
 #: Keys whose value is a number from 1.
 COUNTS = ("num_processes", "num_machines")
 
@@ -201,8 +206,12 @@ def _in_force(config: Mapping[str, Any]) -> Mapping[str, ValueKind]:
     if kind == "FSDP":
         version = str(_setting(config, "fsdp_config", "version", 1))
         kinds |= _in_section("fsdp_config", _FSDP_OF_VERSION.get(version, {}))
+        if str(_setting(config, "fsdp_config", "auto_wrap_policy")).upper() == "SIZE_BASED_WRAP":
+            kinds |= _in_section("fsdp_config", {"min_num_params": WHOLE})
     if config.get("num_processes", 1) != 1:
         kinds |= _OF_PROCESSES
+    if config.get("num_machines", 1) != 1:
+        kinds |= _OF_MACHINES
     if str(_setting(config, "dynamo_config", "backend")).lower() == "inductor" and kind != "DEEPSPEED":
         kinds |= _in_section("dynamo_config", {"mode": _COMPILE_MODES})
     if _is_fp8(config):
@@ -245,6 +254,10 @@ def _contradictions(config: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     if starts_several and one and not is_filled_in(ids) and config.get("num_machines", 1) in (None, 1):
         reason = f"is {ids}, one GPU, and {kind} needs two or more: accelerate stops. List them, or write all"
         yield ConfigProblem("gpu_ids", reason, flag="gpu_ids")
+    machines, rank = config.get("num_machines"), config.get("machine_rank")
+    if isinstance(machines, int) and isinstance(rank, int) and rank >= machines > 0:
+        reason = f"is {rank}, and `num_machines` is {machines}: the ranks of machines begin at 0"
+        yield ConfigProblem("machine_rank", reason, flag="machine_rank")
     if kind != "FSDP":
         return
     loading, synchronized = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpguard.document.values import SCALE, SECTION, SWITCH, WHOLE, WHOLE_FROM_0, ValueKind, one_of
+from mpguard.document.values import SCALE, SECTION, SWITCH, TRUTHY, WHOLE, WHOLE_FROM_0, ValueKind, one_of
 from mpguard.policy.dtype import Dtype
 from mpguard.targets.settings import lookup, show
 
@@ -123,6 +123,7 @@ VALUES: Mapping[str, ValueKind] = {
     "fp16.loss_scale": SCALE,
     "communication_data_type": _COMMUNICATION,
     "seq_parallel_communication_data_type": _COMMUNICATION,
+    "torch_autocast.enabled": TRUTHY,  # which DeepSpeed does not parse
     "torch_autocast.dtype": _DTYPES,
     "data_types.grad_accum_dtype": _DTYPES,
     "data_types.param_dtype": _DTYPES,

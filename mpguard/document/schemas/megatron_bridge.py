@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpguard.document.values import BOOLEAN, WHOLE, ConfigProblem, ValueKind, one_of, wrong_values
+from mpguard.document.values import BOOLEAN, INTEGER, ConfigProblem, ValueKind, one_of, wrong_values
 from mpguard.policy.dtype import Dtype
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ _IN_SECTION: Mapping[str, ValueKind] = {
          "fp8_param", "fp8_param_gather", "fp4_param", "fp4_param_gather"),
         BOOLEAN,
     ),
-    **dict.fromkeys(("fp8_margin", "fp8_amax_history_len"), WHOLE),
+    **dict.fromkeys(("fp8_margin", "fp8_amax_history_len"), INTEGER),
     "fp8": one_of("e4m3", "hybrid"),
     "fp8_amax_compute_algo": one_of("max", "most_recent"),
 }  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from mpguard.document.values import BOOLEAN, WHOLE, ConfigProblem, ValueKind, one_of, wrong_values
+from mpguard.document.values import BOOLEAN, INTEGER, ConfigProblem, ValueKind, one_of, wrong_values
 
 if TYPE_CHECKING:
     from mpguard.document import Document
@@ -40,7 +40,7 @@ VALUES: Mapping[str, ValueKind] = {
     **dict.fromkeys(
         (f"model.{key}" for key in ("fp8", "transformer_engine", "megatron_amp_O2", "reduce_amax", *FORMATS)), BOOLEAN
     ),
-    **dict.fromkeys((f"model.{key}" for key in ("fp8_margin", "fp8_interval", "fp8_amax_history_len")), WHOLE),
+    **dict.fromkeys((f"model.{key}" for key in ("fp8_margin", "fp8_interval", "fp8_amax_history_len")), INTEGER),
     "model.fp8_amax_compute_algo": one_of("max", "most_recent"),
 }  # fmt: skip
 
