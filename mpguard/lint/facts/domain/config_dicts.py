@@ -125,7 +125,7 @@ def _dicts(facts: DomainView) -> Iterator[tuple[cst.Dict, Record, str]]:
 
 def _given(facts: DomainView, call: Call) -> Iterator[cst.Dict]:
     """Yield the dicts that a call with a config argument may take: in place, by name, or returned by a function."""
-    names, position = _CONFIG_ARGUMENTS[call.name]
+    names, position = _CONFIG_ARGUMENTS.get(call.name, _CONFIG_ARGUMENTS["initialize"])  # imported under another name
     value = call.argument(position, *names)
     key = dotted(value)
     bindings = facts.values.reaching(key, call.scope, call.order) if key else []
