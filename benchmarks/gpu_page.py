@@ -31,8 +31,8 @@ KEPT = (
 )  # fmt: skip
 
 
-def page(result: dict[str, Any], compiled: dict[str, Any]) -> str:
-    """Return docs/gpu.md: how much was proven on a GPU, what it means, and the measurements behind `compile: auto`."""
+def page(result: dict[str, Any], compiled: dict[str, Any], parallel: dict[str, Any]) -> str:
+    """Return docs/gpu.md: what was proven on a GPU, what it means, four GPUs, and what `compile: auto` rests on."""
     found = result["cells"]
     states = Counter(cell["state"] for cell in found)
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if name != "mpguard")
@@ -51,7 +51,7 @@ def page(result: dict[str, Any], compiled: dict[str, Any]) -> str:
         "scaling). The model is a small Llama of four blocks, whose output head stays in BF16.", "",
         *_summary(found), "",
         "[All combinations, with the share of FP8 and the distance of the loss, and the reasons of what was "
-        "refused](gpu_tables.md).", "", *KEPT, "", *_compiled(compiled),
+        "refused](gpu_tables.md).", "", *_parallel(parallel), "", *KEPT, "", *_compiled(compiled),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
@@ -100,6 +100,43 @@ def tables(result: dict[str, Any]) -> str:
         lines += ["", "## Not measured yet", "", "For want of time on a machine with two GPUs:", ""]
         lines += [f"- {name}" for name in left]
     return "\n".join(lines) + "\n"
+
+
+#: What the programs of gpu_programs/parallel.py are called.
+NAMES = {
+    "ddp": "DDP", "fsdp2": "FSDP2", "hsdp": "HSDP (FSDP2, 2 x 2)", "tp": "tensor and sequence parallel",
+    "fsdp_tp": "tensor parallel in FSDP2 (2 x 2)", "cp": "context parallel in FSDP2 (2 x 2)", "pp": "pipeline (GPipe)",
+    "pp_fsdp": "pipeline (1F1B) of FSDP2 (2 x 2)", "ep": "expert parallel, DDP for the rest",
+}  # fmt: skip
+
+
+def _parallel(result: dict[str, Any]) -> list[str]:
+    """Return the section about each kind of parallelism on several GPUs."""
+    found = {(row["program"], row["recipe"]): row for row in result["rows"]}
+    recipes = list(dict.fromkeys(recipe for _, recipe in found))
+    states = Counter(row["state"] for row in result["rows"])
+    others = "; ".join(f"{number} {state}" for state, number in states.items() if state != "proven")
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if name != "mpguard")
+    lines = [
+        "## Four GPUs", "",
+        f"Loops of one's own of each kind of parallelism on {result['gpus']} x {result['device']}, {result['cores']} "
+        f"cores, {result['date']}, {versions}: a Llama-like model of 120 million parameters, 40 steps (`python "
+        "benchmarks/parallel.py`, [parallel.json](../benchmarks/results/parallel.json)). "
+        f"{states['proven']} of {len(found)} are proven to the end{f'; {others}' if others else ''}: each had "
+        f"{result['limit_s']:.0f} s, and {result['at_once']} ran at the same time, so that the seconds of the first "
+        "step, with compilation, are an upper bound.", "",
+        f"| program | {' | '.join(f'`{recipe}`' for recipe in recipes)} |", f"| --- |{' --- |' * len(recipes)}",
+    ]  # fmt: skip
+    for program in dict.fromkeys(program for program, _ in found):
+        cells = [_parallel_cell(found[program, recipe]) for recipe in recipes]
+        lines.append(f"| {NAMES[program]} | {' | '.join(cells)} |")
+    return lines
+
+
+def _parallel_cell(row: dict[str, Any]) -> str:
+    """Return the state of a row, its computation, and the seconds of its first step."""
+    first = f", first step {row['first_step_s']:.0f} s" if "first_step_s" in row else ""
+    return f"{row['state']}: {row['rows'].get('compute', '')}{first}"
 
 
 def _summary(found: list[dict[str, Any]]) -> list[str]:
