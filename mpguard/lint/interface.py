@@ -12,7 +12,6 @@ from mpguard.core import tracked_fs as tracked_fs
 from mpguard.core.errors import ConfigError as ConfigError
 from mpguard.core.errors import MpguardError as MpguardError
 from mpguard.core.errors import PolicyError as PolicyError
-from mpguard.core.errors import UnknownRecipe as UnknownRecipe
 from mpguard.core.errors import did_you_mean as did_you_mean
 from mpguard.core.lazy_pattern import lazy_pattern as lazy_pattern
 from mpguard.core.text_edits import Edit as Edit

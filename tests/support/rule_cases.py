@@ -143,7 +143,9 @@ def _sections(text: str, path: str) -> Iterator[tuple[str, list[_Block]]]:
             title, blocks = line[3:].strip(), []
         elif line.startswith("```"):
             opening = _FENCE.fullmatch(line)
-            if opening is None or title is None:
+            if title is None:
+                raise ValueError(f"{path}: {line}: each case begins with a line `## what it shows`, and none is above")
+            if opening is None:
                 raise ValueError(f"{path}: {line}: a block of a case begins with ```language, or ```language name")
             fence, language, name, unfinished = opening.groups()
             content: list[str] = []

@@ -61,7 +61,6 @@ _LOSS = lazy_pattern(
 )
 #: Names of models, where nothing else shows that an object is one.
 _MODEL = lazy_pattern(r"(?i)(?:^|_)(?:model|net|network)$")
-_MEASURES = lazy_pattern(r"(?i)loss|criterion|metric|kl_div|cross_entropy")
 _COMPUTES = lazy_pattern(r"^(?:encode|decode|forward|extract|get_\w+_features)(?:_|$)")
 _TARGETS = lazy_pattern(
     r"^(?:tgt|gt|target|label)s?(?:_(?:masks?|box|boxes|bbox|labels?|classes))?$"
@@ -232,7 +231,7 @@ class _Walk:
         """Handle a library function with the value as an argument. True if the flow continues with its result."""
         last = path.rsplit(".", 1)[-1]
         kind = api_names.kind_of(path)
-        if api_names.SAVES.search(last):
+        if roles.SAVES.search(last):
             self.sink("saved", call)
             return False
         if last in _ENDS_FLOW or path.startswith(_READERS):
@@ -279,7 +278,7 @@ class _Walk:
             return True
         bindings = self.facts.values.reaching(call.path, call.scope, call.order, call.guard)
         makers = [dotted(each.value.func) for each in bindings if isinstance(each.value, cst.Call)]
-        return bool(bindings) and len(makers) == len(bindings) and not any(map(_MEASURES.search, (last, *makers)))
+        return bool(bindings) and len(makers) == len(bindings) and not any(map(roles.MEASURED.search, (last, *makers)))
 
     def into_model(self, call: Call, arg: cst.Arg) -> bool:
         """Record a model that takes the value. True if the flow continues through it."""
@@ -543,7 +542,7 @@ class ForwardFlow(_Walk):
                 carries = self.through_library(atom.path, call, arg) or carries  # type: ignore[union-attr]
             elif kind in ("Function", "Class"):
                 known = True
-                if atom.facts is not facts and api_names.SAVES.search(name):  # type: ignore[union-attr]
+                if atom.facts is not facts and roles.SAVES.search(name):  # type: ignore[union-attr]
                     self.sink("saved", call)
                 followed = self.entered(atom.scope, call, arg)  # type: ignore[union-attr]
                 carries = carries or kind == "Class" or not followed
@@ -558,7 +557,7 @@ class ForwardFlow(_Walk):
             for function in facts.functions(call):
                 known = True
                 carries = not self.entered(function.scope, call, arg) or carries
-            if not known and api_names.SAVES.search(name):
+            if not known and roles.SAVES.search(name):
                 self.sink("saved", call)
                 return False
         return carries or not known
@@ -591,7 +590,7 @@ class ForwardFlow(_Walk):
             if init is None:
                 return True
             scope = init
-        inference = api_names.is_inference(scope.name) and not self._is_own_method(call)
+        inference = roles.evaluates(scope.name) and not self._is_own_method(call)
         facts = self.facts.of(scope)
         if facts is not self.facts and not facts.may_train:
             return inference or self.past_targets

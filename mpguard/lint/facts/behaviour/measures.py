@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint.facts.program import api_names
+from mpguard.lint.facts.program import api_names, roles
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.records import Call
 from mpguard.lint.source.files import NOTEBOOK
@@ -23,16 +23,13 @@ _DEBUGS = ("set_trace", "breakpoint")
 #: Methods of Trainers that evaluate; words in the names of those that train.
 _EVALUATES = frozenset({"evaluate", "predict", "validate", "test", "evaluation_loop", "prediction_loop"})
 _MAY_TRAIN = lazy_pattern(r"train|fit|search|tune|learn|^run|^start|^step")
-#: Names of clocks; words for speed; functions that make noise; names of functions and classes that give data.
+#: Names of clocks; words for speed; functions that make noise.
 _CLOCK = lazy_pattern(r"(?:^|_)(?:time|time_ns|perf_counter|perf_counter_ns|monotonic|elapsed_time)$")
 _SPEED = lazy_pattern(
     r"(?i)\b(?:gflops|tflops|flops|throughput|benchmark|latency|max_memory_allocated)\b|_per_sec|per second|/ ?sec\b"
     r"|\btime per (?:iter|step)|\b(?:iter|iteration|step)s?\.?[ _]time\b"
 )
-#: What keeps a result of a training: its weights, its quality.
-_KEEPS = lazy_pattern(r"(?i)save|dump|state_dict|push|eval|valid|test|accura|predict|generate|metric|infer|score")
 _NOISE = frozenset({"rand", "randn", "randint"})
-_DATA = lazy_pattern(r"(?i)loader|dataset|batch(?:es)?$|^(?:next|iter|open|loadtxt|read_\w+|imread|memmap|sample)$")
 #: Names of functions that save something; steps of a program that only measures memory.
 _SAVES = lazy_pattern(r"^(?:torch_)?save(?!_for_backward)|(?<!load_)state_dict$")
 _FEW = 10
@@ -89,12 +86,16 @@ class Measures:
         the time is kept of it, or the peak memory of a few steps is read.
         """
         calls = self.facts.calls.get("backward", ())
-        if calls and not any(map(_KEEPS.search, self.facts.calls)) and all(map(self._only_its_time_is_kept, calls)):
+        if (
+            calls
+            and not any(map(roles.KEEPS_RESULT.search, self.facts.calls))
+            and all(map(self._only_its_time_is_kept, calls))
+        ):
             return True
         if not calls:
             return False
         names_speed = _SPEED.search(self.facts.source.text) is not None
-        if not any(map(_DATA.search, self.facts.calls)) and all(
+        if not any(map(roles.GIVES_DATA.search, self.facts.calls)) and all(
             self._is_timed(call) and (self._on_written_batch(call) or (names_speed and self._on_synthetic_batch(call)))
             for call in calls
         ):

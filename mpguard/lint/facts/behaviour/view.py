@@ -176,7 +176,7 @@ class BehaviourView(ProgramView):
         self._active.add(key)
         try:
             for place in scope.within():
-                if place.kind == "function" and api_names.is_inference(place.name) and not _trains(place):
+                if place.kind == "function" and roles.evaluates(place.name) and not _trains(place):
                     return True
             if scope.kind != "function":
                 return False
@@ -184,7 +184,7 @@ class BehaviourView(ProgramView):
             if not callers or self.escapes(scope):
                 return False
             if _optimizes(scope):  # as a part of an evaluation, a probe is trained; that of a test is not
-                return all(any(api_names.measures(place.name) for place in call.scope.within()) for call in callers)
+                return all(any(roles.measures(place.name) for place in call.scope.within()) for call in callers)
             return all(self.of(call).is_inference(call) for call in callers)
         finally:
             self._active.discard(key)
@@ -227,8 +227,8 @@ def _trains(scope: Scope) -> bool:
 
     Or it gives an optimizer that it makes to a function that it calls in a loop.
     """
-    calls_trainer = any(call.receiver is None and api_names.is_training(call.name) for call in scope.calls)
-    return calls_trainer or ((_optimizes(scope) or _hands_out_optimizer(scope)) and not api_names.measures(scope.name))
+    calls_trainer = any(call.receiver is None and roles.trains(call.name) for call in scope.calls)
+    return calls_trainer or ((_optimizes(scope) or _hands_out_optimizer(scope)) and not roles.measures(scope.name))
 
 
 def _optimizes(scope: Scope) -> bool:

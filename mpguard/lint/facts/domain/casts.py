@@ -10,7 +10,7 @@ import libcst as cst
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour.events import Event
 from mpguard.lint.facts.domain.optimizers import is_parts
-from mpguard.lint.facts.program import api_names, project_words
+from mpguard.lint.facts.program import api_names, project_words, roles
 from mpguard.lint.facts.program.dtypes import AnyDtype, PossibleDtypes
 from mpguard.lint.facts.program.lattice import Function
 from mpguard.lint.facts.syntax.nodes import dotted
@@ -170,7 +170,7 @@ class CastFacts:
             parts = [(each.value, each) for each in returns] or [(call.receiver, at)]
         elif isinstance(node, cst.Subscript):
             parts = [(node.value, at)]
-        elif api_names.CHECKPOINTS.search(dotted(node)):
+        elif roles.CHECKPOINTS.search(dotted(node)):
             return True
         else:
             bindings = self.facts.values.reaching(dotted(node), at.scope, at.order, at.guard)

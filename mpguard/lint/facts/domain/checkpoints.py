@@ -13,8 +13,7 @@ import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour.events.event import Event, is_optimizer, is_scaler, last_name
-from mpguard.lint.facts.program import project_words
-from mpguard.lint.facts.program.api_names import SAVES
+from mpguard.lint.facts.program import project_words, roles
 from mpguard.lint.facts.program.lattice import Constant, Object
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible, equality
@@ -39,8 +38,6 @@ _LOADS = lazy_pattern(r"(?i)^(?!.*(?:data|batch|sched|optim(?:izer)?s?$)).*(?:lo
 #: Ends of the names of classes that hold a GradScaler.
 _WRAPPERS = ("GradScaler", "LossScaler", "NativeScaler", "ScalerWithGradNormCount", "AmpScaler", "AMPScaler")
 _WARM_START = lazy_pattern(r"(?i)warm[-_ ]?start")
-#: Functions that write or read a checkpoint, or create its contents.
-_SAVES_OR_RESTORES = lazy_pattern(r"(?i)save|checkpoint|ckpt|snapshot|store|dump|resume|state")
 
 
 class Checkpoints:
@@ -111,7 +108,7 @@ class Checkpoints:
 
     def saved_elsewhere(self, role: Role) -> Iterator[tuple[Call, Checkpoints]]:
         """Yield the calls of functions of other modules that write states of a role, with the checkpoints there."""
-        calls = [call for name, found in self.facts.calls.items() if SAVES.search(name) for call in found]
+        calls = [call for name, found in self.facts.calls.items() if roles.SAVES.search(name) for call in found]
         for call in sorted(calls, key=lambda each: each.order):
             for function in self.facts.functions(call):
                 other = self.facts.of(function.scope)
@@ -264,7 +261,7 @@ class Checkpoints:
         while node is not None and node is not event.call.line:
             node = parents.get(node)
             call = self.facts.index.call_of.get(node) if isinstance(node, cst.Call) else None
-            if call is not None and call is not event.call and SAVES.search(call.name):
+            if call is not None and call is not event.call and roles.SAVES.search(call.name):
                 return True
         return self._saved_by_name(event) or bool(self.writes(event))
 
@@ -274,7 +271,7 @@ class Checkpoints:
         targets = statement.targets if isinstance(statement, cst.Assign) else ()
         names = {dotted(each.target) for each in targets} - {""}
         return any(
-            SAVES.search(call.name) and call.order > event.order and dotted(given) in names
+            roles.SAVES.search(call.name) and call.order > event.order and dotted(given) in names
             for call in (event.scope.calls if names else ())
             for given in (*call.positional, *call.keywords.values())
         )
@@ -304,7 +301,7 @@ class Checkpoints:
             above = parents.get(parent)
             call = self.facts.index.call_of.get(above) if isinstance(above, cst.Call) else None
             return call is not None and bool(
-                _SAVES_OR_RESTORES.search(call.name) or call.name in ("register", "append", "setattr")
+                roles.STORES.search(call.name) or call.name in ("register", "append", "setattr")
             )
         if isinstance(parent, cst.Assign) and parent.value is node:
             return any(isinstance(target.target, (cst.Attribute, cst.Subscript)) for target in parent.targets)

@@ -11,7 +11,7 @@ import libcst as cst
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour.events import Event, EventKind, is_optimizer
 from mpguard.lint.facts.domain.training import Weights
-from mpguard.lint.facts.program import api_names, project_words, roles
+from mpguard.lint.facts.program import project_words, roles
 from mpguard.lint.facts.program.lattice import Object
 from mpguard.lint.facts.program.mentions import mentions
 from mpguard.lint.facts.syntax.nodes import dotted
@@ -83,7 +83,7 @@ class MasterWeights:
 
 def _may_shard(callee: Scope) -> bool:
     """True if a callee may shard a model: not a module by what it defines, nor what saves or loads a checkpoint."""
-    return callee.kind == "function" and not api_names.CHECKPOINTS.search(callee.name)
+    return callee.kind == "function" and not roles.CHECKPOINTS.search(callee.name)
 
 
 def _may_keep_masters(facts: DomainView) -> bool:

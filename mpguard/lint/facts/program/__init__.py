@@ -13,6 +13,6 @@ keywords.py          the keyword arguments of a call, with those of its `**mappi
 mentions.py          names of a framework in one function
 implied_versions.py  the versions of libraries that code can run with, by what it calls
 api_names.py         the general APIs of torch and its training libraries: dtypes, kinds of objects
-roles.py             words in names that say what something is for
+roles.py             words in names that say what something is for: what trains, evaluates, measures, saves
 project_words.py     names and patterns of single projects, each with its evidence
 """

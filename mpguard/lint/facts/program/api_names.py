@@ -125,10 +125,6 @@ LIBRARIES = frozenset({
     "apex", "numpy", "jax", "lightning", "pytorch_lightning", "bitsandbytes", "timm", "sklearn", "contextlib",
     "functools", "copy",
 })  # fmt: skip
-#: Names of checkpoints: they may come from anywhere.
-CHECKPOINTS = lazy_pattern(r"(?i)state_?dict|ckpt|checkpoint|(?:^|_)sd$")
-#: Functions that write a file: `torch.save`, `save_checkpoint`.
-SAVES = lazy_pattern(r"(?:^|_)save(?:_|d?$)|^save[A-Z]")
 TENSOR_MAKERS = frozenset({
     "tensor", "randn", "rand", "zeros", "ones", "full", "empty", "arange", "linspace", "randint", "from_numpy",
     "as_tensor", "stack",
@@ -147,45 +143,11 @@ SAME = frozenset({
     "to_empty", "contiguous", "xpu", "npu", "hpu",
 })  # fmt: skip
 
-#: Words in the name of a function or method that does not train.
-_INFERS = frozenset({
-    "eval", "evaluate", "evaluation", "evaluator", "valid", "validate", "validation", "val", "test", "predict",
-    "prediction",
-    "predictor", "generate", "generation", "generator", "infer", "inference", "sample", "sampling", "export", "onnx",
-    "convert",
-    "conversion", "demo", "benchmark", "bench", "visualize", "pipeline", "score", "embed", "embedding", "encode",
-    "decode", "profile",
-    "profiler",
-})  # fmt: skip
-#: Those of them that also run steps, to test or to measure.
-_MEASURES = frozenset({"test", "benchmark", "bench", "profile", "profiler"})
-_TRAINS = frozenset({"train", "training", "trainer", "fit", "finetune", "pretrain", "optimize", "learn"})
-_WORDS = lazy_pattern(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-
-
 #: FSDP's wrappers and policies.
 _FSDP = {
     "FullyShardedDataParallel": "fsdp1", "fully_shard": "fsdp2", "MixedPrecision": "fsdp1_policy",
     "MixedPrecisionPolicy": "fsdp2_policy",
 }  # fmt: skip
-
-
-def is_inference(name: str) -> bool:
-    """True if a function of this name is used for inference: `evaluate`, `validation_step`, `test_*`, `export_onnx`."""
-    if name.startswith("test_"):
-        return True
-    words = {word.lower() for word in _WORDS.findall(name)}
-    return bool(words & _INFERS) and not words & _TRAINS
-
-
-def measures(name: str) -> bool:
-    """True if a function of this name tests or measures: its steps train nothing that is used."""
-    return bool({word.lower() for word in _WORDS.findall(name)} & _MEASURES)
-
-
-def is_training(name: str) -> bool:
-    """True if a function of this name trains: `train`, `fit`, `train_one_epoch`."""
-    return bool({word.lower() for word in _WORDS.findall(name)} & _TRAINS)
 
 
 def canonical(path: str) -> str:

@@ -3,11 +3,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpguard.lint import Binding, Diagnostic, Facts, Note, Rule, Scope, any_of, lazy_pattern
+from mpguard.lint import Binding, Diagnostic, Facts, Note, Rule, Scope, any_of, lazy_pattern, roles
 
 #: Copies of parameters in FP32, made for each of them.
 _COPIES = lazy_pattern(r"\.float\(\)|float32|\.clone\(\)\.to\(")
-_SAVES = lazy_pattern(r"(?i)state|save|checkpoint")
 
 
 class MastersNotInCheckpoint(Rule, form_of="MPG208"):
@@ -34,7 +33,7 @@ class MastersNotInCheckpoint(Rule, form_of="MPG208"):
             inner = [each for each, text in _bound(init, facts) if own.search(text)]
             others = [each for each in scope.descendants() if each.kind == "function" and each is not init]
             copied_back = any(each.name == "step" and _names(each, masters.key) for each in others)
-            saving = [each for each in others if _SAVES.search(each.name) and "load" not in each.name]
+            saving = [each for each in others if roles.STORES.search(each.name) and "load" not in each.name]
             if not inner or not copied_back or any(_names(each, masters.key) for each in saving):
                 continue
             for call in (call for each in saving for call in each.calls if call.name == "state_dict"):
