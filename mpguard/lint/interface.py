@@ -25,6 +25,7 @@ from mpguard.document import validation as validation
 from mpguard.document.newer import may_be_new as may_be_new
 from mpguard.document.schemas import accelerate, axolotl, deepspeed, llamafactory, megatron_bridge, nemo
 from mpguard.document.values import misspelling_of as misspelling_of
+from mpguard.lint import reachability as reachability
 from mpguard.lint.configs import accelerate_config as accelerate_config
 from mpguard.lint.configs import config_edits as config_edits
 from mpguard.lint.configs import launch_expectations as launch_expectations
@@ -119,7 +120,6 @@ from mpguard.lint.project import siblings as siblings
 from mpguard.lint.project.launch_configs import LaunchConfig as LaunchConfig
 from mpguard.lint.project.launch_lines import Launch as Launch
 from mpguard.lint.project.launch_lines import Word as Word
-from mpguard.lint.reachability import unused as unused
 from mpguard.policy import recipes as recipes
 from mpguard.policy.dtype import HALF_DTYPES as HALF_DTYPES
 from mpguard.policy.dtype import Dtype as Dtype

@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpguard.lint.reachability.untaken import UntakenBranches
-from mpguard.lint.reachability.unused import UnusedDefinitions
+from mpguard.lint.reachability.unused import UnusedDefinitions, is_unused_module, is_unused_value
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.program.view import ProgramView
+
+__all__ = ["Reachability", "is_unused_module", "is_unused_value"]
 
 
 class Reachability:

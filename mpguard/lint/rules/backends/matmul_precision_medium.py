@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Diagnostic, Facts, Good, Rule, any_of, backends, lazy_pattern, unused
+from mpguard.lint import Bad, Diagnostic, Facts, Good, Rule, any_of, backends, lazy_pattern, reachability
 
 #: Code that lowers its precision explicitly does not rely on FP32.
 _EXPLICIT = lazy_pattern(r"(?i)autocast|bf16|bfloat16|fp16|float16|mixed")
@@ -61,5 +61,5 @@ def main(args, trainer):
         for switch in backends.switches(facts):
             if switch.path != "torch.set_float32_matmul_precision" or switch.value != "medium":
                 continue
-            if switch.record.scope is not facts.module or not unused.is_unused_module(facts):
+            if switch.record.scope is not facts.module or not reachability.is_unused_module(facts):
                 yield self.at(switch)

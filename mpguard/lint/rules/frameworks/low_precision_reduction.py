@@ -20,7 +20,7 @@ from mpguard.lint import (
     is_default,
     lazy_pattern,
     python_edits,
-    unused,
+    reachability,
     wrappers,
 )
 
@@ -96,7 +96,7 @@ fully_shard(model, mp_policy=policy)
                 continue
             if isinstance(above, (cst.Comparison, cst.ComparisonTarget)) or self._only_frozen(policy, facts):
                 continue
-            if unused.is_unused_value(policy.call, facts) or self._only_replaced(policy, facts):
+            if reachability.is_unused_value(policy.call, facts) or self._only_replaced(policy, facts):
                 continue
             given = policy.call.argument(1, "reduce_dtype")
             if given is None or constant(given) == (None,):
