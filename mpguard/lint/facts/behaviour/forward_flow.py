@@ -544,6 +544,9 @@ class ForwardFlow(_Walk):
                 known = True
                 if atom.facts is not facts and roles.SAVES.search(name):  # type: ignore[union-attr]
                     self.sink("saved", call)
+                if kind == "Class" and facts.class_kind(atom.scope) == "own_optimizer" and self._may_step(call):  # type: ignore[union-attr]
+                    self.sink("optimizer", call)
+                    continue
                 followed = self.entered(atom.scope, call, arg)  # type: ignore[union-attr]
                 carries = carries or kind == "Class" or not followed
             elif kind == "Object":

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 #: Events of training.
 _TRAINS: tuple[EventKind, ...] = ("backward", "framework", "trainer")
+#: Code of an optimizer that may keep FP32 copies of weights, or round them stochastically.
+_MAY_KEEP = lazy_pattern(
+    r"(?i)master|fp32|float32|\.float\(|\.double\(|kahan|stochastic|compensat|(?<!a)round|super\(\)\.step"
+)
 #: Functions that collect parameters.
 _COLLECTS = frozenset({"list", "tuple", "filter", "chain", "sorted", "iter"})
 #: Arguments of a Trainer that add adapters to its model or replace its optimizer; arguments of its settings that shard.
@@ -164,6 +168,14 @@ class Optimizers:
         if path.endswith(".ZeroRedundancyOptimizer"):  # it shards the states of the optimizer that it is given
             atoms = [each.atom for each in self.facts.evaluate(call.argument(1, "optimizer_class"), call)]
             return bool(atoms) and all(isinstance(each, Ref) and each.path.startswith("torch.optim.") for each in atoms)
+        if not path:  # of the project: one that casts nothing keeps no FP32 copy
+            made = [each.atom for each in self.facts.evaluate(call.func, call)]
+            return bool(made) and all(
+                isinstance(each, Class)
+                and self.facts.class_kind(each.scope) == "own_optimizer"
+                and not _MAY_KEEP.search(each.scope.chunk.text)
+                for each in made
+            )
         if path.startswith(("bitsandbytes.optim.", "torchao.optim.")):
             return constant(call.keywords.get("bf16_stochastic_round")) in (None, (False,)) and not call.starred
         return path.startswith(("torch.optim.", "transformers.AdamW", "transformers.optimization.AdamW"))

@@ -43,6 +43,21 @@ _CRITERION = lazy_pattern(rf"(?i)(?:^|[._])(?:{roles.LOSSES})$")
 _ANY_DTYPE = frozenset({Dtype.FP32, Dtype.BF16, Dtype.FP16})
 
 
+#: Names of modules that are put into a model, which is mostly frozen.
+_ADAPTER = lazy_pattern(r"(?i)lora|adapter|(?:^|_)dora|LoKr|LoHa")
+_MOST_OBJECTS = 8
+
+
+def _of_program(call: Call, facts: DomainView) -> list[Sink]:
+    """Return the optimizers of a program that runs a call and trains, and its backward pass."""
+    trainer = facts.part(Optimizers).trainer_of(call)
+    if trainer is None or facts.is_inference(call):
+        return []
+    calls = [each for scope in facts.programs_of(call.scope) for each in scope.calls]
+    made = [each for each in calls if creates_optimizer(facts.of(each), each)]
+    return [*(Sink("optimizer", each) for each in made), Sink("backward", trainer)] if made else []
+
+
 class TrainingUse:
     """The training in one file."""
 
@@ -77,6 +92,8 @@ class TrainingUse:
             self.facts.frozen_params.is_frozen_name(whole[0]) or self.has_adapters(whole[0], cast.call)
         ):
             return None
+        if (inside := self._inside_module(cast, guards[0])) is not None:
+            return inside
         is_module = whole is not None or self._casts.is_module(cast)
         reach = self._reach(cast, guards[0], whole)
         if is_module and whole is None:  # adapters that it got before are cast with it
@@ -100,6 +117,33 @@ class TrainingUse:
             else self.facts.part(Optimizers).is_untaken(cast.key, cast.call)
         )
         return None if untaken else training
+
+    def _inside_module(self, cast: Event, guard: PathCondition) -> Training | None:
+        """Return what trains parameters that a module of the project creates, or an adapter that is cast as a whole.
+
+        Their optimizer takes the parameters of an object of the module, or of one that contains it; an adapter, which
+        is put into a model, has that of its program.
+        """
+        owner = cast.scope.owner if cast.kind == "construct" else None
+        if owner is not None and self.facts.class_kind(owner) == "model":
+            created = list(wrapped_loads.objects_of(owner, self.facts))[:_MOST_OBJECTS]
+        else:
+            atoms = [each.atom for each in self.facts.evaluate(cast.subject, cast.call)]
+            made = [atom.call for atom in atoms if isinstance(atom, Object) and atom.cls is not None]
+            if cast.kind != "cast" or not made or made[0] is None or not _ADAPTER.search(made[0].name):
+                return None
+            owner, created = None, [("", None, made[0])]
+        for key, binding, call in created:
+            facts = self.facts.of(call)
+            if binding is not None and not facts.frozen_params.is_frozen_name(key):
+                reach = facts.flow.forward_key(key, binding, guard)
+                if reach.meets("optimizer"):
+                    return self._training(reach, weights=True)
+            elif binding is None and (owner is None or _ADAPTER.search(owner.name)):
+                sinks = _of_program(call, facts)
+                if sinks:
+                    return Training(Reach(sinks), tuple(sinks))
+        return None
 
     def _earlier_optimizers(self, cast: Event, guard: PathCondition) -> list[Sink]:
         """Return the optimizers that took the parameters of a module before it was cast: `to` changes them in place."""

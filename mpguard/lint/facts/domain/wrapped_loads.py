@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from mpguard.lint.facts.behaviour.events.event import Event
 from mpguard.lint.facts.behaviour.view import BehaviourView
 from mpguard.lint.facts.syntax.nodes import text_of
-from mpguard.lint.facts.syntax.records import Binding, Record, Scope
+from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
 
 
 def outer_module(load: Event, bound: Binding | None) -> tuple[str, Record] | None:
@@ -27,6 +29,28 @@ def outer_module(load: Event, bound: Binding | None) -> tuple[str, Record] | Non
                     if each.value is not None and _is_made_by(each, created, other) and _is_optimized(key, other):
                         return key, each
     return None
+
+
+def objects_of(owner: Scope, facts: BehaviourView, depth: int = 4) -> Iterator[tuple[str, Binding | None, Call]]:
+    """Yield the calls that create a module of the project, or one that contains it, with the names that they get.
+
+    The name is empty for an object that no name gets, such as an adapter that `setattr` puts into a model.
+    """
+    for other in (facts, *(facts.users(owner.name) or ())):
+        other.need_uses(owner.name)
+        for created in other.calls.get(owner.name, ()):
+            outer = created.scope.owner
+            if outer is not None and outer is not owner and other.class_kind(outer) == "model":
+                if depth:
+                    yield from objects_of(outer, other, depth - 1)
+                continue
+            named = (
+                (key, each)
+                for key, bindings in created.scope.bindings.items()
+                for each in bindings
+                if each.value is not None and _is_made_by(each, created, other)
+            )
+            yield (*next(named, ("", None)), created)
 
 
 def _is_run(attribute: str, owner: Scope, facts: BehaviourView) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import Bad, Diagnostic, Dtype, Event, Facts, Good, Note, Rule, any_of
+from mpguard.lint import Bad, Diagnostic, Dtype, Event, Facts, Good, Note, Rule, Scope, any_of
 
 
 class NoMasterWeights(Rule):
@@ -35,7 +35,7 @@ class NoMasterWeights(Rule):
     message = "`{expr}` makes the weights {dtypes}, and a plain optimizer updates them"
     help = "keep the weights in FP32 and compute in BF16 by autocast, or use an optimizer with stochastic rounding"
     triggers = (
-        any_of(b"bfloat16", b"bf16", b"DTYPE", b"getattr(torch", b"dtype)"),
+        any_of(b"bfloat16", b"bf16", b"DTYPE", b"getattr(torch", b"dtype)", b".weight.dtype"),
         any_of(b".bfloat16()", b".to(", b".type(", b"dtype"),
     )
     triggers_nearby = (
@@ -86,9 +86,14 @@ def train(model, loader):
             policy.master_dtype is not Dtype.FP32 for policy in facts.project.policies(facts.path)
         ):
             return
+        reported: set[Scope | None] = set()  # classes: one finding for all parameters of a module
         for weights in facts.training_use.weights(Dtype.BF16):
+            owner = weights.event.scope.owner if weights.event.kind == "construct" else None
+            if owner is not None and owner in reported:
+                continue
             optimizers = facts.optimizers.plain(weights.training) or facts.optimizers.trainers(weights.training)
             if optimizers and not (facts.master_weights.kept_for(weights) or _gets_adapters(weights.event, facts)):
+                reported.add(owner)
                 call = weights.event.call
                 expr = facts.short(call.func if weights.event.kind == "load" else call.node)
                 yield self.at(

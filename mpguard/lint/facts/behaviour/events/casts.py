@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpguard.core.lazy_pattern import lazy_pattern
+from mpguard.lint.facts.behaviour import layer_dtypes
 from mpguard.lint.facts.behaviour.events.event import Event, finds, last_name
 from mpguard.lint.facts.program import api_names
 from mpguard.lint.facts.program.dtypes import PossibleDtypes
@@ -95,13 +96,20 @@ def _is_torch(facts: BehaviourView, call: Call) -> bool:
 
 @finds("construct")
 def _constructs(facts: BehaviourView) -> Iterator[Event]:
-    """Yield layers of torch that are created in a dtype: `nn.Linear(8, 8, dtype=torch.float16)`."""
+    """Yield layers and parameters of torch that are created in a dtype: `nn.Linear(8, 8, dtype=torch.float16)`."""
     for name, calls in facts.calls.items():
-        for call in calls if api_names.CAPITAL.match(name) else ():
-            if "dtype" in call.keywords and any(
-                path.startswith("torch.nn.") and api_names.kind_of(path) == "model" for _, path in facts.paths(call)
-            ):
-                yield Event("construct", call, facts, call.node, facts.dtypes(call.keywords["dtype"], call))
+        for call in calls if api_names.CAPITAL.match(name) or name.endswith(("cls", "class")) else ():
+            if "dtype" not in call.keywords and not call.starred and name != "Parameter":
+                continue
+            paths = [path for _, path in facts.paths(call) if path.startswith("torch.nn.")]
+            dtypes: PossibleDtypes = ()
+            if any(path.rsplit(".", 1)[-1] == "Parameter" for path in paths):
+                is_trained = constant(call.argument(1, "requires_grad")) in (None, (True,))
+                dtypes = layer_dtypes.of_parameter(call, facts) if is_trained else ()
+            elif any(api_names.kind_of(path) == "model" for path in paths):
+                dtypes = layer_dtypes.of_layer(call, facts)
+            if dtypes:
+                yield Event("construct", call, facts, call.node, dtypes)
 
 
 @finds("load")
