@@ -81,7 +81,8 @@ class TrainingUse:
             return None
         if self._casts.is_exact(cast) or self._casts.is_replaced_by_callers(cast, dtype):
             return None
-        if self.facts.frozen_params.is_frozen(cast.subject) or self.facts.frozen_params.is_frozen(cast.call.node):
+        is_frozen = self.facts.frozen_params.is_frozen
+        if (is_frozen(cast.subject) or is_frozen(cast.call.node)) and not self._casts_adapters(cast):
             return None
         if self.facts.kinds(cast.subject, cast.call) & {"engine", "pipeline", "criterion"}:
             return None
@@ -102,6 +103,8 @@ class TrainingUse:
             ]
             if reach.meets("backward") and not reach.meets("optimizer"):
                 reach.sinks += self._earlier_optimizers(cast, guards[0])
+            if not reach.meets("optimizer"):
+                reach.sinks += self._of_callers(cast, guards[0])
         later = not is_module and self._is_frozen_later(cast, reach)
         training = self._training(reach, weights=is_module, frozen_later=later)
         if training is None and whole is not None and cast.key == "self":
@@ -117,6 +120,24 @@ class TrainingUse:
             else self.facts.part(Optimizers).is_untaken(cast.key, cast.call)
         )
         return None if untaken else training
+
+    def _casts_adapters(self, cast: Event) -> bool:
+        """True if a model got its adapters before it is cast: they are trained, though the model is frozen."""
+        adapted = bool(cast.key) and self.has_adapters(cast.key, cast.call)
+        return adapted and not self.has_adapters(cast.key, cast.call, cast=True)
+
+    def _of_callers(self, cast: Event, guard: PathCondition) -> list[Sink]:
+        """Return the optimizers of the module that callers give, and that a function casts in place."""
+        bindings = self.facts.bindings(cast.key, cast.call) if cast.key and "." not in cast.key else []
+        if not bindings or bindings[0].kind != "param":
+            return []
+        found: dict[Call, Sink] = {}
+        for call in self.facts.callers(cast.scope)[:_MOST_OBJECTS]:
+            facts, key = self.facts.of(call), dotted(self.facts.argument_for(call, bindings[0]))
+            for binding in facts.bindings(key, call, guard) if key else ():
+                sinks = facts.flow.forward_key(key, binding, guard).sinks
+                found |= {sink.call: sink for sink in sinks if sink.kind in ("optimizer", "backward", "peft")}
+        return list(found.values())
 
     def _inside_module(self, cast: Event, guard: PathCondition) -> Training | None:
         """Return what trains parameters that a module of the project creates, or an adapter that is cast as a whole.

@@ -70,7 +70,7 @@ _FP16_MODULES = (
 FP16_MODULES = _pattern(_FP16_MODULES)
 
 _ADAPTERS = (
-    ProjectWord("get_peft_model", "adds adapters to a model", ("peft", "MPG101", "MPG103")),
+    ProjectWord(r"get_peft_model(?!_state)", "adds adapters to a model", ("peft", "MPG101", "MPG103")),
     ProjectWord("PeftModel", "a model with adapters", ("peft", "MPG103")),
     ProjectWord("PeftMixedModel", "a model with adapters of several types", ("peft",)),
     ProjectWord(
