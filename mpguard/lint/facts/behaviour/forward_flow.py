@@ -257,6 +257,16 @@ class _Walk:
             return True
         return not path.startswith("copy.deepcopy")
 
+    def _into_class(self, cls: Scope, call: Call, arg: cst.Arg) -> bool:
+        """True if a class of the project is an optimizer, or a Trainer of transformers, which takes the value."""
+        kind = self.facts.class_kind(cls)
+        if kind == "own_optimizer" and self._may_step(call):
+            self.sink("optimizer", call)
+            return True
+        bases = self.facts.ancestry(cls) if kind == "trainer" else ()
+        base = next((each for each in bases if api_names.kind_of(each) == "trainer"), "")
+        return bool(base) and not self.through_library(base, call, arg)
+
     def _may_step(self, call: Call) -> bool:
         """True if the file that creates an optimizer or wrapper trains, or one that calls it or takes it."""
         if self.facts.any_training or self.facts.events("step"):  # a helper may run the backward pass
@@ -544,8 +554,7 @@ class ForwardFlow(_Walk):
                 known = True
                 if atom.facts is not facts and roles.SAVES.search(name):  # type: ignore[union-attr]
                     self.sink("saved", call)
-                if kind == "Class" and facts.class_kind(atom.scope) == "own_optimizer" and self._may_step(call):  # type: ignore[union-attr]
-                    self.sink("optimizer", call)
+                if kind == "Class" and self._into_class(atom.scope, call, arg):  # type: ignore[union-attr]
                     continue
                 followed = self.entered(atom.scope, call, arg)  # type: ignore[union-attr]
                 carries = carries or kind == "Class" or not followed

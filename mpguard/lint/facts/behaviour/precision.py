@@ -266,7 +266,7 @@ class TensorDtypes:
             call = facts.index.call_of.get(value)
             if call is not None and call.path == "range":
                 return (TensorDtype(ALWAYS, NUMBER),)
-            return _UNKNOWN
+            return _of_row(self, value, call, binding)
         if binding.kind == "param":
             return self._param(binding)
         return _UNKNOWN
@@ -524,6 +524,18 @@ def _under_autocast(tensors: TensorDtypes, call: Call) -> tuple[TensorDtype, ...
     """Return the dtypes of logits that a network computes: those of the autocast around its call, else unknown."""
     states = tensors._by_autocast((), call)
     return tuple(each if each.by_autocast else TensorDtype(each.guard, None) for each in states)
+
+
+def _of_row(
+    tensors: TensorDtypes, over: cst.BaseExpression, call: Call | None, binding: Binding
+) -> tuple[TensorDtype, ...]:
+    """Return the dtypes of the rows of a tensor that a loop takes: `for row in logits`, `in zip(logits, labels)`."""
+    if call is None:
+        return tensors._of(over, binding) if dotted(over) and not binding.index else _UNKNOWN
+    place = binding.index[0] if len(binding.index) == 1 else -1
+    if call.path == "zip" and 0 <= place < len(call.positional):
+        return tensors._of(call.positional[place], binding)
+    return tensors._of(call.argument(0), binding) if call.path == "enumerate" and place == 1 else _UNKNOWN
 
 
 def _by_policy(tensors: TensorDtypes, wrapper: Call | None, call: Call) -> tuple[TensorDtype, ...]:

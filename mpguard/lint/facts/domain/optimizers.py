@@ -189,7 +189,7 @@ class Optimizers:
 
         As far as the file shows: no adapters, no DeepSpeed, no optimizer passed in, arguments visible.
         """
-        root = self.facts.called_path(call).split(".", 1)[0]
+        root = (self.facts.called_path(call) or self._base_of(call)).split(".", 1)[0]
         given = call.argument(1, "args")
         other = any(key in call.keywords and constant(call.keywords[key]) != (None,) for key in _OTHER_OPTIMIZER)
         if root not in project_words.TRAINER_PACKAGES or call.starred or other or given is None:
@@ -200,6 +200,13 @@ class Optimizers:
         if arguments.starred or not _SHARDING_ARGUMENTS.isdisjoint(arguments.keywords):
             return False
         return (optim := arguments.keywords.get("optim")) is None or _is_plain_name(constant(optim))
+
+    def _base_of(self, call: Call) -> str:
+        """Return the Trainer from which a class of the project derives that makes no optimizer; "" if there is none."""
+        for each in self.facts.evaluate(call.func, call):
+            if isinstance(each.atom, Class) and not each.atom.scope.method("create_optimizer"):
+                return next((base for base in self.facts.ancestry(each.atom.scope) if base.endswith("Trainer")), "")
+        return ""
 
     def _parsed_plainly(self, node: cst.BaseExpression, at: Call) -> bool:
         """True if the arguments are parsed from launch lines that are all known, and do not concern the weights."""

@@ -9,6 +9,9 @@ from mpguard.lint.facts.behaviour.view import BehaviourView
 from mpguard.lint.facts.syntax.nodes import text_of
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
 
+#: Attributes of a model that say what it is: `self.backbone.config.hidden_size`.
+_READ = frozenset({"config", "device", "dtype"})
+
 
 def outer_module(load: Event, bound: Binding | None) -> tuple[str, Record] | None:
     """Return the name and record of the module that contains a loaded model, where an optimizer takes all of it.
@@ -59,6 +62,8 @@ def _is_run(attribute: str, owner: Scope, facts: BehaviourView) -> bool:
     for method in owner.descendants():
         for use in method.uses.get("self", ()):
             if not f"{use.path}.".startswith(f"{attribute}."):
+                continue
+            if not _READ.isdisjoint(use.path.split(".")):
                 continue
             call = facts.call_of(facts.parent(use.node))
             if call is None or call.func is not use.node:

@@ -95,13 +95,13 @@ class WrapperFacts:
         )
 
     def sharded_by(self, call: Call) -> Iterator[tuple[cst.BaseExpression | None, Wrap]]:
-        """Yield the arguments of a call that its function shards in place, each with the call that does."""
+        """Yield the arguments of a call that its function shards, each with the call that does."""
         for function in self.facts.functions(call) if _SHARDS.search(call.name) else ():
             own = self.facts.of(function.scope).part(WrapperFacts)
             for inner, kind in own.calls.items():
                 name = dotted(inner.positional[0]) if inner.positional else ""
                 params = [each.name for each in inner.scope.params]
-                if kind == "fsdp2" and inner.scope is function.scope and name in params:
+                if kind in ("fsdp1", "fsdp2") and inner.scope is function.scope and name in params:
                     given = self.facts.values.given(call, function.scope, name)
                     yield given, Wrap(kind, inner, own.facts, self.facts.guard_of(call))
 
@@ -308,7 +308,8 @@ class _Search:
                     found = True
         for call in at.scope.calls if not found else ():
             if call.is_statement and call.order < at.order and key in map(dotted, call.positional):
-                wraps = [wrap for given, wrap in self.facts.part(WrapperFacts).sharded_by(call) if dotted(given) == key]
+                given = self.facts.part(WrapperFacts).sharded_by(call)
+                wraps = [wrap for each, wrap in given if dotted(each) == key and wrap.kind == "fsdp2"]
                 self.found += wraps
                 found = found or bool(wraps)
         return found

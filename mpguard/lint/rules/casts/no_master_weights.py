@@ -40,9 +40,9 @@ class NoMasterWeights(Rule):
     )
     triggers_nearby = (
         any_of(b"bfloat16", b"bf16", b"DTYPE", b"getattr(torch"),
-        any_of(b"optim", b"Trainer("),
+        any_of(b"optim", b"Trainer(", b"Trainer)"),
         any_of(b".step(", b".train("),
-        any_of(b"arameters()", b"Trainer("),
+        any_of(b"arameters()", b"Trainer(", b"Trainer)"),
     )
     yields_to = ("MPG511",)
     examples = (

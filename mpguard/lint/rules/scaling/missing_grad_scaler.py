@@ -161,7 +161,7 @@ def never(model, loader, optimizer):
                 # There is no fix for FP16 weights: GradScaler refuses gradients of FP16 parameters.
                 here = region is not None and facts.elsewhere(where) is None
                 fix = self._fix(backward, step, region, guard, facts) if region is not None and here else None
-                weights = "FP16 weights" if where.name in library_names.LOADERS else "FP16 parameters of FSDP2"
+                weights = "FP16 weights" if where.name in library_names.LOADERS else "FP16 parameters of FSDP"
                 what = "FP16 autocast" if region is not None else weights
                 yield self.at(backward, what=what, notes=notes, fix=fix)
                 break
@@ -215,7 +215,9 @@ def never(model, loader, optimizer):
                 both = guard.joined(backward.guard)
                 if both.possible and self._weights(load, backward, both, facts):
                     yield None, load.call, both, load.call
-        for model, wrap in facts.wrappers.differentiated(backward.subject, backward.call, "fsdp2"):
+        for model, wrap in facts.wrappers.differentiated(backward.subject, backward.call, "fsdp"):
+            if wrap.kind == "fsdp1" and wrap.facts is facts:
+                continue  # MPG211
             for policy, chosen in wrappers.policies_of(wrap):
                 for guard in policy.may_be(Dtype.FP16):
                     both = guard.joined(chosen, wrap.guard, backward.guard, facts.guard_of(model))
