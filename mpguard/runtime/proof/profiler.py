@@ -187,8 +187,17 @@ def _disable() -> tuple[list[Any], list[str], list[int]]:
     unfinished = [
         (event.name(), event.start_ns()) for event in events if event.end_ns() >= now and not event.is_async()
     ]
-    unfinished += _without_end(result.experimental_event_tree())
+    if not _has_unfinished_events():
+        unfinished += _without_end(result.experimental_event_tree())
     return events, [name for name, _ in unfinished], [start for _, start in unfinished]
+
+
+@functools.cache
+def _has_unfinished_events() -> bool:
+    """True if the events of torch's profiler have those without an end; in torch 2.11 only their tree has them."""
+    import torch
+
+    return bool(torch.torch_version.TorchVersion(torch.__version__) >= "2.12")
 
 
 def _without_end(level: list[Any]) -> list[tuple[str, int]]:

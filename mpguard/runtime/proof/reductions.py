@@ -386,23 +386,29 @@ def _sums(parameters: Iterable[torch.Tensor]) -> dict[int, tuple[float, float]]:
     with torch.no_grad():
         for device in {each.device for each in gradients.values()}:
             numbers = [number for number, each in gradients.items() if each.device == device]
-            read = torch.stack([_sum(gradients[number]) for number in numbers]).tolist()
-            found |= {number: (square, added) for number, (square, added) in zip(numbers, read, strict=True)}
+            sums = (_sums_on_cpu if device.type == "cpu" else _sums_on_gpu)([gradients[number] for number in numbers])
+            found |= {number: (square, added) for number, (square, added) in zip(numbers, sums.tolist(), strict=True)}
     return found
 
 
-def _sum(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares and the sum of a tensor, in FP64, without a copy of it as a whole."""
+def _sums_on_gpu(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of squares and the sum of each gradient, in FP64, with few kernels and no copy of a gradient."""
     import torch
 
-    if values.device.type != "cpu":
-        norm = torch.linalg.vector_norm(values, dtype=torch.float64)
-        return torch.stack([norm * norm, values.sum(dtype=torch.float64)])
-    total = torch.zeros(2, dtype=torch.float64)
-    for chunk in torch.split(values.reshape(-1), CHUNK):  # on a CPU torch's own sums in FP64 take 1.4 times as long
-        exact = chunk.to(torch.float64)
-        total += torch.stack([exact @ exact, exact.sum()])
-    return total
+    norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64))
+    return torch.stack([norms * norms, torch.stack([each.sum(dtype=torch.float64) for each in gradients])], dim=1)
+
+
+def _sums_on_cpu(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return the same. torch's own sums in FP64 take 1.4 times as long there."""
+    import torch
+
+    sums = torch.zeros(len(gradients), 2, dtype=torch.float64)
+    for number, gradient in enumerate(gradients):
+        for chunk in torch.split(gradient.reshape(-1), CHUNK):
+            exact = chunk.to(torch.float64)
+            sums[number] += torch.stack([exact @ exact, exact.sum()])
+    return sums
 
 
 def compare_ranks(fingerprints: Sequence[Fingerprint]) -> list[Failure]:

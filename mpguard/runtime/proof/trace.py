@@ -52,7 +52,10 @@ FUSED = ("triton_poi_", "triton_red_", "triton_per_", "triton_for_", "triton_spl
 OWN = (FROM_CACHE, WITHOUT_AUTOCAST, EVALUATION)
 
 #: The beginnings of names of events that are no kernels of other libraries.
-NO_KERNELS = ("aten::", "autograd::", "torchao::triton_", "c10d", MODULE, *OWN, "## ", *FUSED)
+NO_KERNELS = (
+    "aten::", "autograd::", "torch::autograd::", "torch::distributed::", "torch.distributed.", "torchao::triton_",
+    "c10d", MODULE, *OWN, "## ", *FUSED,
+)  # fmt: skip
 
 #: Functions of `torch.distributed.nn.functional`, which move tensors and multiply nothing. What they send can have the
 #: shape of a trained matrix, such as an expert's tokens, if there are as many as the model is wide.
@@ -287,6 +290,20 @@ def _is_known(graphs: CompiledGraphs, event: _Event) -> bool:
     return event.known is None and event.name in graphs.harmless
 
 
+@functools.lru_cache(maxsize=8192)
+def _is_plain(name: str) -> bool:
+    """True for the name of an operator that tells nothing but where its node of autograd's graph was created."""
+    kind = _kind_of(name)
+    around = kind.module is not None or kind.by_script or kind.evaluated or kind.ignored or kind.engine or kind.graph
+    multiplies = kind.known is not None or kind.attention or kind.kernel or kind.compiled or kind.fp8 or kind.wide_only
+    return not (around or multiplies or kind.fact)
+
+
+def _tells_nothing(event: Any) -> bool:
+    """True for an operator that multiplies nothing and has no node, such as most of a backward pass: DDP's copies."""
+    return _is_plain(event.name()) and event.sequence_nr() < 0 and event.scope() == FUNCTION
+
+
 def _nested(
     events: Iterable[Any],
     trace: OperatorTrace,
@@ -301,7 +318,7 @@ def _nested(
     """
     ordered = sorted(
         ((event.start_thread_id(), event.start_ns(), -event.end_ns(), number, event)
-         for number, event in enumerate(events) if not event.is_async()),
+         for number, event in enumerate(events) if not _tells_nothing(event) and not event.is_async()),
     )  # fmt: skip
     candidates: list[_Event] = []
     calls: list[GraphCall] = []
@@ -337,7 +354,7 @@ def _add_fact(event: _Event, trace: OperatorTrace, *, shapes: bool) -> None:
     """Add what an event shows about the matmuls around it, or about the values that it writes."""
     if event.name == FROM_CACHE:
         event.mark_cached()
-    elif event.name == SPARSE and event.outer is not None:
+    elif event.name == SPARSE and event.outer is not None and event.outer.known is not None:
         event.outer.sparse = True
     elif not shapes:
         return
