@@ -33,14 +33,14 @@ class UntakenBranches:
 
     def contain(self, place: int) -> bool:
         """True if an offset of the file is in one of them."""
-        record = self.record_at(place)
+        record = self._record_at(place)
         guards = _guards(record) if record is not None else ()
         try:
             return any(self._is_untaken(scope, guard) for scope, guard in guards if guard and scope.kind == "function")
         except (Unparsable, RecursionError):  # a file that calls the function
             return False
 
-    def record_at(self, place: int) -> Record | None:
+    def _record_at(self, place: int) -> Record | None:
         """Return the smallest record of a function around an offset."""
         source = self._facts.source
         starts = [source.offset(each.start) for each in source.chunks]
