@@ -6,6 +6,12 @@ import libcst as cst
 
 from mpguard.lint import Bad, Diagnostic, Dtype, Event, Facts, Good, Note, Rule, Scope, any_of
 
+#: Words of a dtype. Each file with one asks for its program; `dtype)` alone is in most of transformers' models.
+_DTYPES = (
+    b"bfloat16", b"bf16", b"DTYPE", b"getattr(torch", b"(dtype)", b" dtype)", b"self.dtype)", b"base.weight.dtype",
+    b"layer.weight.dtype", b"linear.weight.dtype", b"module.weight.dtype", b"orig.weight.dtype",
+)  # fmt: skip
+
 
 class NoMasterWeights(Rule):
     """All parameters are BF16 and a plain optimizer updates them.
@@ -35,7 +41,7 @@ class NoMasterWeights(Rule):
     message = "`{expr}` makes the weights {dtypes}, and a plain optimizer updates them"
     help = "keep the weights in FP32 and compute in BF16 by autocast, or use an optimizer with stochastic rounding"
     triggers = (
-        any_of(b"bfloat16", b"bf16", b"DTYPE", b"getattr(torch", b"dtype)", b".weight.dtype"),
+        any_of(*_DTYPES),
         any_of(b".bfloat16()", b".to(", b".type(", b"dtype"),
     )
     triggers_nearby = (
