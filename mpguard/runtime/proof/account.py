@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -149,10 +150,10 @@ class _Forward:
             unaligned.add(Unaligned(module, product.rows))
         return unaligned
 
-    def without_gradient(self) -> Counter[Work]:
-        """Return what no backward pass has reached."""
+    def without_gradient(self, *, all_read: bool) -> Counter[Work]:
+        """Return what no backward pass has reached. all_read: False if some were not recorded, which may have."""
         found = self._frozen.copy()
-        for work, _, flops in self._pending:
+        for work, _, flops in self._pending if all_read else ():
             found[work] += flops
         return found
 
@@ -191,8 +192,10 @@ class StepAccount:
         self._shapes = True
         self.te_dtype: str | None = None
         self._ranges: Ranges = Ranges(self._called, named=previous is None or previous._ranges.named)
-        #: True if a range of the program was open when the profiler stopped: see `_cut`.
-        self._blocked: bool = previous is not None and previous._blocked
+        #: The ranges of the program that were open when the profiler stopped, as far as their objects are known.
+        self._open_ranges: list[weakref.ref[Any]] = [] if previous is None else previous._open_ranges
+        #: True if there were such ranges: see `_cut`.
+        self._blocked: bool = previous is not None and previous.has_open_ranges
         self._thread = 0
         self._open: _Pass | None = None if previous is None else previous._open  # the backward pass that runs
         self._seconds = 0.0
@@ -367,7 +370,8 @@ class StepAccount:
                 return None
             opened = self._ranges.close()
             events, unfinished, begun = recording.stop()
-            self._blocked = any(not name.startswith(trace.IGNORED) for name in unfinished)
+            of_program = [name for name in unfinished if not name.startswith(trace.IGNORED)]
+            self._blocked, self._open_ranges = bool(of_program), profiler.ranges_named(of_program)
             _steps.cut = bool(unfinished)
             closures = frozenset(begun if resume else ())
             found = trace.read(events, self.weights, self.te_dtype, closures, self.graphs, shapes=recording.shapes)
@@ -380,6 +384,14 @@ class StepAccount:
             self._seconds += time.monotonic() - began
             return found
         return None
+
+    @property
+    def has_open_ranges(self) -> bool:
+        """True unless all ranges of the program are closed, so that the next step may be recorded.
+
+        Each microbatch of a pipeline has its ranges: one is open whenever a backward pass ends.
+        """
+        return self._blocked and not (self._open_ranges and all(each() is None for each in self._open_ranges))
 
     @property
     def is_compiled_only(self) -> bool:
@@ -458,6 +470,8 @@ class StepAccount:
     def begin_step(self, parameters: Iterable[torch.Tensor]) -> None:
         """Record that the step of an optimizer begins that is checked: earlier passes do not count for it."""
         parameters = list(parameters)
+        if self._blocked and not self.has_open_ranges:
+            self._blocked, self._resume = False, True
         self.weights |= shapes_of(parameters)  # a group of parameters may have been added
         self._begun.update((id(parameter), self._ended) for parameter in parameters)
 
@@ -491,7 +505,7 @@ class StepAccount:
         if self._open is None:  # else an optimizer is stepped by a hook of a parameter
             self._resume |= self.running
             self._remember(self._cut(resume=False) or OperatorTrace(), before_step=False)
-        whole.frozen += self._forward.without_gradient()
+        whole.frozen += self._forward.without_gradient(all_read=not self._blocked)
         whole.called = dict(self._ranges.called) if self._ranges.named else None
         whole.autocast = self._ranges.autocast() if self._ranges.named else None
         whole.casts, whole.overflows, whole.unaligned = self._casts.copy(), set(self.overflows), set(self._unaligned)

@@ -9,9 +9,11 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -190,6 +192,19 @@ def _disable() -> tuple[list[Any], list[str], list[int]]:
     if not _has_unfinished_events():
         unfinished += _without_end(result.experimental_event_tree())
     return events, [name for name, _ in unfinished], [start for _, start in unfinished]
+
+
+def ranges_named(names: list[str]) -> list[weakref.ref[Any]]:
+    """Return the `record_function` objects of the program with some names; none unless there is one for each name.
+
+    A range that a `with` statement has opened lives until it is closed.
+    """
+    if not names:
+        return []
+    from torch.autograd.profiler import record_function
+
+    found = [each for each in gc.get_referrers(record_function) if type(each) is record_function and each.name in names]
+    return [weakref.ref(each) for each in found] if {each.name for each in found} == set(names) else []
 
 
 @functools.cache

@@ -466,6 +466,34 @@ def test_ranges_of_the_program_are_closed_before_the_profiler_starts_again() -> 
     assert trace.read([], set(), None).forward == []
 
 
+@pytest.mark.parametrize("around", [False, True])
+def test_a_range_around_each_backward_pass_ends_the_record_of_one_step_only(around: bool) -> None:
+    """A pipeline's schedule has one for each microbatch; the forward pass of the second one is no frozen part."""
+    whole, layer = StepAccount(), nn.Linear(16, 16, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    size, found = 2 * 4 * 16 * 16, []
+    whole.weights = account.shapes_of(layer.parameters())
+    whole.start()
+    try:
+        with torch.profiler.record_function("epoch") if around else contextlib.nullcontext():
+            for _step in range(2):
+                losses = [layer(torch.randn(4, 16)).sum() for _microbatch in range(2)]
+                for number, loss in enumerate(losses):
+                    with torch.profiler.record_function(f"Backward {number}"):
+                        whole.begin_pass(Inferred(leaves={id(layer.weight)}), ())
+                        loss.backward()
+                        whole.end_pass(True)
+                with account.step_of(optimizer, trains=False):
+                    found.append(whole.products({id(layer.weight)}))
+                    whole.begin_step(layer.parameters())
+                whole.resume()
+                assert whole.running is not around, "a range that is open points into the events of the last profiler"
+    finally:
+        whole.stop()
+    assert found[0].trained == {Work("fp32", module=id(layer)): 2 * size}
+    assert [(each.looked_at, bool(each.frozen)) for each in found] == [(1, False), (not around, False)]
+
+
 @pytest.mark.parametrize(
     ("kernel", "dtype", "work"),
     [
