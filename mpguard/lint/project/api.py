@@ -168,6 +168,14 @@ class ProjectApi:
         """True if no code of the project of a file reads an option; outside of a project, it may."""
         return not self._ask(path, settings.may_read_option, name, otherwise=True)
 
+    def drops_field(self, path: str, name: str) -> bool:
+        """True if no code of the project of a file reads a field of a class; outside of a project, it may."""
+        return not self._ask(path, settings.may_read_field, name, otherwise=True)
+
+    def never_scales(self, path: str) -> bool:
+        """True if no code of the project of a file scales a loss, or uses what may scale it."""
+        return not self._ask(path, settings.may_scale_loss, otherwise=True, whole=True)
+
     def passes_option(self, path: str, name: str) -> bool:  # noqa: ARG002
         """True if a script, config or text of the project of a file passes an option that asks for low precision."""
         return False

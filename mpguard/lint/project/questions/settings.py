@@ -71,6 +71,22 @@ _HANDED_ON = lazy_pattern(
 #: What a config or a command of accelerate has: it reads `mixed_precision` itself.
 _ACCELERATE = lazy_pattern(rb"\b(?:compute_environment|distributed_type|accelerate)\b")
 _ADDED_OPTION = lazy_pattern(rb"(?:\bchoices|\bdefault|\bhelp)\s*=\s*(?:\[[^\]]*\]|\([^)]*\)|[\"'][^\"'\n]*[\"'])")
+#: Code that may scale a loss, itself or through a framework.
+_MAY_SCALE = lazy_pattern(
+    rb"(?i)scaler|loss_?scal|\.scale\(|\bapex\b|accelerat|deepspeed|lightning|colossal|composer|\w*Trainer\("
+)
+#: Code that hands on all fields of an object of settings, or reads those whose names are in variables.
+_READS_FIELDS = lazy_pattern(
+    rb"\bvars\(|\.__dict__|\basdict\(|\bastuple\(|\bfields\(|__dataclass_fields__|__annotations__|\bmodel_fields\b"
+    rb"|\binstantiate\(|OmegaConf|HfArgumentParser|TrlParser|save_hyperparameters"
+    rb"|(?i:\w*(?:conf|cfg|args|opt|setting|param)\w*\.(?:model_dump|dict|to_dict)\()"
+    rb"|\bgetattr\(\s*(?i:self|[\w.]*(?:conf|cfg|arg|opt|setting|param)\w*)\s*,\s*[^\"'\s]"
+)
+#: Settings that are stored in a checkpoint or a log: `{"config": asdict(config)}`, `wandb.config = vars(args)`.
+_STORED = lazy_pattern(
+    rb"(?i)(?:[\"']\w*(?:conf|cfg|arg|setting|param)\w*[\"']\]?\s*[:=]|\bwandb\.config\s*=)"
+    rb"\s*(?:vars|asdict|dataclasses\.asdict)\(\s*[\w.]+\s*\)"
+)
 #: Values of an option that ask for no low precision.
 _FULL = rb"(?:no|none|fp32|float32|float|32|full|false|0|highest)\b"
 
@@ -129,6 +145,25 @@ def may_read_option(asked: Asked) -> bool:
     """True if code of a project may read an option, as an attribute or an item, or hands on all options at once."""
     option = re.escape(asked.name.encode())
     return any(_reads_option(each, option) for each in asked.code)
+
+
+@question_of_project
+def may_read_field(asked: Asked) -> bool:
+    """True if code of a project may read a field, or hands on all fields of an object, other than to a log."""
+    named = asked.pattern(
+        rb"(?<!torch)(?<!cuda)(?<!apex)\.\s*", rb"\b|[\"']" + re.escape(asked.name.encode()) + rb"[\"']"
+    )
+    for each in asked.code:
+        code = stripped(content(each))
+        if named.search(code) or _READS_FIELDS.search(_STORED.sub(b"", _LOGGED.sub(b"", code))):
+            return True
+    return False
+
+
+@question_of_project
+def may_scale_loss(asked: Asked) -> bool:
+    """True if code of a project may scale a loss, itself or through a framework."""
+    return any(_MAY_SCALE.search(stripped(content(each))) for each in asked.code)
 
 
 @question_of_project
