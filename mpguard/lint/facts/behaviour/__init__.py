@@ -16,5 +16,6 @@ measures.py              what only measures: timed steps, gradients that are ins
 compiled.py              does the code compile a model
 precision.py             the dtype of tensors: by casts, constructors, type promotion and autocast
 scalars.py               Python numbers that are combined with tensors
+layer_dtypes.py          the dtype of parameters that a module creates
 options.py               options and constants by which a script selects its precision
 """

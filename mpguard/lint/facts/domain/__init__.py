@@ -4,7 +4,7 @@ training_use.py        the values and weights that are trained
 casts.py               what a cast changes: a model or a tensor, all of it or a part
 training.py            what is known of one of them
 optimizers.py          what trains: optimizers, the parameters that they take, Trainers
-wrapped_loads.py       models that are loaded into an attribute of a module
+wrapped_loads.py       models that are loaded into an attribute of a module, and the objects of a module
 master_weights.py      FP32 master weights and loss scaling by other means than torch.amp
 adapters.py            adapters of peft in the low-precision dtype of their model
 unscaled_steps.py      optimizer steps that apply FP16 gradients without loss scaling

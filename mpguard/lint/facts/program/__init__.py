@@ -9,6 +9,7 @@ classes.py           classes: their attributes, methods, bases and derived class
 callgraph.py         callers, callees, conditions that all callers share
 all_calls.py         all calls of a function in its project
 option_values.py     the values and defaults of options and fields
+config_values.py     the settings that code reads from YAML and JSON files
 keywords.py          the keyword arguments of a call, with those of its `**mapping`
 mentions.py          names of a framework in one function
 implied_versions.py  the versions of libraries that code can run with, by what it calls
