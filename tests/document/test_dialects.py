@@ -276,3 +276,12 @@ def test_code_of_megatron_bridge_is_linted_and_explained(
     assert ("MPG849" in capsys.readouterr().out) is bool(status)
     assert main(["apply", "--check", "bf16_mixed", "run.py"]) == 2
     assert 'Write `config.mixed_precision = "bf16_mixed"` in it' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("fp32", False), ("bf16", False), ("bf16_mixed", True)])
+def test_a_config_of_another_program_with_an_optimizer_is_none_of_megatron_bridge(
+    precision: str, expected: bool
+) -> None:
+    from mpguard_plugins.megatron_bridge import is_config
+
+    assert is_config({"optimizer": {"lr": 1e-4}, "training": {}, "mixed_precision": precision}) is expected
