@@ -148,8 +148,8 @@ def is_config(config: Mapping[str, Any]) -> bool:
     names = {"model", "train", "optimizer", "ddp", "scheduler", "checkpoint", "dist", "logger", "rng", "dataset"}
     sections = {name for name in names if isinstance(config.get(name), Mapping)}
     precision = config.get(_SECTION, ...)
-    # "fp32" or "bf16" stand in configs of many programs, and are no names of Bridge's recipes
-    named = isinstance(precision, str) and not set("_-").isdisjoint(precision)
+    # "fp32" or "bf16" stand in configs of many programs; Bridge's names have "_" or "-", interpolations "${".
+    named = isinstance(precision, str) and not precision.isalnum()
     own = precision is None or isinstance(precision, Mapping) or named
     trains = "train" in sections and (bool(sections & {"ddp", "dist", "rng"}) or "train_iters" in config["train"])
     return len(sections) >= (1 if own and precision is not None else 3) and (own or trains)

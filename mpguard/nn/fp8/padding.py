@@ -22,9 +22,11 @@ from mpguard.core.errors import MpguardWarning
 from mpguard.nn.fp8 import observation
 from mpguard.policy.policy import Policy
 
-#: Returns a size of the batch that code for any size is compiled for, without a guard on it. torch 2.11 has the second.
-_hints = next(name for name in ("optimization_hint", "size_hint") if hasattr(symbolic_shapes, name))
-hint_of: Callable[[int], int] = getattr(symbolic_shapes, _hints)
+#: Returns a size of the batch that code for any size is compiled for, without a guard on it. torch 2.11 has the second;
+#: with a torch that has neither, the size is read, and another one is compiled again.
+hint_of: Callable[[int], int] = getattr(
+    symbolic_shapes, "optimization_hint", getattr(symbolic_shapes, "size_hint", int)
+)
 
 #: Calls of FP8 layers after which the share of work on padding is checked, and the largest share without a warning.
 CALLS, SHARE = 100, 0.05
