@@ -53,6 +53,15 @@ def test_verdicts_are_whole_and_about_what_there_is() -> None:
     assert all(isinstance(each["verdict"], bool) and len(each["why"]) > 10 for each in VERDICTS)
 
 
+def test_labels_are_whole_and_what_found_them_are_rules() -> None:
+    labels = json.loads((ROOT / "benchmarks" / "labels.json").read_text("utf-8"))["labels"]
+    places = [(each["repository"], each["file"], each["line"], each["kind"]) for each in labels]
+    assert len(set(places)) == len(places)
+    assert {each["sure"] for each in labels} == {"certain", "likely", "debatable"}
+    assert {each[when] for each in labels for when in ("first", "last")} - {None} <= rules(own_only=True).keys()
+    assert all(len(each["commit"]) == 40 and each["line"] > 0 for each in labels)
+
+
 def test_there_is_enough_evidence_and_it_speaks_for_the_rules() -> None:
     judged = [each["verdict"] for each in VERDICTS if each["code"] != evidence.FREQUENT]
     assert len(judged) >= 300
