@@ -134,7 +134,7 @@ def test_the_first_bad_place_is_named() -> None:
     assert (error.line, error.column) == (2, 205)
 
 
-@pytest.mark.parametrize("terms", [100, 900])
+@pytest.mark.parametrize("terms", [100, 600])  # Python 3.12 has no stack for 800, others for 1,100
 def test_long_code_that_the_parser_bears_is_read(terms: int) -> None:
     source = Source.parse(("x = " + " + ".join(["a.half()"] * terms) + "\n").encode(), "example.py")
     assert source.chunks[-1].span(source.chunks[-1].module.body[0])[0] == 0
