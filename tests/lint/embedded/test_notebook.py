@@ -118,7 +118,7 @@ def test_suppressions_in_cells(capsys: pytest.CaptureFixture[str]) -> None:
         ('{"cells": [{"cell_type": "code"}]}', 1, 12, "cell 1 has no `source`"),
         ('{"cells": [{"cell_type": "code", "source": [1]}]}', 1, 44, "is neither a string nor a list"),
         (b'{"cells": [\n"\xff"]}', 2, 2, "not UTF-8"),
-        ('{"cells": ' + "[" * 5000, 1, 1, "not JSON"),
+        ('{"cells": ' + "[" * 200_000, 1, 1, "not JSON"),
     ],
 )
 def test_broken_notebooks(

@@ -27,7 +27,8 @@ def _listed() -> set[str]:
 
 def _documented(cls: type, name: str) -> bool:
     """True if a class has a public method or property of this name, with a docstring."""
-    return not name.startswith("_") and bool(inspect.getdoc(getattr(cls, name, None)))
+    member = getattr(cls, name, None)  # None itself has a docstring from Python 3.13 on
+    return not name.startswith("_") and member is not None and bool(inspect.getdoc(member))
 
 
 def _classes() -> dict[str, type]:
