@@ -17,7 +17,8 @@ from mpguard.core import settings
 from mpguard.core.errors import ConfigError, NotInForce, PolicyError
 from mpguard.core.watch_levels import WatchLevel, watch_level
 from mpguard.document import Document, mp_yaml, read
-from mpguard.policy.allow import Allowance, allowances
+from mpguard.policy.allow import STATES, Allowance, allowances
+from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import Policy
 from mpguard.policy.recipes import recipe
 from mpguard.targets.capabilities import left_out_at_start
@@ -76,6 +77,20 @@ class Plan:
     def allowed(self, kind: str) -> tuple[str, ...]:
         """Return the values of the deviations of one kind that are wanted."""
         return tuple(each.value for each in self.allow if each.kind == kind)
+
+    @property
+    def muon_momentum(self) -> tuple[Dtype, str] | None:
+        """The dtype of Muon's momentum in DeepSpeed's ZeRO, that of the parameters, and what to use in its place.
+
+        None if the policy asks for no other, or allows this one.
+        """
+        policy, dtype = self.policy, self.policy.params_dtype
+        if dtype is None or dtype in (Dtype.FP32, policy.master_dtype) or dtype.short in self.allowed(STATES):
+            return None
+        return dtype, (
+            "ZeRO stage 1 (with matrices of two dimensions only), or `torch_autocast` in place of the "
+            f"`{'bf16' if policy.bf16 else 'fp16'}` section, or accept it: mpguard_allow: [{{states: {dtype}}}]"
+        )
 
     def left_out_at_start(self) -> dict[str, str]:
         """Return the wishes that the run goes without, as far as that is known before it starts: field -> reason."""

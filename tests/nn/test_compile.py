@@ -223,7 +223,7 @@ def test_a_model_whose_compilation_fails_goes_on_as_it_is(tmp_path: Path, by_blo
 
 VOCABULARY_PARALLEL = """
 import torch, torch.distributed as dist
-from torch import nn
+from torch import library, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
@@ -232,7 +232,7 @@ from mpguard.nn import compile as compilation
 compilation.BACKEND = "aot_eager"
 dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
 mesh = init_device_mesh("cpu", (2,))
-@torch.library.custom_op("test::cannot_be_traced", mutates_args=())
+@library.custom_op("test::cannot_be_traced", mutates_args=())
 def cannot_be_traced(x: torch.Tensor) -> torch.Tensor: return x.clone()
 @cannot_be_traced.register_fake
 def _(x): raise RuntimeError("no fake tensors")

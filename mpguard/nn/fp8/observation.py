@@ -13,8 +13,7 @@ import weakref
 from typing import Any, Protocol
 
 import torch
-from torch import nn
-from torch.library import custom_op
+from torch import library, nn
 
 from mpguard.nn.cuda_graphs import MODES
 
@@ -103,13 +102,13 @@ class _Watched(torch.autograd.Function):
 def _define_operators() -> None:
     """Define the operators that compiled code calls. `key` counts as changed, so that they are not left out."""
 
-    @custom_op("mpguard::fp8_forward", mutates_args=("key",))
+    @library.custom_op("mpguard::fp8_forward", mutates_args=("key",))
     def forward(input: torch.Tensor, weight: torch.Tensor, key: torch.Tensor) -> None:
         layer = _layers.get(int(key))
         if _listener is not None and _listener.due and layer is not None:
             _listener.forward(layer, input, weight)
 
-    @custom_op("mpguard::fp8_backward", mutates_args=("key",))
+    @library.custom_op("mpguard::fp8_backward", mutates_args=("key",))
     def backward(gradient: torch.Tensor, key: torch.Tensor) -> None:
         layer = _layers.get(int(key))
         if _listener is not None and _listener.due and layer is not None:

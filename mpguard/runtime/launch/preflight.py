@@ -19,7 +19,6 @@ from mpguard.document.schemas.accelerate import OLD, TOP
 from mpguard.document.schemas.deepspeed import optimizer_class
 from mpguard.nn import compile as compilation
 from mpguard.policy import hardware
-from mpguard.policy.allow import STATES
 from mpguard.policy.dtype import Dtype
 from mpguard.policy.policy import EMULATED
 from mpguard.runtime.plan import Plan, deepspeed_file
@@ -270,23 +269,19 @@ def _muon_states(launch: PlannedLaunch) -> Iterator[str]:
     The engine would be refused with the same reason (`runtime.patches.deepspeed_config.muon_states`).
     """
     document = deepspeed_file(launch.config, Path(launch.document.path)) if launch.kind == "DEEPSPEED" else None
-    policy = launch.plan.policy
-    dtype = policy.params_dtype
-    if document is None or str(lookup(document.require(), "optimizer.type")).lower() != "muon":
-        return
-    if dtype is None or dtype in (Dtype.FP32, policy.master_dtype) or dtype.short in launch.plan.allowed(STATES):
+    momentum = launch.plan.muon_momentum
+    if document is None or momentum is None or str(lookup(document.require(), "optimizer.type")).lower() != "muon":
         return
     if lookup(document.data, "torch_autocast.enabled") is True:  # whose parameters are FP32
         return
+    policy, (dtype, advice) = launch.plan.policy, momentum
     changes = differences(document.data, policy, "deepspeed")
     after = merged(document.data, {change.key: Setting(change.new) for change in changes})
     if optimizer_class(after) == "DeepSpeedZeroOptimizer":
         yield (
             f"{document.where('optimizer.type')}: DeepSpeed's ZeRO-{lookup(after, 'zero_optimization.stage')} holds "
             f"the momentum of Muon in {dtype}, the dtype of the parameters; the policy `{policy.name}` needs "
-            f"{policy.master_dtype}. Use ZeRO stage 1 (with matrices of two dimensions only), or `torch_autocast` in "
-            f"place of the `{'bf16' if policy.bf16 else 'fp16'}` section, or accept it: "
-            f"mpguard_allow: [{{states: {dtype}}}]"
+            f"{policy.master_dtype}. Use {advice}"
         )
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from mpguard.core.errors import ConfigError
 from mpguard.document import read
 from mpguard.document.schemas.deepspeed import OBJECTS, other_optimizer, unfilled
-from mpguard.policy.allow import STATES
 from mpguard.policy.dtype import Dtype
 from mpguard.runtime.plan import deepspeed_file, with_first_scale
 from mpguard.runtime.proof.verdict import Refusal
@@ -115,21 +114,18 @@ def muon_states(engine: Any, guard: Guard) -> Refusal | None:
     ZeRO's `_muon_momentum_buffer` (deepspeed 0.19.8) gives the momentum the dtype of `param.grad`, which is that of the
     parameters, whatever `grad_accum_dtype` is. `BF16_Optimizer` has it in FP32.
     """
-    policy = guard.plan.policy
-    dtype = policy.params_dtype
-    if "muon" not in type(engine.basic_optimizer).__name__.lower() or dtype is None:
+    momentum = guard.plan.muon_momentum
+    if momentum is None or "muon" not in type(engine.basic_optimizer).__name__.lower():
         return None
-    if type(engine.optimizer).__name__ != "DeepSpeedZeroOptimizer" or dtype in (Dtype.FP32, policy.master_dtype):
+    if type(engine.optimizer).__name__ != "DeepSpeedZeroOptimizer":
         return None
-    if dtype.short in guard.plan.allowed(STATES):
-        return None
+    dtype, advice = momentum
     return Refusal.wrong(
         f"optimizer: DeepSpeed's ZeRO-{engine.zero_optimization_stage()} holds the momentum of "
         f"{type(engine.basic_optimizer).__name__} in {dtype}, the dtype of the parameters; asked: states "
-        f"{policy.master_dtype}",
+        f"{guard.plan.policy.master_dtype}",
         "optimizer",
-        "Use ZeRO stage 1 (with matrices of two dimensions only), or `torch_autocast` in place of the "
-        f"`{'bf16' if policy.bf16 else 'fp16'}` section, or accept it: mpguard_allow: [{{states: {dtype}}}]",
+        f"Use {advice}",
     )
 
 

@@ -19,7 +19,7 @@ _LOW = lazy_pattern(r"(?i)True|False|fp16|bf16|fp8|float16|bfloat16|half|16|16-m
 class UnreadPrecisionField(Rule, form_of="MPG518"):
     """A class of settings has a field for the precision that nothing in the project reads.
 
-    Whoever sets it trains in another precision, without a message.
+    A run that sets the field trains in another precision, without a message.
 
     Reported in a class without a base other than `BaseModel` and the like, of which other fields are read. Silent if
     the project may read fields without naming them (`asdict`, `fields`, `vars`, `**config`).
