@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,18 +12,11 @@ pytest.importorskip("torch", reason="the real library runs here")
 
 import short_programs
 from paths import PROGRAMS
-from processes import in_fork, ranks_in_fork, run_module, transcript
+from processes import in_fork, ranks_in_fork, run_file, run_module, transcript
 
 import mpguard
 
 PROGRAM = PROGRAMS / "neutral.py"
-
-
-def stock(words: list[str]) -> int:
-    """Run the program alone."""
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
-    return 0
 
 
 #: How closely the guarded programs are watched, one after the other.
@@ -42,7 +33,7 @@ def kinds(run: subprocess.CompletedProcess[str], times: int = 1) -> dict[str, di
 
 
 def test_one_process(tmp_path: Path) -> None:
-    alone = kinds(in_fork([PROGRAM], cwd=tmp_path, program=stock))
+    alone = kinds(in_fork([PROGRAM], cwd=tmp_path, program=run_file))
     policy = str(mpguard.recipe("bf16_mixed"))
     run = in_fork([PROGRAM], cwd=tmp_path, program=run_module, MPGUARD_POLICY=policy, LEVELS=" ".join(LEVELS))
     guarded = kinds(run, len(LEVELS))
@@ -51,7 +42,7 @@ def test_one_process(tmp_path: Path) -> None:
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    alone = ranks_in_fork([PROGRAM], cwd=tmp_path, program=stock)
+    alone = ranks_in_fork([PROGRAM], cwd=tmp_path, program=run_file)
     policy = str(mpguard.recipe("bf16_mixed"))
     guarded = ranks_in_fork([PROGRAM], cwd=tmp_path, program=run_module, MPGUARD_POLICY=policy, LEVELS=" ".join(LEVELS))
     assert "step 1 proven in force on all 2 ranks" in guarded[0].stderr, transcript(guarded[0])

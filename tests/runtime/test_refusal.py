@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the real library runs here")
 
-from processes import in_fork, proof, transcript
+from processes import in_fork, proof, run_file, transcript
 from short_programs import HEAD, run
 
 #: What a session defines first. `cell` runs as a notebook does: an exception is shown, and the session goes on.
@@ -28,14 +28,7 @@ def cell(name, **autocast):
 def session(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     """Run a script that activates its policy itself."""
     (folder / "t.py").write_text(HEAD + SESSION + script)
-    return in_fork([folder / "t.py"], cwd=folder, program=_as_script)
-
-
-def _as_script(words: list[str]) -> int:
-    import runpy
-
-    runpy.run_path(words[0], run_name="__main__")
-    return 0
+    return in_fork([folder / "t.py"], cwd=folder, program=run_file)
 
 
 def test_the_next_cell_is_proven_and_the_process_is_still_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -34,10 +35,19 @@ def environment(**more: str) -> dict[str, str]:
     return {**clean, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "NO_COLOR": "1", **more}
 
 
+#: Ports for tests, below those that the system gives to outgoing connections; processes that run at the
+#: same time begin thousands of ports apart.
+_PORTS = range(12_000, 32_000)
+_next_port = itertools.count(os.getpid() * 7919)
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port on which nothing listens, and which this process has not returned before."""
+    while True:
+        port = _PORTS[next(_next_port) % len(_PORTS)]
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def mp_yaml(
@@ -100,6 +110,10 @@ def started(
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
+
+#: What scripts of this process have left behind. A fork ends before any of it is destroyed, by `os._exit`: a process
+#: group of gloo would wait, with the GIL, for a thread of its own that needs the GIL.
+_LEFT_BEHIND: list[dict[str, Any]] = []
 
 _SERVER = multiprocessing.get_context("forkserver")
 #: What programs import, so that each fork has it at once; missing ones are left out by the server. Where a GPU is,
@@ -172,10 +186,16 @@ def run_python(words: list[str]) -> int:
         return 0
     if words[0] == "-m":
         sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        _LEFT_BEHIND.append(runpy.run_module(words[1], run_name="__main__", alter_sys=True))
         return 0
-    sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
-    runpy.run_path(words[0], run_name="__main__")
+    sys.path[0] = str(Path(words[0]).resolve().parent)
+    return run_file(words)
+
+
+def run_file(words: list[str]) -> int:
+    """Run a script in this process, which does not get the script's folder on its path."""
+    sys.argv = words
+    _LEFT_BEHIND.append(runpy.run_path(words[0], run_name="__main__"))
     return 0
 
 

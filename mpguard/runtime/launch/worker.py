@@ -6,11 +6,10 @@ import argparse
 import builtins
 import contextlib
 import dataclasses
-import importlib
+import importlib.abc
 import importlib.util
 import json
 import os
-import runpy
 import sys
 import time
 import traceback
@@ -113,8 +112,7 @@ def _run(options: argparse.Namespace, guard: Guard) -> int:
     try:
         if options.module:
             sys.path.insert(0, str(Path.cwd()))
-            _require_module(options.script)
-            runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+            _run_module(options.script)
         else:
             _run_file(Path(options.script))
     except NotInForce as error:
@@ -146,7 +144,7 @@ def _run(options: argparse.Namespace, guard: Guard) -> int:
         if lost_ranks.refusal():
             return 1  # the collective that has failed is no cause: `finish` prints the line that names it
         trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         traceback.print_exception(type(error), error, trace)
         print_cause(error)
@@ -154,35 +152,50 @@ def _run(options: argparse.Namespace, guard: Guard) -> int:
     return 0
 
 
-def _require_module(name: str) -> None:
-    """Raise `ConfigError` for a module that does not exist: `python -m` refuses it too."""
+def _run_module(name: str) -> None:
+    """Run a module as `python -m NAME` does: a package by its `__main__`, with the module's path as `sys.argv[0]`."""
     try:
         spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError:
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise  # a package on the way imports what is not installed
         spec = None
     if spec is None:
         raise ConfigError(f"-m {name}: there is no such module; run from the folder that contains it, or install it")
+    code = spec.loader.get_code(spec.name) if isinstance(spec.loader, importlib.abc.InspectLoader) else None
+    if code is None:
+        raise ConfigError(f"-m {name}: is not written in Python; give a module of Python code")
+    sys.argv[0] = str(spec.origin)
+    _run_in_main(
+        code, __file__=spec.origin, __spec__=spec, __loader__=spec.loader, __package__=spec.parent,
+        __cached__=spec.cached,
+    )  # fmt: skip
 
 
 def _run_file(path: Path) -> None:
-    """Run a file as `python FILE` does: as `__main__`, with its folder first on the path.
-
-    Under `python -m mpguard.run` it runs in the interpreter's own `__main__`, so that the objects that the script
-    leaves behind are destroyed when Python destroys those of a script: torch's gloo threads depend on that order.
-    """
+    """Run a file as `python FILE` does: with its folder first on the path."""
     try:
         code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; give the path of a Python script") from None
+    sys.path[0] = str(path.resolve().parent)
+    _run_in_main(code, __file__=str(path), __spec__=None, __loader__=None, __package__=None, __cached__=None)
+
+
+def _run_in_main(code: types.CodeType, **attributes: object) -> None:
+    """Run code as the module `__main__`, which stays alive.
+
+    Under `python -m mpguard.run` it is the interpreter's own `__main__`, so that the objects that the script leaves
+    behind are destroyed when Python destroys those of a script. Earlier, a process group of gloo would wait, with the
+    GIL, for a thread of its own that needs the GIL (seen with torch 2.13).
+    """
     main = sys.modules["__main__"]
     if getattr(getattr(main, "__spec__", None), "name", None) != ENTRY:
         main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__.clear()
-    main.__dict__.update(
-        __name__="__main__", __file__=str(path), __builtins__=builtins, __spec__=None, __loader__=None,
-        __package__=None, __doc__=None, __cached__=None,
-    )  # fmt: skip
-    sys.path[0] = str(path.resolve().parent)
+    main.__dict__.update(__name__="__main__", __builtins__=builtins, __doc__=None, **attributes)
     exec(code, main.__dict__)
 
 

@@ -283,11 +283,30 @@ def test_which_arguments_of_the_script_are_refused_as_configs(tmp_path: Path, te
             refuse_config_after_script("t.py", words)
 
 
-def test_run_of_a_module(tmp_path: Path) -> None:
-    (tmp_path / "trainer.py").write_text("import sys; print(__name__, sys.argv[1:])\n")
-    config = mp_yaml(tmp_path)
-    run = in_fork(["-m", "mpguard.run", "--config", config, "-m", "trainer", "--x"], cwd=tmp_path, program=run_python)
-    assert run.returncode == 0 and run.stdout == "__main__ ['--x']\n", transcript(run)
+#: What a package runs as its `__main__`. What it leaves behind is destroyed when Python destroys modules, not earlier,
+#: when a process group of gloo could wait for ever. (A fork ends before that.)
+PACKAGE = """
+import sys
+print(__name__, __package__, __spec__.name, sys.argv)
+class Left:
+    def __del__(self): print("destroyed")
+left = Left()
+if sys.argv[1:] == ["exit"]: sys.exit()
+if sys.argv[1:] == ["import"]: import nowhere.at_all
+"""
+
+
+@pytest.mark.parametrize(("word", "status"), [("end", 0), ("exit", 0), ("import", 1)])
+def test_run_of_a_module(tmp_path: Path, word: str, status: int) -> None:
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "__init__.py").write_text("")
+    (tmp_path / "trainer" / "__main__.py").write_text(PACKAGE)
+    words = ("-m", "mpguard.run", "--config", mp_yaml(tmp_path), "-m", "trainer", word)
+    run = in_fork(words, cwd=tmp_path, program=run_python)
+    argv = [str(tmp_path / "trainer" / "__main__.py"), word]
+    assert (run.returncode, run.stdout) == (status, f"__main__ trainer trainer.__main__ {argv}\n"), transcript(run)
+    assert ("No module named 'nowhere'" in run.stderr) == (word == "import"), transcript(run)
+    assert "worker.py" not in run.stderr and "there is no such module" not in run.stderr, transcript(run)
 
 
 def test_auto_under_torchrun_names_every_rank(tmp_path: Path) -> None:
