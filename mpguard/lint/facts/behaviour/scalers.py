@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -56,21 +57,20 @@ class Scalers:
         records = self.facts.flow.backward(loss, at, depth=depth) if loss is not None and scales else ()
         return next((scales[record] for record in records if record in scales), None)
 
-    def own(self, node: cst.CSTNode | None, at: Record) -> bool:
+    def own(self, node: cst.CSTNode | None, at: Record, *methods: str) -> bool:
         """True if a scaler is created in the file from one of torch's classes.
 
-        It may be None on another path, and unknown, as one that a helper returns.
+        It may be None on another path, and unknown, as one that a helper returns. methods: those of a derived class
+        that must run torch's; all of the protocol by default.
         """
         atoms = [each.atom for each in self.facts.evaluate(node, at)]
         made = [atom for atom in atoms if not (isinstance(atom, Constant) and atom.value in (None, False))]
-        torchs = [atom for atom in made if _is_torch_scaler(atom, self.facts)]
-        return bool(torchs) and all(
-            _is_torch_scaler(atom, self.facts) or _stands_in(atom) or atom is UNKNOWN for atom in made
-        )
+        torchs = [atom for atom in made if _is_torch_scaler(atom, self.facts, methods)]
+        return bool(torchs) and all(atom in torchs or _stands_in(atom) or atom is UNKNOWN for atom in made)
 
-    def like_torch(self, node: cst.CSTNode | None, at: Record) -> bool:
+    def like_torch(self, node: cst.CSTNode | None, at: Record, *methods: str) -> bool:
         """True if a scaler is torch's, or may be: not a wrapper's, nor a class of another library or of the tree."""
-        if self.own(node, at):
+        if self.own(node, at, *methods):
             return True
         if self._is_never_set(dotted(node), at):
             return False
@@ -163,14 +163,14 @@ class Scalers:
         return {atom.call for atom in made if isinstance(atom, Object) and atom.call is not None}
 
 
-def _is_torch_scaler(atom: Atom, facts: BehaviourView) -> bool:
+def _is_torch_scaler(atom: Atom, facts: BehaviourView, methods: Collection[str] = ()) -> bool:
     """True for one of torch's scalers, or of a class derived from it whose methods call those of torch."""
     if not isinstance(atom, Object) or atom.kind != "scaler":
         return False
     if atom.cls is not None and atom.facts is not None:
         return any(_is_torch_path(base) for base in facts.ancestry(atom.cls)) and all(
             any(call.name == name and is_super(call.receiver) for call in method.calls)
-            for name in ("scale", "unscale_", "step", "update")
+            for name in methods or ("scale", "unscale_", "step", "update")
             if (method := atom.cls.method(name)) is not None
         )
     return _is_torch_path(atom.path)

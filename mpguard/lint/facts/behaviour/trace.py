@@ -315,8 +315,9 @@ class Traces:
         """
         if call.path == "self.forward":
             return False
-        replaced = (function for function, _ in self._versions(call) if function.facts is not self.facts)
-        if any(_may_use_scaler(function.scope) for function in replaced):
+        own = call.path == f"self.{call.name}"
+        methods = [*(each for each, _ in self._versions(call)), *(self.facts.functions(call) if own else ())]
+        if any(_may_use_scaler(method.scope) for method in methods if method.facts is not self.facts):
             return True
         if call.name[:1].isupper() or _DOES_NOT_STEP.search(call.name) or self._helpers(call):
             return False

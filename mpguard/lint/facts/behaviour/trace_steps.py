@@ -34,6 +34,8 @@ _PRECISION = lazy_pattern(
     r"(?i)16|amp(?!l)|scal|half|precision|dtype|apex|deepspeed|\bds_|fsdp|accelerat(?!ion_steps|e_grad)|mixed|native"
     r"|cuda|device|tpu|xla|npu|cpu|gpu|hpu|fabric|backend|engine|#|call"
 )
+#: Flags that have the same value in all micro-batches: options of clipping, scaling and precision.
+_OPTION = lazy_pattern(r"(?i)clip|norm|grad_max|amp(?!l)|scal|16")
 #: A name, or a dotted one, in the text of a flag.
 _NAME = lazy_pattern(r"(?<![\w.])[A-Za-z_][\w.]*")
 #: Flags for an overflow or an invalid batch: the branch is exceptional.
@@ -148,6 +150,11 @@ def unrelated(later: PathCondition, earlier: PathCondition) -> bool:
 def rhythm(guard: PathCondition) -> bool:
     """True if some condition selects micro-batches of gradient accumulation."""
     return any(_ACCUMULATION.search(flag) for flag in guard.flags())
+
+
+def same_each_time(guard: PathCondition) -> bool:
+    """True if all conditions are options with one value for all micro-batches, such as that of clipping."""
+    return all(map(_OPTION.search, guard.flags())) and not rhythm(guard)
 
 
 def set_in_loop(guard: PathCondition, step: TraceStep) -> list[Binding]:

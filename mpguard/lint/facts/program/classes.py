@@ -73,6 +73,19 @@ class Classes:
             pending += self._classes_at(base.scope).bases(base.scope)
         return None
 
+    def set_above(self, cls: Scope, name: str) -> list[Binding]:
+        """Return the bindings of an attribute, no method, by the nearest base class of the tree that sets it."""
+        seen, pending = {cls}, self.bases(cls)
+        while pending:
+            base = pending.pop(0)
+            if isinstance(base, Class) and base.scope not in seen:
+                seen.add(base.scope)
+                above = self._classes_at(base.scope)
+                if found := above.attributes(base.scope).get(name):
+                    return found if all(each.defines is None for each in found) else []
+                pending += above.bases(base.scope)
+        return []
+
     def bases(self, cls: Scope) -> list[Class | str]:
         """Return the base classes: those of the tree, and the full names of the others ("" if unknown).
 

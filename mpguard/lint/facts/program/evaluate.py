@@ -206,6 +206,8 @@ class _Attributes:
                 inherited = classes.inherited(scope, name)
                 if inherited is not None:
                     return (Alternative(ALWAYS, inherited),)
+                if above := classes.set_above(scope, name):
+                    return tuple(each for binding in above for each in self._at(binding.scope).bound(binding))
             if isinstance(atom, Object):
                 return (Alternative(ALWAYS, Method(atom, name)),)
             if name in api_names.LOADERS:

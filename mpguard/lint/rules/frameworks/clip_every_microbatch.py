@@ -16,14 +16,11 @@ from mpguard.lint import (
     any_of,
     constant,
     dotted,
-    lazy_pattern,
     option_defaults,
     trace_facts,
 )
 
 _UNSCALES = ("clip_grad_norm_", "clip_grad_value_", "unscale_gradients")
-#: Flags that have the same value in each micro-batch.
-_OPTION = lazy_pattern(r"(?i)clip|norm|grad_max")
 #: What follows the name of an option in a config, a launch line or a text that sets it.
 _ASKS = (": fp16", ': "fp16', "=fp16", '="fp16', " fp16", ' = "fp16', '": "fp16')
 
@@ -96,12 +93,8 @@ def _in_accumulate(clip: Call) -> bool:
     for entered in clip.withs:
         func = getattr(entered.expr, "func", None)
         if getattr(getattr(func, "attr", None), "value", "") == "accumulate":
-            return _is_each_time(PathCondition(clip.guard - entered.guard))
+            return trace_facts.same_each_time(PathCondition(clip.guard - entered.guard))
     return False
-
-
-def _is_each_time(more: PathCondition) -> bool:
-    return all(_OPTION.search(flag) for flag in more.flags()) and not trace_facts.rhythm(more)
 
 
 def _accumulates(accelerator: Call, facts: Facts) -> bool:
@@ -124,7 +117,7 @@ def _step_after_loop(clip: Call, facts: Facts) -> Call | None:
     loop = clip.loops[-1]
     inside = [call for call in clip.scope.calls if loop in call.loops]
     backwards = [call for call in inside if call.name == "backward" and call.loops[-1] is loop]
-    if not any(_is_each_time(PathCondition(clip.guard - call.guard)) for call in backwards):
+    if not any(trace_facts.same_each_time(PathCondition(clip.guard - call.guard)) for call in backwards):
         return None
     if any(call.name == "step" and "sched" not in facts.short(call.receiver) for call in inside):
         return None

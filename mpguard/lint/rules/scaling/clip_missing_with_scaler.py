@@ -20,7 +20,7 @@ class ClipMissingWithScaler(ScalingRule, form_of="MPG205"):
 
     def misuse(self, trace: Trace, place: int, facts: Facts) -> Diagnostic | None:
         step = trace[place]
-        if step.via or not facts.scalers.like_torch(step.scaler, step.record) or self._may_clip(step):
+        if not facts.scalers.like_torch(step.scaler, step.record) or self._may_clip(step):
             return None
         own = [each for _, each in trace_facts.iteration(trace, step)]
         with_scaler = [each for each in own if compatible(each.guard, step.guard)]

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-
 import libcst as cst
 
 from mpguard.lint import (
@@ -13,11 +10,12 @@ from mpguard.lint import (
     Event,
     Facts,
     Fix,
-    Function,
     Note,
     Object,
     PathCondition,
-    Rule,
+    ScalingRule,
+    Trace,
+    TraceStep,
     any_of,
     compatible,
     constant,
@@ -35,20 +33,7 @@ from mpguard.lint import (
 _CHECKS = lazy_pattern(f"(?i){roles.OVERFLOWS}")
 
 
-_NO_BACKWARD = frozenset({"step", "scale", "zero_grad", "update"})
-
-
-@dataclasses.dataclass(frozen=True)
-class _Bypass:
-    """A step on scaled gradients. before: the backward passes that it may follow, one per branch."""
-
-    step: Event
-    scale: Event
-    before: list[Call | None]
-    all_scaled: bool
-
-
-class StepBypassesScaler(Rule):
+class StepBypassesScaler(ScalingRule):
     """`optimizer.step()` on gradients that a GradScaler has scaled.
 
     ## What it does
@@ -80,6 +65,7 @@ class StepBypassesScaler(Rule):
     severity = "error"
     message = "`{expr}` bypasses the GradScaler that scaled its gradients"
     help = "step through the scaler, which unscales the gradients and skips the step where they overflowed"
+    operations = ("step",)
     triggers = (any_of(b"scaler", b"Scaler"), any_of(b".scale("), any_of(b".step("))
     examples = (
         Bad(
@@ -112,67 +98,62 @@ for x in loader:
         ),
     )
 
-    def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        scaled = facts.scalers.scaled
-        if not scaled:
-            return
-        backwards = {event.call: event for event in facts.events("backward")}
-        found = [
-            bypass
-            for step in facts.events("step")
-            if (bypass := self._bypass(step, self._before(step, backwards, facts), scaled, facts)) is not None
-        ]
-        for bypass in found:
-            notes = (Note("the loss is scaled here", bypass.scale.span),)
-            fix = self._fix(bypass, found, facts)
-            yield self.at(bypass.step, expr=facts.short(bypass.step.call.node), notes=notes, fix=fix)
+    def misuse(self, trace: Trace, place: int, facts: Facts) -> Diagnostic | None:
+        step, backward = trace[place], self._scaled(trace, place, facts)
+        if backward is None or backward.scale is None:
+            return None
+        notes = (Note("the loss is scaled here", backward.scale.span),)
+        fix = self._fix(trace, place, backward.scale, facts)
+        return self.at(step, expr=facts.short(step.call.node), notes=notes, fix=fix)
 
-    def _bypass(
-        self, step: Event, before: list[Call | None], scaled: dict[Call, Event], facts: Facts
-    ) -> _Bypass | None:
-        """Return the step with the scaled backward before it; None if it applies other gradients."""
-        for place, backward in enumerate(before):
-            if backward not in scaled or backward is None or self._by_hand(backward, step, scaled[backward], facts):
+    def _scaled(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
+        """Return the scaled backward pass whose gradients a step applies as they are."""
+        step = trace[place]
+        for number, (index, backward) in enumerate(trace_facts.before(trace, place)):
+            scale = backward.scale
+            if scale is None or self._by_hand(trace, index, place, facts) or self._constant(scale, step, facts):
                 continue
-            if self._constant(scaled[backward], step, facts):
-                continue
-            if place and not self._surely_after(backward, step):
-                continue
-            if self._gets_scaler(step, facts) or self._sets_gradients(backward, step, facts):
-                continue
-            scale = scaled[backward]
-            if own_optimizers.ignores_gradients(step, facts):
-                continue
-            if own_optimizers.steps_through_scaler(step, scale.subject, facts):
-                continue
-            if compatible(step.guard, facts.guard_of(backward), facts.scalers.enabled(scale.subject, scale.call)):
-                return _Bypass(step, scale, before, all(each in scaled for each in before))
+            more = (PathCondition([condition]) for condition in step.guard - backward.guard)
+            if number and not all(map(trace_facts.rhythm, more)):
+                continue  # another backward pass is between
+            enabled = facts.scalers.enabled(scale.subject, scale.call)
+            if compatible(step.guard, backward.guard, enabled) and not self._applies_others(backward, step, facts):
+                return backward
         return None
 
-    def _gets_scaler(self, step: Event, facts: Facts) -> bool:
+    def _applies_others(self, backward: TraceStep, step: TraceStep, facts: Facts) -> bool:
+        """True if the optimizer uses the scaler itself, or other values than the gradients of the backward pass."""
+        assert step.event is not None
+        return (
+            self._gets_scaler(step, facts)
+            or self._sets_gradients(backward, step, facts)
+            or own_optimizers.ignores_gradients(step.event, facts)
+            or own_optimizers.steps_through_scaler(step.event, backward.scaler, facts)
+        )
+
+    def _gets_scaler(self, step: TraceStep, facts: Facts) -> bool:
         """True for an optimizer with a `step` of its own that takes the scaler: `optimizer.step(scaler=scaler)`."""
         return any(
             "scaler" in facts.kinds(arg.value, step.call) or "scaler" in facts.short(arg.value).lower()
             for arg in step.call.node.args
         )
 
-    def _sets_gradients(self, backward: Call, step: Event, facts: Facts) -> bool:
-        """True if the code sets the gradients after the backward pass, from other values than gradients."""
+    def _sets_gradients(self, backward: TraceStep, step: TraceStep, facts: Facts) -> bool:
+        """True if the code sets the gradients after the backward pass to a difference, which is no gradient."""
+        scope = step.record.scope
         return any(
-            key.endswith(".grad") and bound.value is not None and not self._from_gradients(bound.value, facts)
-            for key, bindings in step.scope.bindings.items()
-            for bound in bindings
-            if (bound.scope is not backward.scope or backward.order < bound.order)
-            and bound.order < step.order
+            key.endswith(".grad")
+            and isinstance(bound.value, cst.BinaryOperation)
+            and isinstance(bound.value.operator, cst.Subtract)
+            and "grad" not in facts.short(bound.value)
+            and (bound.scope is not backward.record.scope or backward.record.order < bound.order)
+            and bound.order < step.record.order
             and implies(step.guard, bound.guard)
+            for key, bindings in scope.bindings.items()
+            for bound in bindings
         )
 
-    def _from_gradients(self, value: cst.BaseExpression, facts: Facts) -> bool:
-        """True for None, and for a value that may be computed from gradients: only differences are known not to be."""
-        is_difference = isinstance(value, cst.BinaryOperation) and isinstance(value.operator, cst.Subtract)
-        return not is_difference or "grad" in facts.short(value)
-
-    def _constant(self, scale: Event, step: Event, facts: Facts) -> bool:
+    def _constant(self, scale: Event, step: TraceStep, facts: Facts) -> bool:
         """True if the scale is a constant by choice, which Adam divides out.
 
         Such a scaler is created with a scale, `GradScaler(2**10)`, and neither its `step` nor `update` is called. The
@@ -181,88 +162,44 @@ for x in loader:
         if facts.events("scaler_step") or facts.events("update"):
             return False
         scalers = [each.atom for each in facts.evaluate(scale.subject, scale.call)]
-        stepped = [each.atom for each in facts.evaluate(step.subject, step.call)]
+        stepped = [each.atom for each in facts.evaluate(step.optimizer, step.call)]
         chosen = [isinstance(atom, Object) and atom.call is not None and bool(atom.call.positional) for atom in scalers]
         adam = [isinstance(atom, Object) and atom.call is not None and _divides_out(atom.call) for atom in stepped]
         return bool(chosen and adam) and all(chosen + adam)
 
-    def _surely_after(self, backward: Call, step: Event) -> bool:
-        """True if the step follows the backward under all conditions except those of gradient accumulation."""
-        more = (PathCondition([condition]).flags() for condition in step.call.guard - backward.guard)
-        return all(any("%" in flag for flag in flags) for flags in more)
-
-    def _before(self, step: Event, backwards: dict[Call, Event], facts: Facts) -> list[Call | None]:
-        """Return the backward passes whose gradients the step may apply; None for an unknown one.
-
-        They are the last one before it, in its function, in one that it calls or in its closure, and those in branches
-        that exclude the last one.
-        """
-        found: list[Call | None] = []
-        for each in facts.evaluate(step.call.argument(0, "closure"), step.call) if step.call.node.args else ():
-            if isinstance(each.atom, Function):
-                found += [call for call in each.atom.scope.calls if call in backwards][-1:]
-                return found
-        without = step.guard  # that none of those found so far runs
-        for call in reversed(step.scope.calls):
-            if call.order >= step.order or call.name in _NO_BACKWARD or not compatible(call.guard, without):
-                continue
-            inner = call if call in backwards else self._inside(call, backwards, without, facts)
-            if inner is None and call.name != "backward":
-                continue
-            found.append(inner)
-            further = PathCondition(call.guard - step.call.guard)
-            if not further:
-                break
-            without = without.given(negated(All(tuple(further))))
-        return found or self._in_trace(step, facts)
-
-    def _in_trace(self, step: Event, facts: Facts) -> list[Call | None]:
-        """Return the backward passes in another method of its class that other files call before the step."""
-        for trace in facts.traces.all:
-            for place, each in enumerate(trace):
-                if each.record is step.call:
-                    found: list[Call | None] = [one.call for _, one in trace_facts.before(trace, place)]
-                    if found:
-                        return found
-        return []
-
-    def _inside(self, call: Call, backwards: dict[Call, Event], guard: PathCondition, facts: Facts) -> Call | None:
-        for function in facts.functions(call):
-            if function.facts is facts:
-                calls = function.scope.calls
-                inner = [each for each in calls if each in backwards and compatible(each.guard, guard)]
-                if inner:
-                    return inner[-1]
-        return None
-
-    def _by_hand(self, backward: Call, step: Event, scale: Event, facts: Facts) -> bool:
+    def _by_hand(self, trace: Trace, index: int, place: int, facts: Facts) -> bool:
         """True if the gradients may be unscaled and checked by hand, or the scaler stepped in between."""
-        enabled = facts.scalers.enabled(scale.subject, scale.call)
+        step, backward = trace[place], trace[index]
+        assert backward.scale is not None
+        enabled = facts.scalers.enabled(backward.scale.subject, backward.scale.call)
         further = [each for each in step.guard - backward.guard if not implies(enabled, PathCondition([each]))]
-        flags = PathCondition(further).flags()
-        if any(_CHECKS.search(flag) and "loss" not in flag for flag in flags):
+        if any(_CHECKS.search(flag) and "loss" not in flag for flag in PathCondition(further).flags()):
             return True  # a check of the gradients; one before the backward pass, or with its name, is of the loss
-        for call in step.scope.calls:
-            between = call.order < step.order and (call.scope is not backward.scope or backward.order < call.order)
-            if between and compatible(call.guard, step.guard):
-                if call.name in ("get_scale", "_unscale_grads_") and facts.traces.computes_with_scale(call):
-                    return True
-                if call.name == "step" and call in {event.call for event in facts.events("scaler_step")}:
-                    given = call.argument(0, "optimizer")
-                    if facts.short(given) == facts.short(step.subject):
-                        return True
-        return False
+        return any(
+            facts.traces.computes_with_scale(each.call)
+            if each.kind == "get_scale"
+            else facts.short(each.optimizer) == facts.short(step.optimizer)
+            for each in trace_facts.between(trace, index, place, "get_scale", "scaler_step", guard=step.guard)
+        )
 
-    def _fix(self, bypass: _Bypass, found: list[_Bypass], facts: Facts) -> Fix | None:
-        step, scale = bypass.step, bypass.scale
-        scaler = facts.short(scale.subject)
-        here = scale.scope is step.scope or (scaler.startswith("self.") and scale.scope.owner is step.scope.owner)
-        module = scaler in facts.module.bindings and scaler not in step.scope.bindings
-        if not (here or module) or step.subject is None or not self._right_in_all_branches(bypass, facts):
+    def _fix(self, trace: Trace, place: int, scale: Event, facts: Facts) -> Fix | None:
+        step, scaler = trace[place], facts.short(scale.subject)
+        scope = step.record.scope
+        here = scale.scope is scope or (scaler.startswith("self.") and scale.scope.owner is scope.owner)
+        module = scaler in facts.module.bindings and scaler not in scope.bindings
+        before = [each for _, each in trace_facts.before(trace, place)]
+        if not (here or module) or step.optimizer is None or not _right_in_all_branches(step, scale, before, facts):
             return None
-        if not self._always_after_backward(bypass):
+        if not _always_after_backward(step, before):
             return None
-        together = [each.step for each in found if each.scale is scale and each.step.scope is step.scope]
+        together = [
+            each
+            for index, each in enumerate(trace)
+            if each.kind == "step"
+            and each.record.scope is scope
+            and (backward := self._scaled(trace, index, facts)) is not None
+            and backward.scale is scale
+        ]
         block = facts.parent(step.call.line)
         for each in together:
             line = each.call.line
@@ -271,18 +208,18 @@ for x in loader:
             if not isinstance(line, cst.SimpleStatementLine) or len(line.body) > 1:
                 return None
         edits = [
-            python_edits.replaced(step.call.node, step.call, f"{scaler}.step({facts.text(step.subject, step.call)})")
+            python_edits.replaced(step.call.node, step.call, f"{scaler}.step({facts.text(step.optimizer, step.call)})")
         ]
         updates = [
             event
             for event in facts.events("update")
-            if event.scope is step.scope or (step.scope.owner is not None and event.scope.owner is step.scope.owner)
+            if event.scope is scope or (scope.owner is not None and event.scope.owner is scope.owner)
         ]
-        after = [u for u in updates if u.scope is step.scope and u.order > together[-1].order]
+        after = [u for u in updates if u.scope is scope and u.order > together[-1].record.order]
         if len(after) != len(updates):
             return None  # an update before the step, or in another method: its order is unknown
         if after:
-            if not any(u.call.loops == _outer_loops(step) and implies(step.guard, u.guard) for u in after):
+            if not any(u.call.loops == _outer_loops(step) and implies(step.call.guard, u.guard) for u in after):
                 return None
         elif _outer_loops(step) != step.call.loops:
             return None  # the update belongs after the loop over the optimizers
@@ -290,34 +227,33 @@ for x in loader:
             edits.append(python_edits.line_after(facts, step.call.line, step.call, f"{scaler}.update()"))
         return Fix("Step through the scaler", "safe", tuple(edits))
 
-    def _always_after_backward(self, bypass: _Bypass) -> bool:
-        """True if a backward precedes each step; without new gradients `scaler.step` raises or unscales twice."""
-        step, without = bypass.step, bypass.step.guard
-        for backward in bypass.before:
-            if backward is None or (
-                backward.scope is step.scope and not set(_outer_loops(step)) <= set(backward.loops)
-            ):
-                return False
-            conditions = PathCondition(backward.guard - step.guard)
-            if not conditions:
-                return True
-            without = without.given(negated(All(tuple(conditions))))
-        return not without.possible
 
-    def _right_in_all_branches(self, bypass: _Bypass, facts: Facts) -> bool:
-        """True if the scaler exists wherever the step runs, and is disabled where the loss is not scaled."""
-        step, scale = bypass.step, bypass.scale
-        if bypass.all_scaled and all(call is not None and not (call.guard - step.guard) for call in bypass.before):
-            return True
-        scalers = facts.evaluate(scale.subject, scale.call)
-        if not all(isinstance(each.atom, Object) and implies(step.guard, each.guard) for each in scalers):
+def _always_after_backward(step: TraceStep, before: list[TraceStep]) -> bool:
+    """True if a backward precedes each step; without new gradients `scaler.step` raises or unscales twice."""
+    without = step.guard
+    for backward in before:
+        if backward.kind != "backward" or not set(_outer_loops(step)) <= set(backward.loops):
             return False
-        enabled = facts.scalers.enabled(scale.subject, scale.call)
-        return all(
-            call is not None and not compatible(call.guard, step.guard, enabled)
-            for call in bypass.before
-            if call is None or not (call is scale.call or compatible(call.guard, scale.call.guard))
-        )
+        conditions = PathCondition(backward.guard - step.guard)
+        if not conditions:
+            return True
+        without = without.given(negated(All(tuple(conditions))))
+    return not without.possible
+
+
+def _right_in_all_branches(step: TraceStep, scale: Event, before: list[TraceStep], facts: Facts) -> bool:
+    """True if the scaler exists wherever the step runs, and is disabled where the loss is not scaled."""
+    if all(each.scale is not None and not (each.guard - step.guard) for each in before):
+        return True
+    scalers = facts.evaluate(scale.subject, scale.call)
+    if not all(isinstance(each.atom, Object) and implies(step.guard, each.guard) for each in scalers):
+        return False
+    enabled = facts.scalers.enabled(scale.subject, scale.call)
+    return all(
+        each.kind == "backward" and not compatible(each.guard, step.guard, enabled)
+        for each in before
+        if each.kind != "backward" or not compatible(each.guard, scale.call.guard)
+    )
 
 
 def _divides_out(optimizer: Call) -> bool:
@@ -326,8 +262,8 @@ def _divides_out(optimizer: Call) -> bool:
     return "AdamW" in optimizer.name or ("Adam" in optimizer.name and (decay is None or constant(decay) == (0,)))
 
 
-def _outer_loops(step: Event) -> tuple[cst.CSTNode, ...]:
+def _outer_loops(step: TraceStep) -> tuple[cst.CSTNode, ...]:
     """Return the loops around a step, without the one over the optimizers: `for each in optimizers: each.step()`."""
     loops = step.call.loops
     inner = loops[-1] if loops else None
-    return loops[:-1] if isinstance(inner, cst.For) and step.key and dotted(inner.target) == step.key else loops
+    return loops[:-1] if isinstance(inner, cst.For) and dotted(inner.target) == dotted(step.optimizer) else loops
