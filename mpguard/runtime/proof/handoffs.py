@@ -222,8 +222,9 @@ class HandOffs:
         left[:] = found
 
     def _sample_in_hook(self, leaf: torch.Tensor) -> None:
-        found = samples.safely(_gradients, {id(leaf): leaf})
-        self._hooked |= found or {}
+        found = samples.safely(_gradients, {id(leaf): leaf}) or {}
+        self._hooked |= found
+        self._left |= found  # a hook may clip, reduce or step before the pass ends
 
     def returned(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Record gradients that `torch.autograd.grad` has returned."""
@@ -297,7 +298,7 @@ class HandOffs:
             scale = float(inside)
         self._got = self._hand_off("gradients", "before the step", tracked, scale)
         for key in tracked:
-            for known in (self._left, self._terms, self._factors):
+            for known in (self._left, self._terms, self._factors, self._hooked):
                 known.pop(key, None)
 
     def pre_hooks_ended(self, optimizer: Any) -> None:

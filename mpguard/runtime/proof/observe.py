@@ -58,6 +58,7 @@ class Computed:
     feeds trained ones, while the others are evaluated. by_script: True where the script has switched autocast off
     around a part of the forward pass, or multiplies results of the model outside of it, as a loss does. evaluated: True
     in calls of a trained model without gradients. wide_only: True in operators that have no 16 bits, such as an FFT.
+    untrained: True if the module has weights, none of which is trained.
     """
 
     trained: bool
@@ -70,6 +71,7 @@ class Computed:
     by_script: bool = False
     evaluated: bool = False
     wide_only: bool = False
+    untrained: bool = False
 
 
 @dataclasses.dataclass
@@ -404,8 +406,9 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
         _add_inferred(seen, recorder, roots, products.inferred)
         return
     places = places_of(roots)
-    emulated = {id(module) for root in roots for module in trees.modules(root) if fp8.is_emulated(module)}
-    trainable = {id(module) for root in roots for module in trees.modules(root) if _is_trainable(module)}
+    every = [module for root in roots for module in trees.modules(root)]
+    emulated = {id(module) for module in every if fp8.is_emulated(module)}
+    weights = {id(each): [own.requires_grad for own in each._parameters.values() if own is not None] for each in every}
     for trained, counted in ((True, products.trained), (False, products.frozen)):
         whole: Counter[Computed] = Counter()
         for ran, flops in counted.items():
@@ -414,12 +417,13 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
             work = dataclasses.replace(ran, dtype="fp8") if hidden else _attention_in_parts(ran, recorder)
             for module, part in _modules_of(work, flops, recorder).items():
                 name, place = places.get(module) or (None, _unnamed(work, module, products.called or {}))
-                inside = name is not None and module not in trainable
+                inside = name is not None and not any(weights.get(module or 0, ()))
+                untrained = module is not None and (name is None or (inside and bool(weights.get(module))))
                 dtype = "fp8" if ran.compiled and module in emulated else work.dtype  # emulated experts: BF16
                 by_script = work.by_script or (work.in_the_loss and name is None)
                 found = Computed(
                     trained, dtype, 0, name, work.name or place, work.attention, inside, by_script,
-                    evaluated=work.evaluated and not trained, wide_only=work.wide_only,
+                    evaluated=work.evaluated and not trained, wide_only=work.wide_only, untrained=untrained,
                 )  # fmt: skip
                 scripted = _scripted(work, module, part, recorder)
                 whole[dataclasses.replace(found, by_script=True)] += scripted
@@ -447,10 +451,6 @@ def _attention_in_parts(ran: Work, recorder: Recorder) -> Work:
         ran.compiled and ran.dtype == "fp32" and recorder.attention_masks and "fp32" not in recorder.trained_in_graphs
     )
     return dataclasses.replace(ran, attention=True) if parts else ran
-
-
-def _is_trainable(module: nn.Module) -> bool:
-    return any(own is not None and own.requires_grad for own in module._parameters.values())
 
 
 def _add_inferred(seen: Observed, recorder: Recorder, roots: list[nn.Module], inferred: Inferred) -> None:

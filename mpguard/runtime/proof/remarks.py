@@ -19,6 +19,7 @@ from mpguard.runtime.proof import trees
 from mpguard.runtime.proof.account import Products
 from mpguard.runtime.proof.gradients import Gradients
 from mpguard.runtime.proof.inferred import Inferred
+from mpguard.runtime.proof.models import existing_optimizers
 from mpguard.runtime.proof.products import short
 from mpguard.runtime.proof.trace import FP8_MULTIPLE, Overflow
 
@@ -260,9 +261,15 @@ def _frozen(roots: list[nn.Module], products: Products, policy: Policy) -> Itera
     own = list({id(each): each for root in roots for each in trees.parameters(root)}.values())
     sharded = any(hasattr(each, "ds_numel") or hasattr(each, "device_mesh") for each in own)
     flat = any(type(module).__name__ == "FullyShardedDataParallel" for root in roots for module in trees.modules(root))
-    wide = sum(each.numel() for each in own if not each.requires_grad and each.dtype is torch.float32)
+    frozen = [each for each in own if not each.requires_grad and each.dtype is torch.float32]
     total = sum(each.numel() for each in own)
-    if not (sharded or flat) and wide > FROZEN_SHARE * total:
+    if sharded or flat or sum(each.numel() for each in frozen) <= FROZEN_SHARE * total:
+        return
+    # A GAN that freezes one of its networks in the step of the other one trains both.
+    groups = [group for optimizer in existing_optimizers() for group in optimizer.param_groups]
+    trained = {id(each) for group in groups for each in group["params"]}
+    wide = sum(each.numel() for each in frozen if id(each) not in trained)
+    if wide > FROZEN_SHARE * total:
         yield Remark(
             "frozen",
             f"{100 * wide / total:.0f} % of the parameters are frozen and FP32. No optimizer updates them, and "

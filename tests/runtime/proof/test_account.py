@@ -572,11 +572,16 @@ def test_a_teacher_is_a_frozen_part(tmp_path: Path) -> None:
     script = (
         "m, teacher = net(), net(64, 4).requires_grad_(False)\n"
         "def step(x):\n  with torch.no_grad(): h = teacher(F.pad(x, (0, 32)))\n  return m(x) - h[:, :32]\n"
+        "train(step, adam(m))\n"
+        # a perceptual loss in FP32, larger than what is trained, through which the gradients pass
+        "m = net(); judge = nn.Linear(32, 4096).requires_grad_(False)\n"
+        "def step(x):\n  y = m(x)\n  with amp(enabled=False): return judge(y.float())\n"
         "train(step, adam(m))"
     )
     ended = run(tmp_path, script)
     assert ended.returncode == 0 and "frozen parts" in ended.stderr, transcript(ended)
     assert "evaluation" not in ended.stderr
+    assert "where the script has left autocast: a Linear whose weights no optimizer has" in ended.stderr
 
 
 def test_a_base_in_fp16_below_adapters_is_named(tmp_path: Path) -> None:

@@ -55,6 +55,26 @@ def test_the_first_hook_of_a_tensor_is_the_one_that_samples() -> None:
     assert found.describe("`w`").startswith(f"`w`[{found.place[0]}, {found.place[1]}] was ")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_hook_that_steps_during_the_pass_hands_off_its_gradient(dtype: torch.dtype) -> None:
+    """The optimizer is stepped within the backward pass, after two passes: what it finds is what they have left."""
+    (own,) = layers(40)
+    optimizer = torch.optim.SGD([own])
+    watch = gradients.Gradients([optimizer])
+
+    def steps(each: Any) -> None:
+        each.grad.copy_(each.grad.to(dtype))
+        watch.handoffs.step_begins(optimizer)
+        each.grad = None
+
+    pass_of(watch, [own])
+    own.register_post_accumulate_grad_hook(steps)
+    pass_of(watch, [own])
+    pass_of(watch, [own])
+    found = [(each.row, each.when, each.match.to) for each in watch.handoffs.found]
+    assert found == ([("gradients", "before the step", "bf16")] if dtype is torch.bfloat16 else [])
+
+
 @pytest.mark.parametrize(
     ("hook", "to"),
     [

@@ -139,7 +139,13 @@ NOT_MADE = [
         "bf16_mixed",
         "m = nn.Sequential(net(layers=4).requires_grad_(False).bfloat16(), nn.Linear(32, 4)); train(m, adam(m[1]))",
     ),
-    ("bf16_mixed", "m = nn.Sequential(net(layers=1).requires_grad_(False), net(layers=3)); train(m, adam(m[1]))"),
+    (  # the second model is frozen while the first one is trained, and the other way round
+        "bf16_mixed",
+        "m = nn.Sequential(net(layers=1).requires_grad_(False), net(layers=3)); train(m, adam(m[1]))\n"
+        "m = nn.Sequential(net(layers=4), net(layers=1)); first, second = adam(m[0]), adam(m[1])\n"
+        "for o, still in ((first, m[1]), (second, m[0])):\n"
+        "  m.requires_grad_(True); still.requires_grad_(False); train(m, o)",
+    ),
     ("fp16_mixed", SCALED + "scaled(8, lambda step, before: scaler.get_scale() < before or schedule.step())"),
     ("fp16_mixed", SCALED + "scaled(8, lambda step, before: step % 4 == 3 and schedule.step())"),
     ("fp16_mixed", GAN + "for _ in range(4): step(a, first, scaler); step(b, second, scaler); scaler.update()"),

@@ -75,11 +75,13 @@ def compute(seen: Observed, plan: Plan) -> Row:
     if not total:
         reason = "all matmuls are in operators that have no 16 bits" if _wide_only(seen) else seen.inferred
         return not_observed(name, asked, reason, _unobserved_advice([]))
+    products = _judged(products)
+    total = sum(each.flops for each in products)
     others = [each for each in products if each.dtype and each.dtype not in allowed_dtypes(each.module, plan)]
     islands = _islands(others, plan)
     fewer_bits = narrower(products, plan)
     wider = sum(each.flops for each in others if each not in fewer_bits)
-    scripted = [each for each in scripted_fp32(seen, plan) if each not in islands]
+    scripted = [each for each in scripted_fp32(seen, plan) if each in products and each not in islands]
     explained = sum(each.flops for each in scripted)
     outside = wider - sum(each.flops for each in islands)
     outside -= explained if explained <= _scripted_limit(scripted, seen) * total else 0
@@ -104,6 +106,15 @@ def compute(seen: Observed, plan: Plan) -> Row:
         return Row(name, found, asked, Verdict.ALLOWED, "; ".join(dict.fromkeys(map(str, islands.values()))))
     note = wider_than_asked(by_dtype(products), asked)
     return Row(name, f"{found}{note}", asked, Verdict.NOT_ASKED if note else Verdict.AS_ASKED)
+
+
+def _judged(products: list[Computed]) -> list[Computed]:
+    """Return the matmuls without those in FP32 of weights that are not trained, where the script switches autocast off.
+
+    A perceptual loss computes so, in a network that is larger than what is trained. All matmuls if there are no others.
+    """
+    others = [each for each in products if not (each.untrained and each.by_script and each.dtype == "fp32")]
+    return others if any(each.flops for each in others) else products
 
 
 def _has_no_graph(products: list[Computed]) -> bool:
@@ -156,14 +167,22 @@ def scripted(seen: Observed, plan: Plan) -> list[Row]:
     No row for a small head: at most `WIDER_SHARE` needs no reason.
     """
     found = scripted_fp32(seen, plan)
-    total = sum(each.flops for each in products_of(seen, trained=True))
-    share = sum(each.flops for each in found) / max(1, total)
-    if not WIDER_SHARE < share <= _scripted_limit(found, seen):
+    products = products_of(seen, trained=True)
+    judged = _judged(products)
+    share = _share_in(found, products)
+    counted = [each for each in found if each in judged]
+    is_refused = _share_in(counted, judged) > _scripted_limit(counted, seen)
+    if share <= WIDER_SHARE or is_refused:
         return []
     places = format_names(list(dict.fromkeys(each.place for each in found)), seen)
     cost = f"{COST:.0f} times the time of bf16 matmuls on a GPU without TF32, {COST_TF32:.0f} with"
     text = f"{format_share(share)} of the matmuls, where the script has left autocast: {places}; {cost}"
     return [Row("fp32 by the script", text, "", Verdict.NOT_ASKED)]
+
+
+def _share_in(some: list[Computed], products: list[Computed]) -> float:
+    """Return the share of some matmuls among others that contain them."""
+    return sum(each.flops for each in some) / max(1, sum(each.flops for each in products))
 
 
 def _wide_only(seen: Observed) -> list[Computed]:
@@ -226,7 +245,7 @@ def _advice(seen: Observed, plan: Plan) -> str:
         )
     if _rounded(seen, plan):
         return "Something rounds them to that dtype (a hook of saved tensors, a cast in the forward pass): remove it"
-    by_script = sum(each.flops for each in scripted_fp32(seen, plan)) / max(1, sum(each.flops for each in products))
+    by_script = _share_in(scripted_fp32(seen, plan), products)
     if low:
         return causes.other_sixteen_bits(seen, plan.policy, low[0])
     if asked not in found and by_script <= SCRIPTED_SHARE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,14 @@ FP8_PLAN = dataclasses.replace(PLAN, policy=mpguard.recipe("bf16_with_fp8_curren
 
 FROZEN = [*SEEN.computed, Computed(False, "fp16", 1, inside=True)]
 
+#: A perceptual loss in FP32, larger than the model: around weights that nothing trains the script leaves autocast.
+PERCEPTUAL = Computed(
+    True, "fp32", 90_000, place="a Conv2d whose weights no optimizer has", by_script=True, untrained=True
+)
+
+#: A part of the model that the script computes in FP32.
+ISLAND = Computed(True, "fp32", 9_000, "head", "head (Linear of Net)", by_script=True)
+
 
 @pytest.mark.parametrize(
     ("name", "plan", "changes", "verdict"),
@@ -85,6 +94,12 @@ FROZEN = [*SEEN.computed, Computed(False, "fp16", 1, inside=True)]
             {"computed": [*SEEN.computed, Computed(False, "fp32", 9, None, OUTSIDE)]},
             Verdict.NOT_ASKED,
         ),
+        ("compute", PLAN, {"computed": [*SEEN.computed, PERCEPTUAL]}, Verdict.AS_ASKED),
+        ("fp32 by the script", PLAN, {"computed": [*SEEN.computed, PERCEPTUAL]}, Verdict.NOT_ASKED),
+        ("compute", PLAN, {"computed": [*SEEN.computed, PERCEPTUAL, ISLAND]}, Verdict.WRONG),
+        ("compute", PLAN, {"computed": [PERCEPTUAL]}, Verdict.WRONG),
+        ("compute", PLAN, {"computed": [*SEEN.computed, replace(PERCEPTUAL, by_script=False)]}, Verdict.WRONG),
+        ("compute", PLAN, {"computed": [*SEEN.computed, replace(PERCEPTUAL, untrained=False)]}, Verdict.WRONG),
         ("frozen parts", PLAN, {"computed": FROZEN}, Verdict.WRONG),
         ("frozen parts", allowing("frozen: fp16"), {"computed": FROZEN}, Verdict.ALLOWED),
         ("reduction", PLAN, {"reductions": {}}, Verdict.UNPROVEN),
