@@ -144,6 +144,14 @@ def _upward(graph: dict[str, set[str]]) -> list[str]:
     ]
 
 
+def test_what_rules_import_is_a_short_list() -> None:
+    """What one or two rules need is reached through its module: `path_condition.Flag`, `hardware.NEEDS`."""
+    from mpguard.lint import interface
+
+    names = [name for name in vars(interface) if not name.startswith("_") and name != "annotations"]
+    assert len(names) <= 90
+
+
 def test_floors_of_the_linter_import_one_way() -> None:
     assert _upward(_graph()) == []
     facts = "mpguard.lint.facts"

@@ -14,7 +14,7 @@ from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour.events.event import Event, EventKind
 from mpguard.lint.facts.behaviour.frozen_params import FrozenModels
 from mpguard.lint.facts.behaviour.measures import Measures
-from mpguard.lint.facts.behaviour.regions import Region, Regions
+from mpguard.lint.facts.behaviour.regions import Region, Regions, enabled_argument
 from mpguard.lint.facts.program import api_names, implied_versions, roles
 from mpguard.lint.facts.program.callgraph import CallGraph
 from mpguard.lint.facts.program.classes import Classes
@@ -127,6 +127,10 @@ class BehaviourView(ProgramView):
         It is an impossible one for `False`.
         """
         return self.of(call).regions_index.enabled(call, path)
+
+    def enabled_argument(self, call: Call, path: str) -> cst.BaseExpression | None:
+        """Return what `enabled=` of an autocast or a scaler is, by its place or its name."""
+        return enabled_argument(call, path)
 
     # -- events -------------------------------------------------------------------------------------
 

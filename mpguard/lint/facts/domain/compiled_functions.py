@@ -74,3 +74,13 @@ def _path(facts: DomainView, node: cst.BaseExpression, scope: Scope) -> str:
 def _breaks(facts: DomainView, call: Call) -> bool:
     """True if a call inside a compiled function runs uncompiled."""
     return any(path in _DISABLES for _, path in facts.paths(call))
+
+
+def launched_compiled(facts: DomainView) -> bool:
+    """True if a launch config of the file enables compilation."""
+    for config in facts.project.configs_for(facts.path):
+        for key in ("dynamo_config.dynamo_backend", "dynamo_config.backend", "dynamo_backend"):
+            entry = config.entry(key)
+            if entry is not None and str(entry.value).upper() not in ("NO", "NONE", "FALSE"):
+                return True
+    return False

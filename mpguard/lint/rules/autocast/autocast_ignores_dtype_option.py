@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Call, Diagnostic, Facts, Fix, Note, Option, Rule, any_of, python_edits
+from mpguard.lint import Bad, Call, Diagnostic, Facts, Fix, Note, Rule, any_of, options, python_edits
 
 
 class AutocastIgnoresDtypeOption(Rule):
@@ -66,7 +66,7 @@ with torch.autocast("cuda", enabled=args.dtype != "float32", dtype=torch.bfloat1
             fix = self._fix(call, option, facts)
             yield self.at(call, call=facts.short(call.node), option=option.name, notes=notes, fix=fix)
 
-    def _fix(self, call: Call, option: Option, facts: Facts) -> Fix | None:
+    def _fix(self, call: Call, option: options.Option, facts: Facts) -> Fix | None:
         torch = python_edits.name_of_torch(facts)
         known = option.constant and option.record.scope.kind == "module" and option.record.order < call.order
         dtype = option.name if known else f"{torch}.bfloat16"

@@ -8,12 +8,12 @@ from mpguard.lint import (
     HALF_DTYPES,
     Diagnostic,
     Dtype,
-    DtypeValue,
     Facts,
     Record,
     Rule,
     any_of,
     constant,
+    lattice,
     lazy_pattern,
     library_names,
 )
@@ -70,4 +70,4 @@ class DtypeIgnoresValue(Rule, form_of="MPG310"):
     def _dtype(self, node: cst.BaseExpression, at: Record, facts: Facts) -> Dtype | None:
         values = facts.evaluate(node, at)
         atom = values[0].atom if len(values) == 1 else None
-        return atom.dtype if isinstance(atom, DtypeValue) and isinstance(atom.dtype, Dtype) else None
+        return atom.dtype if isinstance(atom, lattice.DtypeValue) and isinstance(atom.dtype, Dtype) else None

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
-    CASTS_LOW_PRECISION,
     HALF_DTYPES,
     Bad,
     Call,
@@ -21,6 +20,7 @@ from mpguard.lint import (
     any_of,
     compatible,
     dotted,
+    dtype_triggers,
     lazy_pattern,
     library_names,
     text_of,
@@ -78,7 +78,7 @@ class EmaInHalf(Rule):
             b"ExponentialMovingAverage",
             b"deepcopy",
         ),
-        any_of(*CASTS_LOW_PRECISION, b": torch.bfloat16", b": torch.float16", b": torch.half"),
+        any_of(*dtype_triggers.CASTS_LOW_PRECISION, b": torch.bfloat16", b": torch.float16", b": torch.half"),
         any_of(b"lerp", b"mul_(", b"copy_(", b"update", b"step_ema", b"EMA", b"Ema", b"Average"),
     )  # fmt: skip
     examples = (

@@ -3,18 +3,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import (
-    NAMES_HALF,
     Bad,
     Constant,
     Diagnostic,
     Dtype,
-    DtypeValue,
     Facts,
     Fix,
     Note,
     Rule,
     Weights,
     any_of,
+    dtype_triggers,
+    lattice,
     lazy_pattern,
     python_edits,
 )
@@ -49,7 +49,7 @@ class HalfWeightsInOptimizer(Rule):
     message = "`{expr}` loads weights in FP16 that an optimizer trains"
     help = "load them in FP32 and let autocast, or the Trainer's `fp16=True`, compute in FP16"
     triggers = (
-        any_of(*NAMES_HALF, b'"half', b"'half", b"float16", b"fp16"),
+        any_of(*dtype_triggers.NAMES_HALF, b'"half', b"'half", b"float16", b"fp16"),
         any_of(b"from_pretrained(", b"from_config(", b"from_single_file("),
         any_of(b"dtype"),
     )
@@ -105,7 +105,7 @@ for batch in loader:
         torch = python_edits.name_of_torch(facts)
         if all(isinstance(atom, Constant) for atom in atoms):
             text = '"float32"'
-        elif torch is not None and all(isinstance(atom, DtypeValue) for atom in atoms):
+        elif torch is not None and all(isinstance(atom, lattice.DtypeValue) for atom in atoms):
             text = f"{torch}.float32"
         else:
             return None

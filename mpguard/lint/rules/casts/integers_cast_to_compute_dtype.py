@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
-    CASTS_LOW_PRECISION,
     HALF_DTYPES,
     Bad,
     Diagnostic,
@@ -16,6 +15,7 @@ from mpguard.lint import (
     any_of,
     constant,
     dotted,
+    dtype_triggers,
     lazy_pattern,
     python_edits,
     text_of,
@@ -60,7 +60,7 @@ class IntegersCastToComputeDtype(Rule):
         any_of(b"input_ids", b"token_ids", b"label_ids", b"token_type_ids", b"output_ids"),
         any_of(b"ids.to(", b"ids.half", b"ids.bfloat16", b"ids.type(", b'ids"]', b"ids']", b".items()", b"ids.cuda",
                b"ids.view", b"ids.reshape", b"ids.contiguous", b"ids.clone", b"ids.detach", b"ids = "),
-        any_of(*CASTS_LOW_PRECISION),
+        any_of(*dtype_triggers.CASTS_LOW_PRECISION),
     )  # fmt: skip
     examples = (
         Bad(

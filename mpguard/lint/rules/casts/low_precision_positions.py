@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
-    CASTS_LOW_PRECISION,
     HALF_DTYPES,
     Bad,
     Call,
@@ -16,19 +15,19 @@ from mpguard.lint import (
     Event,
     Facts,
     Fix,
-    OtherDtype,
-    PossibleDtypes,
     Record,
     Rule,
     any_of,
     constant,
     dotted,
+    dtype_triggers,
+    dtypes,
     input_casts,
     lazy_pattern,
     python_edits,
 )
 
-_INTEGERS = {OtherDtype.INT64, OtherDtype.INT32}
+_INTEGERS = {dtypes.OtherDtype.INT64, dtypes.OtherDtype.INT32}
 #: Names for numbers that are seldom above 256: of examples in a batch, heads, layers, levels, the sides of windows.
 _SMALL = lazy_pattern(
     r"(?i)(?:^|[._])(?:batch_?size|bsz|bs|num_?examples|ws|(?:num_?|n_?)(?:attention_)?(?:heads?|layers?|levels?|experts?)"
@@ -98,7 +97,7 @@ class LowPrecisionPositions(Rule):
         any_of(b"arange(", b"linspace(", b"inv_freq", b"timestep", b"randint("),
         # Not `inv_freq.to(`, which most models that move their frequencies to a device have.
         any_of(
-            *CASTS_LOW_PRECISION, b"inv_freq.to(x.dtype", b"inv_freq.to(q.dtype", b"inv_freq.to(t.dtype",
+            *dtype_triggers.CASTS_LOW_PRECISION, b"inv_freq.to(x.dtype", b"inv_freq.to(q.dtype", b"inv_freq.to(t.dtype",
             b"inv_freq.to(k.dtype", b"inv_freq.to(dtype", b"inv_freq.to(hidden_states.dtype", b"inv_freq.type_as(",
             b"timesteps.to(", b"timestep.to(", b" t.to(", b"steps[:, None].to(",
         ),
@@ -208,8 +207,8 @@ def rotary(dim, length):
         given = call.argument(0, "other") if call.name == "type_as" else call.keywords.get("dtype")
         arguments = [given] if given is not None else call.positional[:2]
         for argument in arguments:
-            dtypes = [dtype for _, dtype in facts.dtypes(argument, call)]
-            if low := [dtype for dtype in HALF_DTYPES if dtype in dtypes]:
+            given_dtypes = [dtype for _, dtype in facts.dtypes(argument, call)]
+            if low := [dtype for dtype in HALF_DTYPES if dtype in given_dtypes]:
                 return low[0].label
             key = dotted(argument)
             tensor = key if call.name == "type_as" else key.removesuffix(".dtype") if key.endswith(".dtype") else ""
@@ -223,14 +222,14 @@ def rotary(dim, length):
         fix = Fix("Compute in float32", "unsafe", (edit,)) if edit is not None and not stored else None
         return self.at(call, dtype=dtype.label, exact=f"{dtype.largest_exact_integer:,}", fix=fix)
 
-    def _low_dtype(self, dtypes: PossibleDtypes, arange: Call, at: Record, facts: Facts) -> Dtype | None:
+    def _low_dtype(self, possible: dtypes.PossibleDtypes, arange: Call, at: Record, facts: Facts) -> Dtype | None:
         """Return the low dtype of positions if it cannot hold them."""
         if any(scope.kind == "function" and scope.name.startswith("test") for scope in at.scope.within()):
             return None
-        if {dtype for _, dtype in dtypes} >= _EVERY_DTYPE:
+        if {dtype for _, dtype in possible} >= _EVERY_DTYPE:
             return None  # the callers compare the dtypes
         largest, values = self._largest(arange, facts), self._values(arange, facts)
-        low = (half for _, dtype in dtypes for half in HALF_DTYPES if half is dtype)
+        low = (half for _, dtype in possible for half in HALF_DTYPES if half is dtype)
         return next(
             (
                 half

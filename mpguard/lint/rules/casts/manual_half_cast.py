@@ -3,13 +3,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import (
-    NAMES_HALF,
     Bad,
     Call,
     Diagnostic,
     Dtype,
     Event,
-    EventKind,
     Facts,
     Note,
     Rule,
@@ -17,6 +15,8 @@ from mpguard.lint import (
     any_of,
     compatible,
     dotted,
+    dtype_triggers,
+    events,
     input_casts,
     lazy_pattern,
     python_edits,
@@ -26,7 +26,7 @@ from mpguard.lint import (
 #: Classes of norms, and not a transform's `Normalize`.
 _NORM = lazy_pattern(r"Norm(?!al)")
 #: Events that show a policy which chooses the dtype, so that the cast need only be removed.
-_POLICIES: tuple[EventKind, ...] = ("autocast", "accelerator", "initialize", "trainer")
+_POLICIES: tuple[events.EventKind, ...] = ("autocast", "accelerator", "initialize", "trainer")
 
 
 class ManualHalfCast(Rule):
@@ -74,8 +74,8 @@ class ManualHalfCast(Rule):
     message = "`{expr}` casts to FP16 by hand in code that trains"
     help = "remove the cast; autocast, or the launcher's policy, chooses the dtype"
     triggers = (
-        any_of(*NAMES_HALF, b"(half", b".float16", b" float16", b"(float16", b'"float16', b"'float16", b"HalfTensor",
-               b"DTYPE"),
+        any_of(*dtype_triggers.NAMES_HALF, b"(half", b".float16", b" float16", b"(float16", b'"float16', b"'float16",
+               b"HalfTensor", b"DTYPE"),
     )  # fmt: skip
     triggers_nearby = (
         any_of(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import ConfigRule, Diagnostic, Document, Note, any_of, axolotl_keys
+from mpguard.lint import ConfigRule, Diagnostic, Document, Note, any_of, schemas
 
 
 class AxolotlAllGatherWithoutFsdp2(ConfigRule, form_of="MPG413"):
@@ -20,9 +20,9 @@ class AxolotlAllGatherWithoutFsdp2(ConfigRule, form_of="MPG413"):
     triggers = (any_of(b"fp8_enable_fsdp_float8_all_gather"),)
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        gather = axolotl_keys.is_on(document, "fp8_enable_fsdp_float8_all_gather")
-        version = axolotl_keys.fsdp_version(document)
-        if gather is None or axolotl_keys.is_fsdp2(document):
+        gather = schemas.axolotl.is_on(document, "fp8_enable_fsdp_float8_all_gather")
+        version = schemas.axolotl.fsdp_version(document)
+        if gather is None or schemas.axolotl.is_fsdp2(document):
             return
         if version is None:
             yield self.at(gather, state="sets no version of FSDP")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import ConfigRule, Diagnostic, Document, Note, any_of, axolotl_keys, may_be_new
+from mpguard.lint import ConfigRule, Diagnostic, Document, Note, any_of, may_be_new, schemas
 
 
 class AxolotlFp8Config(ConfigRule, form_of="MPG849"):
@@ -26,13 +26,13 @@ class AxolotlFp8Config(ConfigRule, form_of="MPG849"):
     triggers = (any_of(b"fp8_config", b"fp32_norm"),)
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        for each in axolotl_keys.section_refusals(document):
+        for each in schemas.axolotl.section_refusals(document):
             notes = () if each.other is None else (Note("the recipe", each.other.value_span),)
             new = may_be_new(each.lacks, "axolotl") if each.lacks else None
             what = f"`{each.key}`: {new or each.reason}"
             yield self.at(each.entry, notes=notes, what=what, help=each.help, severity="warning" if new else None)
         classes = document.entry("fp32_norm_classes")
-        if classes is not None and classes.value and axolotl_keys.is_on(document, "fp32_norms") is None:
+        if classes is not None and classes.value and schemas.axolotl.is_on(document, "fp32_norms") is None:
             yield self.at(
                 classes,
                 what="`fp32_norm_classes` has no effect without `fp32_norms: true`",

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import ConfigRule, Diagnostic, Document, any_of, axolotl_keys, config_edits
+from mpguard.lint import ConfigRule, Diagnostic, Document, any_of, config_edits, schemas
 
 
 class AxolotlFp8WithoutCompile(ConfigRule, form_of="MPG401"):
@@ -20,6 +20,6 @@ class AxolotlFp8WithoutCompile(ConfigRule, form_of="MPG401"):
     fixes = True
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        fp8, compiles = axolotl_keys.is_on(document, "fp8"), document.entry("torch_compile")
+        fp8, compiles = schemas.axolotl.is_on(document, "fp8"), document.entry("torch_compile")
         if fp8 is not None and (compiles is None or compiles.value in (None, False)):
             yield self.at(fp8, fix=config_edits.set_values("Compile", document, {"torch_compile": True}))

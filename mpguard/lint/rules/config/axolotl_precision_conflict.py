@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from mpguard.lint import ConfigRule, Diagnostic, Document, Entry, Note, any_of, axolotl_keys
+from mpguard.lint import ConfigRule, Diagnostic, Document, Entry, Note, any_of, schemas
 
 
 class AxolotlPrecisionConflict(ConfigRule, form_of="MPG849"):
@@ -36,7 +36,7 @@ class AxolotlPrecisionConflict(ConfigRule, form_of="MPG849"):
         """Report what concerns the weights: pure BF16 next to AMP, and FP16 weights that are all trained."""
         if weights is not None and low is not None:
             yield self._at(weights, "has no effect: `bf16: true` turns AMP on", low, "keep one of them", "warning")
-        fp16 = axolotl_keys.is_on(document, "fp16")
+        fp16 = schemas.axolotl.is_on(document, "fp16")
         others = ("adapter", "load_in_8bit", "load_in_4bit", "reward_model", "gptq", "unfrozen_parameters", "deepspeed")
         plain = all(document.entry(key) is None or document.data[key] in (None, "", False) for key in others)
         if fp16 is not None and low is None and weights is None and plain:
@@ -45,14 +45,14 @@ class AxolotlPrecisionConflict(ConfigRule, form_of="MPG849"):
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         bf16 = document.entry("bf16")
-        if bf16 is not None and isinstance(bf16.value, str) and bf16.value.lower() not in axolotl_keys.BF16_WORDS:
+        if bf16 is not None and isinstance(bf16.value, str) and bf16.value.lower() not in schemas.axolotl.BF16_WORDS:
             if "$" not in bf16.value and "{" not in bf16.value:
                 hint = "write `bf16: true`"
                 yield self._at(bf16, "is refused by axolotl's schema: `auto`, `true` or `false`", None, hint)
             return
-        fp8, low, weights = (axolotl_keys.is_on(document, key) for key in ("fp8", "bf16", "bfloat16"))
+        fp8, low, weights = (schemas.axolotl.is_on(document, key) for key in ("fp8", "bf16", "bfloat16"))
         yield from self._weights(document, low, weights)
-        halves = [entry for key in ("fp16", "float16") if (entry := axolotl_keys.is_on(document, key)) is not None]
+        halves = [entry for key in ("fp16", "float16") if (entry := schemas.axolotl.is_on(document, key)) is not None]
         for half in halves:
             if weights is not None:
                 yield self._at(half, "and `bfloat16: true` exclude each other: axolotl stops", weights)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import ConfigRule, Diagnostic, Document, accelerate_config, accelerate_keys, any_of, config_edits
+from mpguard.lint import ConfigRule, Diagnostic, Document, accelerate_config, any_of, config_edits, schemas
 
 
 class BackendSpelling(ConfigRule, form_of="MPG813"):
@@ -27,8 +27,8 @@ class BackendSpelling(ConfigRule, form_of="MPG813"):
         entry = accelerate_config.setting(document, "fp8_config", "backend")
         if entry is None or accelerate_config.is_sagemaker(document) or not isinstance(entry.value, str):
             return
-        if entry.value in accelerate_keys.FP8_BACKENDS.values():
+        if entry.value in schemas.accelerate.FP8_BACKENDS.values():
             return
-        meant = accelerate_keys.FP8_BACKENDS.get(entry.value.lower())
+        meant = schemas.accelerate.FP8_BACKENDS.get(entry.value.lower())
         fix = config_edits.set_values(f"Write `{meant}`", document, {".".join(entry.path): meant}) if meant else None
         yield self.at(entry.value_span, fix=fix, written=entry.value)

@@ -3,23 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpguard.lint import (
-    ABSENT,
-    Bad,
-    Change,
-    ConfigError,
-    ConfigRule,
-    Diagnostic,
-    Document,
-    Fix,
-    MpguardError,
-    Note,
-    Policy,
-    PolicyError,
-    Span,
-    settings,
-    show,
-)
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, Fix, Note, Policy, errors, settings, targets
 
 
 class ConfigAgainstRecipe(ConfigRule):
@@ -79,7 +63,7 @@ fsdp_config:
         from mpguard.lint import capabilities, mp_yaml, recipes, targets
 
         named = document.entry(mp_yaml.RECIPE)
-        place: Span | None = named.span if named is not None else None
+        place: tuple[int, int] | None = named.span if named is not None else None
         found = settings.nearest(Path(document.path))
         if named is None and (found.recipe is None or found.source is None):
             return
@@ -92,21 +76,21 @@ fsdp_config:
                 return  # `auto` is decided by the machine of the launch
             capabilities.require_supported(kind, policy, targets.get(kind).read_strategy(document.data))
             changes = targets.differences(document.data, policy, kind)
-        except PolicyError as error:
+        except errors.PolicyError as error:
             if place is None:
                 return  # a recipe of the project, which does not apply to this kind of file
             yield self.at(place, message="{error}", error=_without_place(error, document))
             return
-        except ConfigError:
+        except errors.ConfigError:
             return  # MPG801 reports wrong values of mpguard's keys
         if place is not None:
             notes = (Note("the recipe is named here", place),)
         elif found.source is not None:
             notes = (Note(f"`recipe` in {found.source.name} names it"),)
         name = named.value if named is not None else found.recipe
-        missing_at: dict[Span, list[Change]] = {}  # keys missing in one place are one finding
+        missing_at: dict[tuple[int, int], list[targets.Change]] = {}  # keys missing in one place are one finding
         for change in changes:
-            if change.old is ABSENT:
+            if change.old is targets.ABSENT:
                 missing_at.setdefault(_place(document, change.key), []).append(change)
             else:
                 yield self._difference(document, [change], str(name), notes)
@@ -122,20 +106,20 @@ fsdp_config:
         return own if own is not None or recipe is None else recipes.recipe(recipe)
 
     def _difference(
-        self, document: Document, changes: list[Change], recipe: str, notes: tuple[Note, ...]
+        self, document: Document, changes: list[targets.Change], recipe: str, notes: tuple[Note, ...]
     ) -> Diagnostic:
         try:
             fix = Fix(f"Write the values of `{recipe}`", "safe", document.edits(changes))
-        except MpguardError:
+        except errors.MpguardError:
             fix = None
         changes = [change for change in changes if not change.implied]  # which the fix writes, as `apply` does
         change = changes[0]
-        if change.old is ABSENT:
+        if change.old is targets.ABSENT:
             what = f"{', '.join(f'`{each.key}`' for each in changes)} {'is' if len(changes) == 1 else 'are'} missing"
-            needed = ", ".join(f"`{show(each.new)}`" for each in changes)
+            needed = ", ".join(f"`{targets.show(each.new)}`" for each in changes)
         else:
             what = f"`{change.key}` is {_shown(change.old)}"
-            needed = "it to be absent" if change.new is ABSENT else f"{_shown(change.new)}"
+            needed = "it to be absent" if change.new is targets.ABSENT else f"{_shown(change.new)}"
         why = f": {change.reason}" if change.reason and len(changes) == 1 else ""
         place = _place(document, change.key)
         return self.at(place, what=what, recipe=recipe, needed=needed + why, notes=notes, fix=fix)
@@ -143,10 +127,10 @@ fsdp_config:
 
 def _shown(value: object) -> str:
     """Return a value for a message; a section is not written out."""
-    return "a section" if isinstance(value, dict) else f"`{show(value)}`"
+    return "a section" if isinstance(value, dict) else f"`{targets.show(value)}`"
 
 
-def _place(document: Document, key: str) -> Span:
+def _place(document: Document, key: str) -> tuple[int, int]:
     """Return the span of the key, or of the section that it belongs to, or of the first key."""
     parts = key.split(".")
     for depth in range(len(parts), 0, -1):
@@ -157,7 +141,7 @@ def _place(document: Document, key: str) -> Span:
     return first.span if first is not None else (0, 0)
 
 
-def _without_place(error: PolicyError, document: Document) -> str:
+def _without_place(error: errors.PolicyError, document: Document) -> str:
     """Return the error's text without the place at its beginning, which the finding already has."""
     text = str(error)
     return text.partition(": ")[2] if text.startswith(document.path) else text

@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import (
-    ABSENT,
     Bad,
     ConfigRule,
     Diagnostic,
@@ -11,10 +10,10 @@ from mpguard.lint import (
     Good,
     Note,
     accelerate_config,
-    accelerate_keys,
     any_of,
     config_edits,
-    show,
+    schemas,
+    targets,
 )
 
 
@@ -73,10 +72,14 @@ deepspeed_config:
             return
         for key in section:
             inner, top = document.entry(f"deepspeed_config.{key}"), document.entry(str(key))
-            if key not in accelerate_keys.ARGUMENTS or inner is None or top is None:
+            if key not in schemas.accelerate.ARGUMENTS or inner is None or top is None:
                 continue
             same = inner.value == top.value
-            fix = config_edits.set_values("Remove it", document, {f"deepspeed_config.{key}": ABSENT}) if same else None
+            fix = (
+                config_edits.set_values("Remove it", document, {f"deepspeed_config.{key}": targets.ABSENT})
+                if same
+                else None
+            )
             notes = (Note("the overridden key", top.key_span),)
-            overridden = "the same value" if same else f"`{show(top.value)}`"
-            yield self.at(inner, notes=notes, fix=fix, key=key, value=show(inner.value), top=overridden)
+            overridden = "the same value" if same else f"`{targets.show(top.value)}`"
+            yield self.at(inner, notes=notes, fix=fix, key=key, value=targets.show(inner.value), top=overridden)

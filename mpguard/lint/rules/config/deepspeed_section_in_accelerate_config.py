@@ -2,18 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import (
-    Bad,
-    ConfigRule,
-    Diagnostic,
-    Document,
-    Entry,
-    Good,
-    accelerate_config,
-    accelerate_keys,
-    any_of,
-    deepspeed_keys,
-)
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, Entry, Good, accelerate_config, any_of, schemas
 
 #: DeepSpeed's key -> accelerate's own key for it.
 _INSTEAD = {
@@ -71,8 +60,8 @@ deepspeed_config:
     def check(self, document: Document) -> Iterator[Diagnostic]:
         if accelerate_config.is_sagemaker(document):
             return
-        misplaced = deepspeed_keys.KEYS | set(deepspeed_keys.RENAMED)
-        misplaced -= accelerate_keys.DEEPSPEED.keys | accelerate_keys.ARGUMENTS
+        misplaced = schemas.deepspeed.KEYS | set(schemas.deepspeed.RENAMED)
+        misplaced -= schemas.accelerate.DEEPSPEED.keys | schemas.accelerate.ARGUMENTS
         precision = document.entry("mixed_precision")
         for entry in document.entries():
             if precision is not None and entry.key == str(precision.value) and _is_enabled_only(entry):
@@ -80,7 +69,7 @@ deepspeed_config:
             if len(entry.path) != 2 or entry.path[0] != "deepspeed_config":
                 continue
             if entry.key in misplaced and not _asks_for_what_is(entry):
-                instead = _INSTEAD.get(deepspeed_keys.RENAMED.get(entry.key, entry.key))
+                instead = _INSTEAD.get(schemas.deepspeed.RENAMED.get(entry.key, entry.key))
                 yield self.at(entry, key=entry.key, help=f"write {instead}" if instead else None)
 
 

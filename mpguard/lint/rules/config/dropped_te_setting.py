@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, Entry, Good, accelerate_config, accelerate_keys, any_of
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, Entry, Good, accelerate_config, any_of, schemas
 
 _INTERVAL = "Transformer Engine removed it in 2.0 and ignores it without a warning"
 _MOST_RECENT = "it is accelerate's default, which is not passed on; Transformer Engine's own is `max`"
@@ -84,4 +84,4 @@ fp8_config:
 
     def _at(self, entry: Entry, why: str) -> Diagnostic:
         shown = str(entry.value).lower() if isinstance(entry.value, (bool, list)) else entry.value
-        return self.at(entry, key=accelerate_keys.FP8.bare(entry.key), value=shown, reason=why)
+        return self.at(entry, key=schemas.accelerate.FP8.bare(entry.key), value=shown, reason=why)

@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import (
-    ABSENT,
     ConfigRule,
     Diagnostic,
     Document,
@@ -12,6 +11,7 @@ from mpguard.lint import (
     any_of,
     config_edits,
     siblings,
+    targets,
 )
 
 #: Code that compiles, or that has an option to do so.
@@ -55,7 +55,7 @@ class Fp8WithoutDynamo(ConfigRule, form_of="MPG401"):
         wanted = {"dynamo_config.dynamo_backend": "INDUCTOR"}
         if dynamo is not None:
             wanted = {".".join(dynamo.path): "INDUCTOR"}
-        elif document.data.get("dynamo_config", ABSENT) is None:
+        elif document.data.get("dynamo_config", targets.ABSENT) is None:
             wanted = {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}  # type: ignore[dict-item]
         notes = (Note("nothing is compiled", dynamo.key_span),) if dynamo is not None else ()
         yield self.at(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import ConfigRule, Diagnostic, Document, any_of, llamafactory_keys
+from mpguard.lint import ConfigRule, Diagnostic, Document, any_of, schemas
 
 
 class LlamaFactoryWithoutMixedPrecision(ConfigRule, form_of="MPG849"):
@@ -25,10 +25,10 @@ class LlamaFactoryWithoutMixedPrecision(ConfigRule, form_of="MPG849"):
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
         trains = document.entry("do_train")
-        switches = [entry for key in llamafactory_keys.SWITCHES if (entry := document.entry(key)) is not None]
+        switches = [entry for key in schemas.llamafactory.SWITCHES if (entry := document.entry(key)) is not None]
         if trains is None or trains.value is not True or any(entry.value is not False for entry in switches):
             return
-        if any(document.entry(key) is not None for key in llamafactory_keys.OTHER):
+        if any(document.entry(key) is not None for key in schemas.llamafactory.OTHER):
             return
         written = f"`{switches[0].key}: false`" if switches else "neither `bf16` nor `fp16` is set"
         yield self.at(switches[0] if switches else trains, what=written)

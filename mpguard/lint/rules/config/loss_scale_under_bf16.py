@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import ABSENT, Bad, ConfigRule, Diagnostic, Document, any_of, config_edits, deepspeed_keys
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, any_of, config_edits, schemas, targets
 
 
 class LossScaleUnderBf16(ConfigRule):
@@ -28,7 +28,7 @@ class LossScaleUnderBf16(ConfigRule):
     kinds = ("deepspeed",)
     triggers = (
         any_of(b"bf16", b"bfloat16"),
-        any_of(*(key.encode() for key in sorted(deepspeed_keys.FP16 - deepspeed_keys.BF16))),
+        any_of(*(key.encode() for key in sorted(schemas.deepspeed.FP16 - schemas.deepspeed.BF16))),
     )
     examples = (
         Bad(
@@ -58,6 +58,6 @@ class LossScaleUnderBf16(ConfigRule):
         for entry in document.entries():
             if len(entry.path) != 2 or entry.path[0] not in ("bf16", "bfloat16"):
                 continue
-            if entry.key in deepspeed_keys.FP16 - deepspeed_keys.BF16 and entry.value != "auto":
-                fix = config_edits.set_values("Remove it", document, {".".join(entry.path): ABSENT})
+            if entry.key in schemas.deepspeed.FP16 - schemas.deepspeed.BF16 and entry.value != "auto":
+                fix = config_edits.set_values("Remove it", document, {".".join(entry.path): targets.ABSENT})
                 yield self.at(entry, fix=fix, section=entry.path[0], key=entry.key)

@@ -10,10 +10,10 @@ from mpguard.lint import (
     Document,
     Dtype,
     Entry,
-    MpguardError,
     Note,
     any_of,
     config_edits,
+    errors,
     settings,
     siblings,
 )
@@ -106,5 +106,5 @@ def _reduces_in_fp32(name: str) -> bool:
 
     try:
         return recipes.recipe(name).reduce_dtype is Dtype.FP32
-    except MpguardError:
+    except errors.MpguardError:
         return False

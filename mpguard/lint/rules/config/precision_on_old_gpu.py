@@ -3,15 +3,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import (
-    NEEDS,
     ConfigRule,
     Diagnostic,
     Document,
     Entry,
     accelerate_config,
     any_of,
-    axolotl_keys,
+    hardware,
     library_names,
+    schemas,
 )
 
 
@@ -41,7 +41,12 @@ class PrecisionOnOldGpu(ConfigRule, form_of="MPG408"):
         mode, entry = _selected(document)
         gpu, notes = accelerate_config.gpu(document, self.project) if entry is not None else (None, ())
         has = accelerate_config.capability(gpu)
-        if entry is None or gpu is None or has is None or has >= NEEDS["delayed" if mode == "fp8" else "bf16"].low:
+        if (
+            entry is None
+            or gpu is None
+            or has is None
+            or has >= hardware.NEEDS["delayed" if mode == "fp8" else "bf16"].low
+        ):
             return
         raises = self.project.required(document.path, "torch").before(library_names.COUNTS_EMULATION)
         if mode == "fp8":
@@ -63,6 +68,6 @@ def _selected(document: Document) -> tuple[str | None, Entry | None]:
         mode = accelerate_config.mixed_precision_mode(document)
         return mode, accelerate_config.mixed_precision_entry(document) if mode in ("fp8", "bf16") else None
     if document.kind == "axolotl":
-        return "bf16", axolotl_keys.is_on(document, "bf16") or axolotl_keys.is_on(document, "bfloat16")
+        return "bf16", schemas.axolotl.is_on(document, "bf16") or schemas.axolotl.is_on(document, "bfloat16")
     entry = document.entry("bf16.enabled")
     return "bf16", entry if entry is not None and entry.value is True else None

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import ABSENT, Bad, ConfigRule, Diagnostic, Document, Good, any_of, config_edits
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, Good, any_of, config_edits, targets
 
 
 class RemovedAmpSection(ConfigRule):
@@ -54,4 +54,4 @@ class RemovedAmpSection(ConfigRule):
         if amp is None:
             return
         off = isinstance(amp.value, dict) and amp.value.get("enabled", False) is False
-        yield self.at(amp, fix=config_edits.set_values("Remove it", document, {"amp": ABSENT}) if off else None)
+        yield self.at(amp, fix=config_edits.set_values("Remove it", document, {"amp": targets.ABSENT}) if off else None)

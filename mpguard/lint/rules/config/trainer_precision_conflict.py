@@ -2,18 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import (
-    Bad,
-    ConfigRule,
-    Diagnostic,
-    Document,
-    Entry,
-    Good,
-    Note,
-    any_of,
-    did_you_mean,
-    megatron_bridge_keys,
-)
+from mpguard.lint import Bad, ConfigRule, Diagnostic, Document, Entry, Good, Note, any_of, errors, schemas
 
 
 class TrainerPrecisionConflict(ConfigRule):
@@ -83,16 +72,16 @@ train:
         precision = document.entry("mixed_precision")
         if precision is not None and isinstance(precision.value, str):
             name = precision.value.replace("-", "_")
-            if name not in megatron_bridge_keys.RECIPES and "$" not in name:
-                hint = did_you_mean(name, megatron_bridge_keys.RECIPES)
+            if name not in schemas.megatron_bridge.RECIPES and "$" not in name:
+                hint = errors.did_you_mean(name, schemas.megatron_bridge.RECIPES)
                 yield self.at(precision, what=f"Megatron Bridge has no recipe `{precision.value}`{hint}")
         for section in ("mixed_precision", "model"):
             yield from self._pair(document, f"{section}.bf16", f"{section}.fp16", "a run computes in one of them")
             yield from self._pair(document, f"{section}.fp8", f"{section}.fp4", "a matmul runs in one of them")
             recipe = document.entry(f"{section}.fp8_recipe")
-            known = (*megatron_bridge_keys.FP8_RECIPES, None, "custom")
+            known = (*schemas.megatron_bridge.FP8_RECIPES, None, "custom")
             if recipe is not None and recipe.value not in known and "$" not in str(recipe.value):
-                hint = did_you_mean(str(recipe.value), megatron_bridge_keys.FP8_RECIPES)
+                hint = errors.did_you_mean(str(recipe.value), schemas.megatron_bridge.FP8_RECIPES)
                 yield self.at(recipe, what=f"`fp8_recipe` is {recipe.value}, which Megatron does not have{hint}")
         if precision is not None and isinstance(precision.value, str):
             yield from self._overwritten(document, precision)
@@ -108,7 +97,7 @@ train:
     def _overwritten(self, document: Document, precision: Entry) -> Iterator[Diagnostic]:
         """Yield the switches of `model` that `mixed_precision` overwrites with another value."""
         name = str(precision.value).replace("-", "_")
-        if name not in megatron_bridge_keys.RECIPES:
+        if name not in schemas.megatron_bridge.RECIPES:
             return
         low = name.removeprefix("nemotron_h_").removeprefix("nanov2_").removeprefix("nemotron_3_super_")[:4]
         for key in ("bf16", "fp16"):

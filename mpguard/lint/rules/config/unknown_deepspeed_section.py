@@ -10,10 +10,10 @@ from mpguard.lint import (
     Entry,
     Fix,
     config_edits,
-    deepspeed_keys,
     lazy_pattern,
     may_be_new,
     misspelling_of,
+    schemas,
 )
 
 #: Matches keys about precision.
@@ -55,7 +55,7 @@ class UnknownDeepspeedSection(ConfigRule):
     code, name = "MPG823", "unknown-deepspeed-section"
     severity = "error"
     message = "`{key}`: DeepSpeed {what}{hint}"
-    help = f"the keys are those of DeepSpeed {deepspeed_keys.VERSION}"
+    help = f"the keys are those of DeepSpeed {schemas.deepspeed.VERSION}"
     kinds = ("deepspeed",)
     examples = (
         Bad(
@@ -87,14 +87,14 @@ class UnknownDeepspeedSection(ConfigRule):
         for entry in document.entries():
             if len(entry.path) == 1:
                 yield from self._top(document, entry)
-            elif len(entry.path) == 2 and entry.path[0] in deepspeed_keys.SECTIONS:
+            elif len(entry.path) == 2 and entry.path[0] in schemas.deepspeed.SECTIONS:
                 yield from self._inner(document, entry, entry.path[0])
 
     def _top(self, document: Document, entry: Entry) -> Iterator[Diagnostic]:
         key = entry.key
         if key == "bfloat16" and "bf16" in document.data:
             yield self.at(entry, key=key, what="ignores this old name if `bf16` is present too", hint="")
-        if key in deepspeed_keys.KEYS or not key[:1].isalpha() or "comment" in key.lower():
+        if key in schemas.deepspeed.KEYS or not key[:1].isalpha() or "comment" in key.lower():
             return
         meant = _meant(key)
         is_misplaced = isinstance(entry.value, dict) and _MISPLACED.search(key.lower())
@@ -112,14 +112,14 @@ class UnknownDeepspeedSection(ConfigRule):
         yield self.at(entry, fix=_fix(document, entry, meant), key=key, what=_IGNORED, hint=hint)
 
     def _inner(self, document: Document, entry: Entry, section: str) -> Iterator[Diagnostic]:
-        known, key = deepspeed_keys.SECTIONS[section], entry.key
-        if key in known or not key[:1].isalpha() or (key in deepspeed_keys.FP16 and section in ("bf16", "bfloat16")):
+        known, key = schemas.deepspeed.SECTIONS[section], entry.key
+        if key in known or not key[:1].isalpha() or (key in schemas.deepspeed.FP16 and section in ("bf16", "bfloat16")):
             return
-        if section in deepspeed_keys.STRICT and entry.value == "auto":
+        if section in schemas.deepspeed.STRICT and entry.value == "auto":
             return
         meant = misspelling_of(key.lower(), known, cutoff=0.88)
         hint = f"; it reads `{meant}`" if meant else ""
-        strict = section in deepspeed_keys.STRICT
+        strict = section in schemas.deepspeed.STRICT
         if strict and self.project.required(document.path, "deepspeed").before(_STRICT_SINCE):
             if section == "zero_optimization":
                 return  # whose keys have changed with the versions
@@ -140,14 +140,14 @@ def _of_another_program(document: Document) -> bool:
     It is set on another library's config, or most of its keys are not DeepSpeed's.
     """
     keys = {str(key) for key in document.data}
-    known = [key for key in keys if key in deepspeed_keys.KEYS or _meant(key) is not None]
+    known = [key for key in keys if key in schemas.deepspeed.KEYS or _meant(key) is not None]
     return bool(document.attribute) or len(keys) > 2 * len(known)
 
 
 def _meant(key: str) -> str | None:
     """Return the key of DeepSpeed that an unknown one is a misspelling of, or None."""
-    known = deepspeed_keys.RENAMED.get(key.lower())
-    likely = known or misspelling_of(key.lower(), deepspeed_keys.KEYS, cutoff=0.88)
+    known = schemas.deepspeed.RENAMED.get(key.lower())
+    likely = known or misspelling_of(key.lower(), schemas.deepspeed.KEYS, cutoff=0.88)
     # `gradient_accumulation_dtype` is no misspelling of `gradient_accumulation_steps`.
     return None if likely is not None and ("dtype" in key.lower()) != ("dtype" in likely) else likely
 

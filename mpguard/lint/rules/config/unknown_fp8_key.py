@@ -10,13 +10,13 @@ from mpguard.lint import (
     Entry,
     Fix,
     accelerate_config,
-    accelerate_keys,
     any_of,
     config_edits,
-    did_you_mean,
+    errors,
     lazy_pattern,
     may_be_new,
     misspelling_of,
+    schemas,
 )
 
 #: Values that are in force without the key.
@@ -62,10 +62,10 @@ class UnknownFp8Key(ConfigRule):
     code, name = "MPG801", "unknown-fp8-key"
     severity = "error"
     message = "`{section}.{key}`: nothing reads this key{hint}"
-    help = f"accelerate ({accelerate_keys.VERSION}) accepts any key in this section and ignores unknown ones"
+    help = f"accelerate ({schemas.accelerate.VERSION}) accepts any key in this section and ignores unknown ones"
     kinds = ("accelerate",)
     versions = {"accelerate": ">=1.0"}
-    triggers = (any_of(*(section.encode() for section in accelerate_keys.SECTIONS)),)
+    triggers = (any_of(*(section.encode() for section in schemas.accelerate.SECTIONS)),)
     yields_to = ("MPG815",)
     examples = (
         Bad(
@@ -110,16 +110,18 @@ fp8_config:
         yield from self._own(document)
         present: dict[str, dict[str, object]] = {}
         for entry in entries:
-            if len(entry.path) == 2 and entry.path[0] in accelerate_keys.SECTIONS:
-                bare = accelerate_keys.SECTIONS[entry.path[0]].bare(entry.key)
+            if len(entry.path) == 2 and entry.path[0] in schemas.accelerate.SECTIONS:
+                bare = schemas.accelerate.SECTIONS[entry.path[0]].bare(entry.key)
                 present.setdefault(entry.path[0], {})[bare] = entry.value
         for entry in entries:
-            if len(entry.path) == 2 and entry.path[0] in accelerate_keys.SECTIONS:
-                yield from self._key(document, entry, accelerate_keys.SECTIONS[entry.path[0]], present[entry.path[0]])
+            if len(entry.path) == 2 and entry.path[0] in schemas.accelerate.SECTIONS:
+                yield from self._key(
+                    document, entry, schemas.accelerate.SECTIONS[entry.path[0]], present[entry.path[0]]
+                )
             elif (
                 len(entry.path) == 3 and ".".join(entry.path[:2]) == mp_yaml.OVERRIDES and entry.key not in FIELD_NAMES
             ):
-                hint = did_you_mean(entry.key, FIELD_NAMES)
+                hint = errors.did_you_mean(entry.key, FIELD_NAMES)
                 hint = f", a policy has no such field{hint}"
                 help = "name a field of the policy; docs/recipes.md lists them"
                 yield self.at(entry, section=mp_yaml.OVERRIDES, key=entry.key, hint=hint, help=help, versions={})
@@ -137,17 +139,17 @@ fp8_config:
                 yield self.at(entry, message=f"`{problem.key}`: {problem.reason}", help="", versions={})
 
     def _key(
-        self, document: Document, entry: Entry, section: accelerate_keys.Section, present: dict[str, object]
+        self, document: Document, entry: Entry, section: schemas.accelerate.Section, present: dict[str, object]
     ) -> Iterator[Diagnostic]:
         """Report a key that is not read. `present` has the keys of its section, without prefix, and their values."""
         name, bare = entry.path[0], section.bare(entry.key)
-        if bare in section.keys or (not section.prefix and entry.key in accelerate_keys.ARGUMENTS):
+        if bare in section.keys or (not section.prefix and entry.key in schemas.accelerate.ARGUMENTS):
             return
         if name == "fp8_config" and entry.key.startswith("mpguard_"):
             own = _own_keys()
             if entry.key not in own:
                 help = f"mpguard reads {' and '.join(f'`{each}`' for each in sorted(own))} here"
-                hint = did_you_mean(entry.key, own)
+                hint = errors.did_you_mean(entry.key, own)
                 yield self.at(entry, section=name, key=entry.key, hint=hint, help=help, versions={})
             return
         meant = section.renamed.get(bare) or misspelling_of(bare, section.keys)
@@ -197,5 +199,5 @@ def _own_keys() -> set[str]:
 def _rename(document: Document, entry: Entry, meant: str | None, present: Container[str]) -> Fix | None:
     if meant is None or meant in present:
         return None
-    prefix = entry.key.removesuffix(accelerate_keys.SECTIONS[entry.path[0]].bare(entry.key))
+    prefix = entry.key.removesuffix(schemas.accelerate.SECTIONS[entry.path[0]].bare(entry.key))
     return config_edits.rename_key(f"Rename it to `{prefix}{meant}`", document, entry, f"{prefix}{meant}")

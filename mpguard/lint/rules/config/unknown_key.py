@@ -10,11 +10,11 @@ from mpguard.lint import (
     Entry,
     Fix,
     accelerate_config,
-    accelerate_keys,
     any_of,
     config_edits,
     may_be_new,
     misspelling_of,
+    schemas,
 )
 
 
@@ -41,7 +41,7 @@ class UnknownKey(ConfigRule):
     code, name = "MPG813", "unknown-key"
     severity = "error"
     message = "`{key}`: accelerate has no such key and refuses the file{hint}"
-    help = f"the keys are those of accelerate {accelerate_keys.VERSION}; other settings belong in another file"
+    help = f"the keys are those of accelerate {schemas.accelerate.VERSION}; other settings belong in another file"
     kinds = ("accelerate",)
     versions = {"accelerate": ">=1.0"}
     triggers = (any_of(b"distributed_type"),)
@@ -68,12 +68,12 @@ num_processes: 8
             return
         sagemaker = accelerate_config.is_sagemaker(document)
         for entry in document.entries():
-            hint = accelerate_keys.unknown_key(entry.key, sagemaker) if len(entry.path) == 1 else None
+            hint = schemas.accelerate.unknown_key(entry.key, sagemaker) if len(entry.path) == 1 else None
             if hint is None:
                 continue
             meant = misspelling_of(
                 entry.key.lower().replace("-", "_"),
-                accelerate_keys.SAGEMAKER if sagemaker else accelerate_keys.TOP,
+                schemas.accelerate.SAGEMAKER if sagemaker else schemas.accelerate.TOP,
                 cutoff=0.85,
             )
             if meant is None and entry.key.endswith("_config") and isinstance(entry.value, dict):

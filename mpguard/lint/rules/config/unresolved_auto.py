@@ -12,7 +12,7 @@ from mpguard.lint import (
     Good,
     accelerate_config,
     any_of,
-    deepspeed_keys,
+    schemas,
     siblings,
 )
 
@@ -83,7 +83,7 @@ engine = deepspeed.initialize(model=model, config=filled)
     )
 
     def check(self, document: Document) -> Iterator[Diagnostic]:
-        first = deepspeed_keys.unresolved(document)
+        first = schemas.deepspeed.unresolved(document)
         if first is None:
             return
         if document.format == "python":

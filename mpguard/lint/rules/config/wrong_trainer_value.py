@@ -2,21 +2,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import (
-    ConfigRule,
-    Diagnostic,
-    Document,
-    any_of,
-    axolotl_keys,
-    llamafactory_keys,
-    megatron_bridge_keys,
-    nemo_keys,
-    validation,
-)
+from mpguard.lint import ConfigRule, Diagnostic, Document, any_of, schemas, validation
 
 _REFUSALS = {
-    "axolotl": axolotl_keys.value_refusals, "llamafactory": llamafactory_keys.value_refusals,
-    "megatron-bridge": megatron_bridge_keys.value_refusals, "nemo": nemo_keys.value_refusals,
+    "axolotl": schemas.axolotl.value_refusals, "llamafactory": schemas.llamafactory.value_refusals,
+    "megatron-bridge": schemas.megatron_bridge.value_refusals, "nemo": schemas.nemo.value_refusals,
 }  # fmt: skip
 
 

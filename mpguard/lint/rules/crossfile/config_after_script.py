@@ -6,15 +6,14 @@ from pathlib import Path
 
 from mpguard.lint import (
     Bad,
-    ConfigError,
     Diagnostic,
     Edit,
     Fix,
-    Launch,
     LaunchRule,
     Note,
-    Word,
     any_of,
+    errors,
+    launch_lines,
     lazy_pattern,
     siblings,
     tracked_fs,
@@ -78,7 +77,7 @@ CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file configs/fsdp.yaml \\
         ),
     )  # fmt: skip
 
-    def check(self, launches: list[Launch]) -> Iterator[Diagnostic]:
+    def check(self, launches: list[launch_lines.Launch]) -> Iterator[Diagnostic]:
         for launch in launches:
             if launch.launcher != "accelerate" or launch.hidden or launch.script is None:
                 continue
@@ -100,7 +99,7 @@ CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file configs/fsdp.yaml \\
                 notes=(Note("the script; what follows are its own arguments", launch.script.span),),
             )
 
-    def _is_launch_config(self, name: str, option: str, launch: Launch) -> bool:
+    def _is_launch_config(self, name: str, option: str, launch: launch_lines.Launch) -> bool:
         if not name.endswith((".yaml", ".yml", ".json")):
             return False
         path = self.project.named_in(name, launch.path)
@@ -108,7 +107,7 @@ CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file configs/fsdp.yaml \\
             return _LAUNCH_CONFIG.search(name) is not None and not self._is_scripts(option, launch)
         return _is_accelerates(path)
 
-    def _is_scripts(self, option: str, launch: Launch) -> bool:
+    def _is_scripts(self, option: str, launch: launch_lines.Launch) -> bool:
         """True if the script is in the tree and has an option of that name."""
         name = launch.script.text if launch.script is not None else None
         script = self.project.named_in(name, launch.path) if name else None
@@ -117,7 +116,9 @@ CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file configs/fsdp.yaml \\
         except OSError:
             return False
 
-    def _moved(self, launch: Launch, option: Word, value: Word) -> tuple[Edit, ...]:
+    def _moved(
+        self, launch: launch_lines.Launch, option: launch_lines.Word, value: launch_lines.Word
+    ) -> tuple[Edit, ...]:
         before = [launch.script, *launch.arguments]
         place = before.index(option)
         previous = before[place - 1]
@@ -134,5 +135,5 @@ def _is_accelerates(path: Path) -> bool:
 
     try:
         return (tracked_fs.size(path) or 0) <= siblings.LARGEST_CONFIG and document.read(path).kind == "accelerate"
-    except (OSError, ConfigError):
+    except (OSError, errors.ConfigError):
         return False

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Diagnostic, Launch, LaunchRule, Note, Word, any_of, lazy_pattern, library_names
+from mpguard.lint import Diagnostic, LaunchRule, Note, any_of, launch_lines, lazy_pattern, library_names
 
 #: Options that name the model which is trained.
 _MODEL = lazy_pattern(r"--(?:base_|pretrained_)?model(?:[_-]?(?:name|name_or_path|id|path|checkpoint))?")
@@ -24,7 +24,7 @@ class LaunchBf16ModelInFp16(LaunchRule, form_of="MPG519"):
     help = "pass `--bf16` (`--mixed_precision bf16`), or train in FP32 on a GPU without BF16"
     triggers = (any_of(b"fp16"), any_of(b"t5-", b"T0", b"mt0-", b"ul2", b"gemma-3"), any_of(b"model"))
 
-    def check(self, launches: list[Launch]) -> Iterator[Diagnostic]:
+    def check(self, launches: list[launch_lines.Launch]) -> Iterator[Diagnostic]:
         for launch in launches:
             model, half = self._model(launch), self._half(launch)
             if model is not None and half is not None and self._trains(launch):
@@ -32,7 +32,7 @@ class LaunchBf16ModelInFp16(LaunchRule, form_of="MPG519"):
                 shown = flag if flag.startswith("--") else f"--mixed_precision {flag}"
                 yield self.at(half, flag=shown, model=model[1], notes=(Note("the model", model[0].span),))
 
-    def _model(self, launch: Launch) -> tuple[Word, str] | None:
+    def _model(self, launch: launch_lines.Launch) -> tuple[launch_lines.Word, str] | None:
         words = launch.arguments
         for place, word in enumerate(words):
             option, equals, value = (word.text or "").partition("=")
@@ -44,7 +44,7 @@ class LaunchBf16ModelInFp16(LaunchRule, form_of="MPG519"):
                 return given, name
         return None
 
-    def _half(self, launch: Launch) -> Word | None:
+    def _half(self, launch: launch_lines.Launch) -> launch_lines.Word | None:
         """Return the word that makes the line FP16."""
         words = launch.arguments
         for place, word in enumerate(words):
@@ -58,7 +58,7 @@ class LaunchBf16ModelInFp16(LaunchRule, form_of="MPG519"):
         given = launch.options.get("mixed_precision") if launch.launcher == "accelerate" else None
         return given if given is not None and given.text == "fp16" else None
 
-    def _trains(self, launch: Launch) -> bool:
+    def _trains(self, launch: launch_lines.Launch) -> bool:
         name = launch.script.text if launch.script is not None else None
         flags = {word.text for word in launch.arguments}
         only_evaluates = bool({"--do_eval", "--do_predict"} & flags) and "--do_train" not in flags

@@ -4,16 +4,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mpguard.lint import (
-    ConfigError,
     Diagnostic,
     Document,
     Entry,
-    Launch,
     LaunchRule,
     Note,
-    Word,
     accelerate_config,
     any_of,
+    errors,
+    launch_lines,
     lazy_pattern,
     siblings,
     tracked_fs,
@@ -51,7 +50,7 @@ class LaunchFlagsAgainstConfig(LaunchRule, form_of="MPG863"):
     help = "set the precision in one place"
     triggers = (any_of(b"--bf16", b"--fp16", b"--deepspeed"),)
 
-    def check(self, launches: list[Launch]) -> Iterator[Diagnostic]:
+    def check(self, launches: list[launch_lines.Launch]) -> Iterator[Diagnostic]:
         for launch in launches:
             flags = {mode: found for mode in _MODES if (found := self._flag(launch, f"--{mode}")) is not None}
             on = [mode for mode, (_, value) in flags.items() if value is True]
@@ -66,7 +65,7 @@ class LaunchFlagsAgainstConfig(LaunchRule, form_of="MPG863"):
             else:
                 yield from self._without_flag(launch)
 
-    def _against_config(self, launch: Launch, mode: str, word: Word) -> Iterator[Diagnostic]:
+    def _against_config(self, launch: launch_lines.Launch, mode: str, word: launch_lines.Word) -> Iterator[Diagnostic]:
         configured = self._configured(launch)
         if configured is not None and configured[0] != mode:
             wanted, place, effect = configured
@@ -80,7 +79,7 @@ class LaunchFlagsAgainstConfig(LaunchRule, form_of="MPG863"):
                     word, flag=word.text, what=f"the config switches `{mode}` off: the run stops", notes=notes
                 )
 
-    def _without_flag(self, launch: Launch) -> Iterator[Diagnostic]:
+    def _without_flag(self, launch: launch_lines.Launch) -> Iterator[Diagnostic]:
         """Report a line with neither flag whose DeepSpeed file enables one."""
         named = launch.argument("--deepspeed")
         if named is None or named[1].text is None or not self._is_known(launch):
@@ -92,7 +91,7 @@ class LaunchFlagsAgainstConfig(LaunchRule, form_of="MPG863"):
                 help = f'pass `--{mode} True`, or write `"enabled": "auto"` in the DeepSpeed file'
                 yield self.at(named[1], flag=f"--deepspeed {named[1].text}", what=what, help=help)
 
-    def _is_known(self, launch: Launch) -> bool:
+    def _is_known(self, launch: launch_lines.Launch) -> bool:
         """True if all options of a line are visible, and `TrainingArguments` have the defaults of the library."""
         before = ""
         for word in launch.arguments:
@@ -108,7 +107,7 @@ class LaunchFlagsAgainstConfig(LaunchRule, form_of="MPG863"):
         script = self._script(launch)
         return _ARGUMENTS.search(script) is not None and _OTHER_DEFAULTS.search(script) is None
 
-    def _flag(self, launch: Launch, name: str) -> tuple[Word, bool | None] | None:
+    def _flag(self, launch: launch_lines.Launch, name: str) -> tuple[launch_lines.Word, bool | None] | None:
         """Return a switch of the script and its value; None for an unknown value, and without the switch."""
         for place, word in enumerate(launch.arguments):
             flag, equals, value = (word.text or "").partition("=")
@@ -122,10 +121,10 @@ class LaunchFlagsAgainstConfig(LaunchRule, form_of="MPG863"):
             return word, None if following.text is None else _truth(following.text)
         return None
 
-    def _parses_arguments(self, launch: Launch) -> bool:
+    def _parses_arguments(self, launch: launch_lines.Launch) -> bool:
         return _PARSERS.search(self._script(launch)) is not None
 
-    def _script(self, launch: Launch) -> bytes:
+    def _script(self, launch: launch_lines.Launch) -> bytes:
         """Return the content of the script; empty if it is not in the tree."""
         name = launch.script.text if launch.script is not None and not launch.module else None
         script = self.project.named_in(name, launch.path) if name else None
@@ -134,12 +133,12 @@ class LaunchFlagsAgainstConfig(LaunchRule, form_of="MPG863"):
         except OSError:
             return b""
 
-    def _entry(self, word: Word, key: str, launch: Launch) -> Entry | None:
+    def _entry(self, word: launch_lines.Word, key: str, launch: launch_lines.Launch) -> Entry | None:
         """Return an entry of the DeepSpeed file that a word names."""
         document = self._read(word, launch)
         return document.entry(key) if document is not None and document.kind == "deepspeed" else None
 
-    def _configured(self, launch: Launch) -> tuple[str, Word, str] | None:
+    def _configured(self, launch: launch_lines.Launch) -> tuple[str, launch_lines.Word, str] | None:
         """Return the precision of the config on the line, the word that names it, and what happens otherwise."""
         if launch.hidden:
             return None
@@ -161,7 +160,7 @@ class LaunchFlagsAgainstConfig(LaunchRule, form_of="MPG863"):
             return None
         return mode, place, "the flag wins" + (", and FP8 is off" if mode == "fp8" else "")
 
-    def _read(self, word: Word, launch: Launch) -> Document | None:
+    def _read(self, word: launch_lines.Word, launch: launch_lines.Launch) -> Document | None:
         from mpguard.lint import document
 
         path: Path | None = self.project.named_in(word.text, launch.path) if word.text else None
@@ -171,7 +170,7 @@ class LaunchFlagsAgainstConfig(LaunchRule, form_of="MPG863"):
             read = document.read(path)
             read.require()
             return read
-        except (OSError, ConfigError):
+        except (OSError, errors.ConfigError):
             return None
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Diagnostic, Edit, Fix, Launch, LaunchRule, Note, Word, any_of, lazy_pattern
+from mpguard.lint import Diagnostic, Edit, Fix, LaunchRule, Note, any_of, launch_lines, lazy_pattern
 
 #: An option for the precision that ends in `=`: its value is the empty string.
 _EMPTY = lazy_pattern(r"--[\w-]*(?:mixed[_-]precision|precision|dtype|fp16|bf16|fp8|amp)[\w-]*=$")
@@ -29,7 +29,7 @@ class LaunchPrecisionValue(LaunchRule, form_of="MPG813"):
     triggers = (any_of(b"precision", b"dtype", b"16", b"fp8", b"amp"),)
     fixes = True
 
-    def check(self, launches: list[Launch]) -> Iterator[Diagnostic]:
+    def check(self, launches: list[launch_lines.Launch]) -> Iterator[Diagnostic]:
         for launch in launches:
             for word, following in zip(launch.arguments, launch.arguments[1:], strict=False):
                 if _EMPTY.match(word.text or "") and _VALUE.fullmatch(following.text or ""):
@@ -52,7 +52,7 @@ class LaunchPrecisionValue(LaunchRule, form_of="MPG813"):
                     fix=self._fix(given, known),
                 )
 
-    def _fix(self, given: Word, known: str) -> Fix | None:
+    def _fix(self, given: launch_lines.Word, known: str) -> Fix | None:
         start, end = given.span
         length = len(given.text or "")
         if end - start not in (length, length + len("--mixed_precision=")):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Diagnostic, Facts, Good, Note, Rule, any_of, compiled_scopes, fp8_facts
+from mpguard.lint import Bad, Diagnostic, Facts, Good, Note, Rule, any_of, compiled_functions, fp8_facts
 
 
 class DelayedScalingUnderCompile(Rule):
@@ -95,7 +95,7 @@ pattern = re.compile("eager")
             for item, region in fp8_facts.entered(facts)
             if fp8_facts.recipe_of(region) == {"DelayedScaling"}
         ]
-        compiled = compiled_scopes(facts) if inside else {}
+        compiled = compiled_functions.compiled_scopes(facts) if inside else {}
         for item, region in inside:
             place = compiled.get(item.scope)
             if place is not None:

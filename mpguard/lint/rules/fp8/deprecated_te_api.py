@@ -17,8 +17,8 @@ from mpguard.lint import (
     any_of,
     constant,
     dotted,
+    fp8_facts,
     imports,
-    is_never_switched_on,
     lazy_pattern,
     python_edits,
 )
@@ -116,7 +116,7 @@ with te.autocast(enabled=True, recipe=recipe, amax_reduction_group=group):
                     old = self._deprecated_name(use, facts)
                     if not old or imports.stands_in(use) or self._follows_getattr(use, facts):
                         continue
-                    if is_never_switched_on(use, facts):
+                    if fp8_facts.is_never_switched_on(use, facts):
                         continue
                     fix = self._fix_use(use, facts)
                     if old.startswith(f"{_MODULE}.") and not _REEXPORTED.match(old.split(".")[3]):

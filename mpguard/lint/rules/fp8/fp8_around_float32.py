@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Diagnostic, Facts, Good, HasSpan, Rule, With, any_of, dotted, fp8_facts, lazy_pattern
+from mpguard.lint import Bad, Diagnostic, Facts, Good, HasSpan, Record, Rule, any_of, dotted, fp8_facts, lazy_pattern
 
 #: Words of code that may select another dtype than FP32, or leave that to a framework, a config or a checkpoint.
 _SELECTS = lazy_pattern(
@@ -87,7 +87,7 @@ def main(loader):
         yield self.at(places[0])
 
 
-def _runs_one_layer(region: With, facts: Facts) -> bool:
+def _runs_one_layer(region: Record, facts: Facts) -> bool:
     """True if a region calls one linear layer and nothing else, as a trial of the library does: all of it is in FP8."""
     inside = [call for call in region.scope.calls if region in call.withs]
     bound = facts.bindings(dotted(inside[0].func), inside[0]) if len(inside) == 1 else []

@@ -5,19 +5,18 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
-    NEEDS,
     Bad,
     Diagnostic,
     Event,
     Facts,
     Good,
-    Layer,
     Note,
     Object,
     Rule,
     any_of,
     constant,
     fp8_facts,
+    hardware,
     library_names,
 )
 
@@ -123,15 +122,15 @@ for x in loader:
             for layer in fp8_facts.layers_of(facts, event.subject, event.call, "torch.nn."):
                 if layer.path == "torch.nn.Linear" and layer.facts is facts:
                     notes = (Note("converted here", event.span),)
-                    yield from self._sizes(layer, NEEDS["tensorwise"].multiple, notes, seen)
+                    yield from self._sizes(layer, hardware.NEEDS["tensorwise"].multiple, notes, seen)
 
-    def _multiple(self, layer: Layer) -> int:
+    def _multiple(self, layer: fp8_facts.Layer) -> int:
         """Return the smallest multiple that a recipe of the region needs."""
         recipes = fp8_facts.recipe_of(layer.region) if layer.region is not None else {""}
-        return min(NEEDS[library_names.FP8_RECIPES.get(recipe, "delayed")].multiple for recipe in recipes)
+        return min(hardware.NEEDS[library_names.FP8_RECIPES.get(recipe, "delayed")].multiple for recipe in recipes)
 
     def _sizes(
-        self, layer: Layer, multiple: int, notes: tuple[Note, ...], seen: set[cst.CSTNode]
+        self, layer: fp8_facts.Layer, multiple: int, notes: tuple[Note, ...], seen: set[cst.CSTNode]
     ) -> Iterator[Diagnostic]:
         wrong = [str(size) for _, size in layer.sizes() if size > 0 and size % multiple]
         if wrong and layer.made.node not in seen:
@@ -140,7 +139,9 @@ for x in loader:
             help = self.help.format(multiple=multiple)
             yield self.at(layer.made, size=" and ".join(wrong), multiple=multiple, what=what, notes=notes, help=help)
 
-    def _rows(self, layer: Layer, multiple: int, seen: set[cst.CSTNode], facts: Facts) -> Iterator[Diagnostic]:
+    def _rows(
+        self, layer: fp8_facts.Layer, multiple: int, seen: set[cst.CSTNode], facts: Facts
+    ) -> Iterator[Diagnostic]:
         """Yield a finding if the input of a layer has a literal number of rows that does not fit."""
         call = layer.call
         if call is None or not call.positional:

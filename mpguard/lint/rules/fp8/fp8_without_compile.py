@@ -15,9 +15,9 @@ from mpguard.lint import (
     Rule,
     Scope,
     any_of,
+    compiled_functions,
     dotted,
     fp8_facts,
-    launched_compiled,
     python_edits,
 )
 
@@ -103,7 +103,7 @@ for x in loader:
         # Handlers of a helper may go to an Accelerator that compiles; `**arguments` may contain a dynamo backend.
         if accelerators and not any(event.call.starred for event in accelerators):
             found += [each for each in facts.events("fp8_handler") if _is_torchao_handler(each)]
-        if not found or launched_compiled(facts):
+        if not found or compiled_functions.launched_compiled(facts):
             return
         for event in found:
             call = event.call

@@ -7,10 +7,8 @@ from mpguard.lint import (
     Call,
     Diagnostic,
     Event,
-    EventKind,
     Facts,
     Fix,
-    Method,
     Note,
     Object,
     Ref,
@@ -18,7 +16,9 @@ from mpguard.lint import (
     Scope,
     any_of,
     constant,
+    events,
     fp8_facts,
+    lattice,
     lazy_pattern,
     python_edits,
 )
@@ -31,7 +31,7 @@ _FILTER = "filter_first_and_last_linear_layers"
 _LAYERS = ("torch.nn.Linear", "transformer_engine.pytorch.Linear")
 
 #: Event that takes a filter -> position and name of that argument.
-_FILTERED: dict[EventKind, tuple[int | None, str]] = {
+_FILTERED: dict[events.EventKind, tuple[int | None, str]] = {
     "convert": (None, "module_filter_fn"),
     "convert_accelerate": (2, "module_filter_func"),
     "fp8_handler": (1, "module_filter_func"),
@@ -136,7 +136,7 @@ model = torch.compile(model)
         return found[0] if found and None not in found else None
 
     def _head_of(self, atom: object, facts: Facts) -> tuple[str, tuple[Note, ...]] | None:
-        if not isinstance(atom, Object) or atom.kind != "model" or isinstance(atom, Method):
+        if not isinstance(atom, Object) or atom.kind != "model" or isinstance(atom, lattice.Method):
             return None
         if atom.cls is not None:
             return self._head_of_class(atom.cls, facts)

@@ -14,8 +14,8 @@ from mpguard.lint import (
     any_of,
     compatible,
     dotted,
+    events,
     fp8_facts,
-    is_optimizer,
 )
 
 _SETTING = "enable_fsdp_float8_all_gather"
@@ -107,7 +107,7 @@ def again(model):
         """True if a call builds an optimizer over the parameters of the converted model."""
         if (
             not call.node.args
-            or not is_optimizer(facts, call.node, call)
+            or not events.is_optimizer(facts, call.node, call)
             or not compatible(call.guard, event.call.guard)
         ):
             return False

@@ -10,15 +10,14 @@ from mpguard.lint import (
     Diagnostic,
     Facts,
     Good,
-    Hardware,
     Note,
-    PolicyError,
     Rule,
     any_of,
+    errors,
     fp8_facts,
+    hardware,
     lazy_pattern,
     library_names,
-    named,
 )
 
 #: Keywords by which a script requests a GPU of a cloud.
@@ -88,19 +87,19 @@ print("H100", gpu)
         recipes = [(call, kind) for call, kind in recipes if kind and not facts.guard_of(call)]
         if not recipes:
             return
-        hardware, place = self._hardware(facts)
-        if hardware is None:
+        own, place = self._hardware(facts)
+        if own is None:
             return
         for call, kind in recipes:
-            lacks = hardware.lacks(kind)
-            if lacks is not None and not (place is not None and hardware.capability is None):
+            lacks = own.lacks(kind)
+            if lacks is not None and not (place is not None and own.capability is None):
                 notes = (Note("the GPU is named here", place),) if place is not None else ()
                 yield self.at(call, recipe=call.path or call.name, lacks=lacks, notes=notes)
 
     def _kind(self, call: Call, facts: Facts) -> str:
         return library_names.FP8_RECIPES.get(facts.called_path(call).rsplit(".", 1)[-1], "")
 
-    def _hardware(self, facts: Facts) -> tuple[Hardware | None, tuple[int, int] | None]:
+    def _hardware(self, facts: Facts) -> tuple[hardware.Hardware | None, tuple[int, int] | None]:
         """Return the hardware of the settings, the script or the requirements, and the place in the script, if any."""
         gpu = facts.project.gpu(facts.path)
         place: tuple[int, int] | None = None
@@ -110,11 +109,11 @@ print("H100", gpu)
                 return None, None
             gpu, place = found[0]
         try:
-            hardware = named(gpu)
-        except PolicyError:
+            own = hardware.named(gpu)
+        except errors.PolicyError:
             return None, None
         cuda = facts.required("transformer_engine").cuda
-        return Hardware(gpu, hardware.capability, 1, cuda or hardware.cuda, hardware.libraries), place
+        return hardware.Hardware(gpu, own.capability, 1, cuda or own.cuda, own.libraries), place
 
     def _in_script(self, facts: Facts) -> Iterator[tuple[str, tuple[int, int]]]:
         for calls in facts.calls.values():

@@ -14,7 +14,7 @@ from mpguard.lint import (
     Rule,
     any_of,
     constant,
-    is_never_switched_on,
+    fp8_facts,
     library_names,
     python_edits,
 )
@@ -99,7 +99,7 @@ last = DelayedScaling(
                 (event.call, recipe, name, value) for name, value in event.call.keywords.items() if name in dropped
             ]
         for call, recipe, name, value in found:
-            if is_never_switched_on(call, facts) or _is_default(name, value, call, facts):
+            if fp8_facts.is_never_switched_on(call, facts) or _is_default(name, value, call, facts):
                 continue
             keyword = next(arg.keyword for arg in call.node.args if arg.value is value)
             first = facts.span(keyword, call)[0] if keyword is not None else call.span[0]

@@ -10,7 +10,6 @@ from mpguard.lint import (
     Dtype,
     Event,
     Facts,
-    Flag,
     Good,
     Note,
     PathCondition,
@@ -18,6 +17,7 @@ from mpguard.lint import (
     Rule,
     any_of,
     compatible,
+    path_condition,
     wrappers,
 )
 
@@ -138,7 +138,7 @@ class Engine:
         given: dict[str, dict[object, str]] = {}
         for guard, dtype in policy.dtypes:
             for each in guard:
-                if isinstance(each, Flag) and isinstance(each.equals, str):
+                if isinstance(each, path_condition.Flag) and isinstance(each.equals, str):
                     given.setdefault(each.name, {})[dtype] = each.equals
         for values in given.values():
             other = next((dtype for dtype in HALF_DTYPES if dtype is not inside and dtype in values), None)

@@ -21,7 +21,7 @@ from mpguard.lint import (
     dotted,
     launch_expectations,
     library_names,
-    option_names,
+    option_values,
 )
 
 #: Classes whose `from_pretrained` gives a model with a loss: encoders alone are mostly frozen.
@@ -136,7 +136,7 @@ def chosen(data, half):
     def _defaults(self, option: str, facts: Facts) -> Iterator[object]:
         """Yield the defaults of the command-line options of a name."""
         for call in facts.calls.get("add_argument", ()):
-            if option in option_names(call):
+            if option in option_values.option_names(call):
                 default = constant(call.keywords.get("default"))
                 yield default[0] if default is not None else None
 

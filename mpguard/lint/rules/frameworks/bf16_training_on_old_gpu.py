@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import (
-    NEEDS,
     Call,
     Diagnostic,
     Dtype,
@@ -12,6 +11,7 @@ from mpguard.lint import (
     Rule,
     accelerate_config,
     any_of,
+    hardware,
     launch_expectations,
     lazy_pattern,
 )
@@ -55,7 +55,7 @@ class Bf16TrainingOnOldGpu(Rule, form_of="MPG408"):
         ]
         gpu = facts.project.gpu(facts.path) if found else None
         has = accelerate_config.capability(gpu)
-        if gpu is None or has is None or has >= NEEDS["bf16"].low:
+        if gpu is None or has is None or has >= hardware.NEEDS["bf16"].low:
             return
         raises = facts.required("torch").before(_EMULATES)
         what = "the run stops" if raises else "it is emulated, without tensor cores"

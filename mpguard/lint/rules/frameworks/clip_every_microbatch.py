@@ -16,7 +16,7 @@ from mpguard.lint import (
     any_of,
     constant,
     dotted,
-    option_defaults,
+    option_values,
     trace_facts,
 )
 
@@ -77,7 +77,7 @@ def _may_be_float16(accelerator: Call, facts: Facts) -> bool:
             return True
         name = dotted(given).rpartition(".")[2]
         return not all(isinstance(atom, Constant) for atom in atoms) and (
-            ("fp16",) in option_defaults(name, there)
+            ("fp16",) in option_values.option_defaults(name, there)
             or any(there.project.asks_for(there.path, name + way) for way in _ASKS)
         )
     return any(config.mixed_precision == "fp16" for config in there.project.configs_for(there.path)) or any(
@@ -107,7 +107,7 @@ def _accumulates(accelerator: Call, facts: Facts) -> bool:
     name = dotted(steps).rpartition(".")[2]
     given = re.compile(rf"{re.escape(name)}[= ]+(?!1\b)\d")
     lines = (" ".join(word.text or "" for word in launch.arguments) for launch in facts.project.launches_of(facts.path))
-    return (1,) not in option_defaults(name, facts) or any(map(given.search, lines))
+    return (1,) not in option_values.option_defaults(name, facts) or any(map(given.search, lines))
 
 
 def _step_after_loop(clip: Call, facts: Facts) -> Call | None:

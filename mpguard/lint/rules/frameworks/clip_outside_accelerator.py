@@ -19,7 +19,7 @@ from mpguard.lint import (
     compatible,
     dotted,
     lazy_pattern,
-    negated,
+    path_condition,
     python_edits,
     wrappers,
 )
@@ -154,7 +154,7 @@ for x in loader:
     def _is_fallback(self, clip: Event, facts: Facts) -> bool:
         """True in the `except` of a `try` that clips through the Accelerator."""
         return any(
-            negated(condition) in facts.guard_of(other)
+            path_condition.negated(condition) in facts.guard_of(other)
             for condition in clip.guard
             if any(flag.startswith("try#") for flag in PathCondition([condition]).flags())
             for other in self._of_accelerator(clip, facts)

@@ -16,7 +16,7 @@ from mpguard.lint import (
     constant,
     dotted,
     lazy_pattern,
-    option_names,
+    option_values,
 )
 
 _BF16 = lazy_pattern(r"(?i)bf16|bfloat16|dtype|precision")
@@ -62,7 +62,11 @@ class Fp16IgnoresBf16Option(Rule, form_of="MPG310"):
         read = {dotted(each).rpartition(".")[2] for each in call.keywords.values() if "." in dotted(each)}
         for there in (facts, *facts.imported_modules()):
             there.need("add_argument")
-            options = {name: added for added in there.calls.get("add_argument", ()) for name in option_names(added)}
+            options = {
+                name: added
+                for added in there.calls.get("add_argument", ())
+                for name in option_values.option_names(added)
+            }
             flag = options.get("bf16")
             if flag is not None and constant(flag.keywords.get("action")) == ("store_true",) and read & options.keys():
                 return flag

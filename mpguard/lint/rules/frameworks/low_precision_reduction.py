@@ -17,8 +17,8 @@ from mpguard.lint import (
     compatible,
     constant,
     dotted,
-    is_default,
     lazy_pattern,
+    options,
     python_edits,
     reachability,
     wrappers,
@@ -217,7 +217,7 @@ fully_shard(model, mp_policy=policy)
         low = [dtype for dtype in HALF_DTYPES if dtype in reduces]
         if not low or (reduces - set(HALF_DTYPES) and not self._same_value(policy, given, facts)):
             return None
-        if any(dtype is Dtype.FP32 and is_default(guard, facts) for guard, dtype in found):
+        if any(dtype is Dtype.FP32 and options.is_default(guard, facts) for guard, dtype in found):
             return None
         return " or ".join(dtype.label for dtype in low)
 

@@ -8,7 +8,6 @@ from mpguard.lint import (
     Diagnostic,
     Event,
     Facts,
-    Flag,
     Good,
     Note,
     Object,
@@ -17,7 +16,7 @@ from mpguard.lint import (
     Wrap,
     any_of,
     compatible,
-    implies,
+    path_condition,
     wrappers,
 )
 
@@ -104,7 +103,7 @@ for x in loader:
         """True if a region is entered only under a flag that the code reads from the `torch_autocast` section."""
         entered = place.guard.joined(guard)
         return any(
-            implies(entered, PathCondition([Flag(flag)]))
+            path_condition.implies(entered, PathCondition([path_condition.Flag(flag)]))
             and any(
                 bound.value is not None and "torch_autocast" in facts.text(bound.value, bound)
                 for bound in facts.bindings(flag, place)

@@ -12,9 +12,9 @@ from mpguard.lint import (
     Rule,
     any_of,
     bridge_configs,
-    did_you_mean,
     dotted,
-    megatron_bridge_keys,
+    errors,
+    schemas,
     validation,
 )
 
@@ -69,8 +69,8 @@ class MegatronBridgePrecision(Rule, form_of="MPG849"):
                 )
         node = call.keywords.get("fp8_recipe")
         recipe = self._literal(node, call, facts)
-        if node is not None and isinstance(recipe, str) and recipe not in megatron_bridge_keys.FP8_RECIPES:
-            hint = did_you_mean(recipe, megatron_bridge_keys.FP8_RECIPES)
+        if node is not None and isinstance(recipe, str) and recipe not in schemas.megatron_bridge.FP8_RECIPES:
+            hint = errors.did_you_mean(recipe, schemas.megatron_bridge.FP8_RECIPES)
             yield self.at(
                 facts.span(node, call), what=f"`fp8_recipe` is `{recipe}`, which Megatron does not have{hint}"
             )

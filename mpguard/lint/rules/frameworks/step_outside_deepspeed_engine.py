@@ -13,7 +13,6 @@ from mpguard.lint import (
     Note,
     Rule,
     Wrap,
-    WrapperSettings,
     any_of,
     compatible,
     dotted,
@@ -97,7 +96,7 @@ class StepOutsideDeepspeedEngine(Rule, form_of="MPG501"):
                 return (why, wrap, record) if why else None
         return None
 
-    def _refusal(self, settings: WrapperSettings, scaled: bool) -> str:
+    def _refusal(self, settings: wrappers.WrapperSettings, scaled: bool) -> str:
         if settings.stage == 0:
             return "raises at ZeRO stage 0: the engine has to run the backward pass"
         if settings.fp16 and not scaled:

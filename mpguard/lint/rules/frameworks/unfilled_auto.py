@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Diagnostic, EventKind, Facts, Note, Rule, any_of, deepspeed_keys, wrappers
+from mpguard.lint import Diagnostic, Facts, Note, Rule, any_of, events, schemas, wrappers
 
 #: Who fills in "auto".
-_FILL_IN: tuple[EventKind, ...] = ("accelerator", "trainer", "arguments")
+_FILL_IN: tuple[events.EventKind, ...] = ("accelerator", "trainer", "arguments")
 _STOPS, _DROPS = "DeepSpeed stops", "DeepSpeed drops the key, and the section is off"
 
 
@@ -33,17 +33,17 @@ class UnfilledAuto(Rule, form_of="MPG824"):
                 continue
             sections = [
                 name
-                for name, (argument, place) in deepspeed_keys.OBJECTS.items()
+                for name, (argument, place) in schemas.deepspeed.OBJECTS.items()
                 if call.argument(place, argument) is None and not call.starred
             ]
-            entries = [document.entry(key) for key in deepspeed_keys.unfilled(document.data, sections)]
+            entries = [document.entry(key) for key in schemas.deepspeed.unfilled(document.data, sections)]
             stops = [entry for entry in entries if entry is not None]
             if document.format == "python":  # whose switches UnresolvedAuto reports
                 for entry in stops:
                     yield self.at(entry, key=".".join(entry.path), what=_STOPS)
                 continue
             place = facts.span(call.argument(None, "config", "config_params") or call.node, call)
-            switch = deepspeed_keys.unresolved(document)
+            switch = schemas.deepspeed.unresolved(document)
             for found, what in ((stops, _STOPS), ([switch] if switch is not None else [], _DROPS)):
                 if found:
                     notes = tuple(Note('"auto"', entry.value_span, document.path) for entry in found)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Rule, any_of, constant, destination, lazy_pattern
+from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Rule, any_of, constant, lazy_pattern, option_values
 
 #: Names of options that select the precision of a run.
 _PRECISION = lazy_pattern(
@@ -111,7 +111,7 @@ torchrun example.py --lr 1e-4 --mixed_precision=bf16
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for call in facts.calls.get("add_argument", ()):
             flags = [str(c[0]) for each in call.positional if (c := constant(each)) and isinstance(c[0], str)]
-            name = destination(call)
+            name = option_values.destination(call)
             option = next((flag for flag in flags if flag.startswith("--")), "")
             if not option or not _PRECISION.fullmatch(name) or not self._is_asked_for(option, call, facts):
                 continue

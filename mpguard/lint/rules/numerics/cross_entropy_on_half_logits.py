@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import CASTS_LOW_PRECISION, Call, Diagnostic, Facts, Note, Object, Ref, Rule, any_of
+from mpguard.lint import Call, Diagnostic, Facts, Note, Object, Ref, Rule, any_of, dtype_triggers
 
 _LOSSES = frozenset({
     "cross_entropy", "binary_cross_entropy_with_logits", "binary_cross_entropy",
@@ -24,7 +24,7 @@ class CrossEntropyOnHalfLogits(Rule, form_of="MPG603"):
     message = "`{loss}` on logits {cause}"
     help = "compute the loss in FP32: cast the logits with `.float()`, or compute it inside autocast"
     triggers = (any_of(b"cross_entropy(", b"CrossEntropyLoss(", b"BCELoss(", b"BCEWithLogitsLoss("),)
-    triggers_nearby = (any_of(*CASTS_LOW_PRECISION), any_of(b"backward("))
+    triggers_nearby = (any_of(*dtype_triggers.CASTS_LOW_PRECISION), any_of(b"backward("))
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if facts.declared == "inference":

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
-    MENTIONS_FP16,
     Bad,
     Call,
     Diagnostic,
@@ -17,6 +16,7 @@ from mpguard.lint import (
     ScalarUse,
     accelerate_precision,
     any_of,
+    dtype_triggers,
     python_edits,
 )
 
@@ -52,7 +52,7 @@ class EpsilonUnderflowsHalf(Rule):
     message = "{number} is zero in FP16, whose smallest number is 6e-8: {effect}"
     help = "compute in float32, or use a number of at least 1e-7"
     triggers = (
-        any_of(*MENTIONS_FP16),
+        any_of(*dtype_triggers.MENTIONS_FP16),
         any_of(b"e-8", b"e-9", b"e-08", b"e-09", b"e-10", b"e-11", b"e-12", b"e-13", b"e-14", b"e-15", b"e-16", b"e-17",
                b"e-18", b"e-19", b"e-2", b"e-3", b"2**-", b"2 ** -", b"10**-", b"10 ** -", b".tiny", b".00000001",
                b"Adam(", b"AdamW(", b"Adamax(", b"RMSprop(", b"Adagrad("),

@@ -2,18 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import (
-    CASTS_LOW_PRECISION,
-    MENTIONS_LOW_PRECISION,
-    Bad,
-    Diagnostic,
-    Dtype,
-    Facts,
-    Good,
-    Note,
-    Rule,
-    any_of,
-)
+from mpguard.lint import Bad, Diagnostic, Dtype, Facts, Good, Note, Rule, any_of, dtype_triggers
 
 _TRANSFORMS = frozenset(f"{kind}fft{ends}" for kind in ("", "i", "r", "ir", "h", "ih") for ends in ("", "2", "n"))
 
@@ -38,8 +27,11 @@ class FftInHalf(Rule):
     severity = "warning"
     message = "`{call}` gets {dtype}: {effect}"
     help = "transform `x.float()`, and cast the result back"
-    triggers = (any_of(b"fft(", b"fft2(", b"fftn("), any_of(*CASTS_LOW_PRECISION, b"forward", b"autocast"))
-    triggers_nearby = (any_of(*MENTIONS_LOW_PRECISION),)
+    triggers = (
+        any_of(b"fft(", b"fft2(", b"fftn("),
+        any_of(*dtype_triggers.CASTS_LOW_PRECISION, b"forward", b"autocast"),
+    )
+    triggers_nearby = (any_of(*dtype_triggers.MENTIONS_LOW_PRECISION),)
     examples = (
         Bad(
             """\

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import MENTIONS_LOW_PRECISION, Diagnostic, Dtype, Facts, Note, Rule, any_of, python_edits
+from mpguard.lint import Diagnostic, Dtype, Facts, Note, Rule, any_of, dtype_triggers, python_edits
 
 
 class Float32LimitsOnHalf(Rule, form_of="MPG601"):
@@ -21,7 +21,7 @@ class Float32LimitsOnHalf(Rule, form_of="MPG601"):
     triggers = (
         any_of(b"finfo"),
         any_of(b"float32", b"float64", b"torch.float)", b"torch.double", b"np.float"),
-        any_of(*MENTIONS_LOW_PRECISION),
+        any_of(*dtype_triggers.MENTIONS_LOW_PRECISION),
         any_of(b".min", b".max"),
     )
     fixes = True

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 
 from mpguard.lint import (
-    MENTIONS_FP16,
     Bad,
     Diagnostic,
     Dtype,
@@ -14,6 +13,7 @@ from mpguard.lint import (
     Rule,
     ScalarUse,
     any_of,
+    dtype_triggers,
     lazy_pattern,
     python_edits,
 )
@@ -51,7 +51,7 @@ class MaskOverflowsHalf(Rule):
     message = "{number} does not fit FP16, which ends at 65504: {effect}"
     help = "use `torch.finfo(x.dtype).min` of the tensor `x` itself, or compute in float32"
     triggers = (
-        any_of(*MENTIONS_FP16, b"masked_fill", b"torch.where("),
+        any_of(*dtype_triggers.MENTIONS_FP16, b"masked_fill", b"torch.where("),
         any_of(b"1e5", b"1e6", b"1e7", b"1e8", b"1e9", b"1e1", b"1e2", b"1e3", b"e+", b"e5", b"e6", b"e9",
                b"e38", b"00000",
                b"99999", b"-9999", b"-7000", b"-8000", b"-9000", b"-655", b"-656", b"2**", b"2 ** ", b"10**", b"10 ** ",
@@ -65,7 +65,7 @@ class MaskOverflowsHalf(Rule):
         rb"[\d.][eE]\+?(?:[5-9]|\d\d)|(?<!\d)(?:[6-9]\d{4}|\d{6})|(?:[6-9]\d|\d{3}|\d_\d{3})_\d{3}"
         rb"|\*\* ?\(?(?:\d\d|[5-9]|[\w.]*(?:bit|BIT))|finfo\(torch\.bfloat16"
     )
-    triggers_nearby = (any_of(*MENTIONS_FP16),)
+    triggers_nearby = (any_of(*dtype_triggers.MENTIONS_FP16),)
     yields_to = ("MPG601",)
     examples = (
         Bad(

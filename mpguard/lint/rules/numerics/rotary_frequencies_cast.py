@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpguard.lint import (
-    CASTS_LOW_PRECISION,
     HALF_DTYPES,
     Bad,
     Call,
@@ -19,6 +18,7 @@ from mpguard.lint import (
     compatible,
     constant,
     dotted,
+    dtype_triggers,
     lazy_pattern,
 )
 
@@ -63,7 +63,10 @@ class RotaryFrequenciesCast(Rule):
     _late_help = "cast the positions and `inv_freq` to float32 before they are multiplied"
     help = "load with `from_pretrained(..., dtype={dtype_name})`, which keeps `inv_freq` in float32"
     versions = {"transformers": ">=4.38"}
-    triggers = (any_of(*CASTS_LOW_PRECISION, b".float()"), any_of(b"from_pretrained", b"from_config", b"inv_freq"))
+    triggers = (
+        any_of(*dtype_triggers.CASTS_LOW_PRECISION, b".float()"),
+        any_of(b"from_pretrained", b"from_config", b"inv_freq"),
+    )
     pattern = lazy_pattern(
         rb"(?i)"
         + _FAMILY.encode()

@@ -2,19 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import (
-    CASTS_LOW_PRECISION,
-    Bad,
-    Call,
-    Diagnostic,
-    Facts,
-    Fix,
-    Note,
-    Object,
-    Rule,
-    any_of,
-    python_edits,
-)
+from mpguard.lint import Bad, Call, Diagnostic, Facts, Fix, Note, Object, Rule, any_of, dtype_triggers, python_edits
 
 _WITH_DTYPE = frozenset({"softmax", "log_softmax"})
 _OPERATIONS = (*sorted(_WITH_DTYPE), "exp", "logsumexp")
@@ -48,10 +36,10 @@ class SoftmaxInHalf(Rule):
     message = "`{operation}` on values {cause}"
     help = "compute it in float32: cast the values with `.float()`, or pass `dtype=torch.float32`"
     triggers = (
-        any_of(*CASTS_LOW_PRECISION, b"log_softmax(", b"logsumexp(", b"LogSoftmax("),
+        any_of(*dtype_triggers.CASTS_LOW_PRECISION, b"log_softmax(", b"logsumexp(", b"LogSoftmax("),
         any_of(b"softmax(", b".exp(", b"logsumexp(", b"Softmax("),
     )
-    triggers_nearby = (any_of(*CASTS_LOW_PRECISION), any_of(b"backward("))
+    triggers_nearby = (any_of(*dtype_triggers.CASTS_LOW_PRECISION), any_of(b"backward("))
     examples = (
         Bad(
             """\

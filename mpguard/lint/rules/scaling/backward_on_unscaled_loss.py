@@ -11,7 +11,6 @@ from mpguard.lint import (
     Note,
     PathCondition,
     ScalingRule,
-    StepKind,
     Trace,
     TraceStep,
     any_of,
@@ -22,7 +21,7 @@ from mpguard.lint import (
 )
 
 #: Steps of a trace after which the gradients of a loss are gone: something applies or discards them.
-_APPLIED: tuple[StepKind, ...] = ("zero_grad", "step", "other_step", "scaler_step", "framework")
+_APPLIED: tuple[trace_facts.StepKind, ...] = ("zero_grad", "step", "other_step", "scaler_step", "framework")
 
 _UNUSED_SCALER = "`{expr}` runs on a loss of FP16 autocast that the GradScaler has not scaled"
 

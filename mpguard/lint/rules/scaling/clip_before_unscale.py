@@ -9,7 +9,6 @@ from mpguard.lint import (
     Dtype,
     Facts,
     Fix,
-    Method,
     Note,
     Object,
     Record,
@@ -20,6 +19,7 @@ from mpguard.lint import (
     Use,
     any_of,
     compatible,
+    lattice,
     library_names,
     python_edits,
     trace_facts,
@@ -125,7 +125,9 @@ for x in loader:
         atoms = [each.atom for each in facts.evaluate(clip.call.func, clip.call)]
         if any(isinstance(atom, Ref) and atom.path in library_names.CLIPS for atom in atoms):
             return True
-        if any(isinstance(atom, Method) and atom.owner.path.endswith("FullyShardedDataParallel") for atom in atoms):
+        if any(
+            isinstance(atom, lattice.Method) and atom.owner.path.endswith("FullyShardedDataParallel") for atom in atoms
+        ):
             return True  # the wrapper's own `clip_grad_norm_`
         clips = [atom for atom in atoms if atom != Constant(None)]  # None: the clipping is switched off
         return bool(clips) and all(isinstance(atom, Object) and atom.path in library_names.CLIPS for atom in clips)

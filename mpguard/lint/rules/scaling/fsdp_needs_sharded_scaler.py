@@ -19,7 +19,6 @@ from mpguard.lint import (
     Object,
     PathCondition,
     Rule,
-    Span,
     Wrap,
     any_of,
     compatible,
@@ -123,7 +122,7 @@ def brain(net, loader):
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if facts.declared == "inference" or not facts.events("shard"):
             return
-        reported: set[Span] = set()
+        reported: set[tuple[int, int]] = set()
         for backward in facts.events("backward"):
             if backward.subject is None or facts.is_inference(backward.call):
                 continue

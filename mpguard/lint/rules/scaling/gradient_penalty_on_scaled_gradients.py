@@ -10,9 +10,7 @@ from mpguard.lint import (
     Note,
     Rule,
     Scope,
-    aliases,
     any_of,
-    called,
     constant,
     lazy_pattern,
 )
@@ -45,7 +43,8 @@ class GradientPenaltyOnScaledGradients(Rule, form_of="MPG215"):
         if not facts.events("scale"):
             return
         old: set[Event] = set()
-        for call in called(facts, "grad", *aliases(facts, "grad")):
+        calls = (call for name in ("grad", *facts.aliases("grad")) for call in facts.calls.get(name, ()))
+        for call in calls:
             if "torch.autograd.grad" not in (path for _, path in facts.paths(call)):
                 continue
             if constant(call.keywords.get("create_graph")) != (True,):

@@ -24,10 +24,10 @@ from mpguard.lint import (
     Scope,
     any_of,
     autocast_ops,
-    can_be_chosen,
     compatible,
     dotted,
     library_names,
+    options,
     python_edits,
     text_of,
     unscaled_steps,
@@ -140,7 +140,7 @@ def never(model, loader, optimizer):
             for region, where, guard, inside in self._low_precision(backward, facts):
                 direct = backward if region is not None and inside.scope is backward.scope else None
                 step = unscaled_steps.plain_step(backward, guard, program, facts)
-                if not can_be_chosen(guard, program):
+                if not options.can_be_chosen(guard, program):
                     continue
                 owner = backward.scope.owner
                 if step is None:

@@ -5,24 +5,21 @@ import libcst as cst
 from mpguard.lint import (
     Bad,
     Call,
-    Condition,
     Diagnostic,
     Facts,
-    Flag,
-    Function,
     Good,
     Note,
     Record,
     ScalingRule,
-    StepKind,
     Trace,
     TraceStep,
     Use,
     any_of,
     constant,
     dotted,
+    lattice,
     lazy_pattern,
-    negated,
+    path_condition,
     trace_facts,
 )
 
@@ -38,7 +35,7 @@ _NOT_FINITE = lazy_pattern(r"\bis(?:nan|inf)\(.*grad")
 _FINITE = lazy_pattern(r"\bisfinite\(.*grad")
 
 #: Steps of a trace after which gradients are not scaled any more, or may not be.
-_ENDS: tuple[StepKind, ...] = (
+_ENDS: tuple[trace_facts.StepKind, ...] = (
     "unscale",
     "clip",
     "scaler_step",
@@ -50,12 +47,12 @@ _ENDS: tuple[StepKind, ...] = (
 )
 
 
-def _is_overflow(condition: Condition) -> bool:
+def _is_overflow(condition: path_condition.Condition) -> bool:
     """True if a condition means that a gradient is not finite: then its size says nothing, scaled or not."""
-    if isinstance(condition, Flag):
+    if isinstance(condition, path_condition.Flag):
         return bool(_NOT_FINITE.search(condition.name))
-    denied = negated(condition)
-    return isinstance(denied, Flag) and bool(_FINITE.search(denied.name))
+    denied = path_condition.negated(condition)
+    return isinstance(denied, path_condition.Flag) and bool(_FINITE.search(denied.name))
 
 
 class ReadsScaledGradients(ScalingRule):
@@ -156,7 +153,7 @@ class AWP:
             call is not None and constant(call.argument(None, "mixed_precision")) == ("fp16",) for call in calls
         )
 
-    def _only_measures(self, function: Function, facts: Facts) -> bool:
+    def _only_measures(self, function: lattice.Function, facts: Facts) -> bool:
         """True if a function measures gradients, and changes nothing in place."""
         scopes = list(function.scope.descendants())
         changes = any(call.name.endswith("_") for scope in scopes for call in scope.calls)

@@ -17,11 +17,10 @@ from mpguard.lint import (
     Scope,
     TraceStep,
     any_of,
-    computes_without_float16,
     constant,
     dotted,
     lazy_pattern,
-    scales_without_need,
+    scaler_dtype,
 )
 
 #: Methods that a framework, or a loop in another file, calls once for each batch.
@@ -104,14 +103,19 @@ class Classifier:
                     continue
                 for built in self._creations(step, facts):
                     often = self._frequency(built, step, facts) if built not in reported else ""
-                    if often and not self._is_needless(built, facts) and not computes_without_float16(facts):
+                    if (
+                        often
+                        and not self._is_needless(built, facts)
+                        and not scaler_dtype.computes_without_float16(facts)
+                    ):
                         reported.add(built)
                         yield self.at(built, often=often, notes=(Note("its optimizer outlives it", step.span),))
 
     def _is_needless(self, built: Call, facts: Facts) -> bool:
         """True if the losses that it scales need no scaler: its scale does not matter, and MPG207 reports it."""
         return any(
-            event.call is built and scales_without_need(event, facts.enabled(built, facts.called_path(built)), facts)
+            event.call is built
+            and scaler_dtype.scales_without_need(event, facts.enabled(built, facts.called_path(built)), facts)
             for event in facts.events("scaler")
         )
 

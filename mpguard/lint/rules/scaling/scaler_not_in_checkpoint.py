@@ -16,10 +16,9 @@ from mpguard.lint import (
     Scope,
     any_of,
     compatible,
-    computes_without_float16,
     dotted,
     roles,
-    scales_without_need,
+    scaler_dtype,
 )
 
 #: The message about a call of a function of another module.
@@ -154,7 +153,7 @@ def main(model, loader, optimizer, path):
                     continue
                 scaler = next((each for each in scalers if self._same_run(each, saved, facts)), None)
                 part = saved.scope.owner or saved.scope
-                if scaler is not None and part not in reported and not computes_without_float16(facts):
+                if scaler is not None and part not in reported and not scaler_dtype.computes_without_float16(facts):
                     reported.add(part)  # one for a class: its other checkpoint files are the same mistake
                     evidence = [Note("the scaler is created here", scaler.span)]
                     if len(loads := checkpoints.of("restore", "optimizer")) == 1:
@@ -233,7 +232,7 @@ def main(model, loader, optimizer, path):
         for call, other in facts.checkpoints.saved_elsewhere("optimizer"):
             if call.scope not in scopes or other.of("state", "scaler") or other.unclear("state"):
                 continue
-            if (other.resumed() or facts.checkpoints.resumed()) and not computes_without_float16(facts):
+            if (other.resumed() or facts.checkpoints.resumed()) and not scaler_dtype.computes_without_float16(facts):
                 notes = (Note("the scaler is created here", scalers[0].span),)
                 yield self.at(call, expr=facts.short(call.node), message=_ELSEWHERE, notes=notes)
                 return
@@ -264,7 +263,7 @@ def main(model, loader, optimizer, path):
         if not self._is_used(scaler, facts):
             return False
         enabled = facts.enabled(scaler.call, facts.called_path(scaler.call))
-        return enabled.possible and not scales_without_need(scaler, enabled, facts)
+        return enabled.possible and not scaler_dtype.scales_without_need(scaler, enabled, facts)
 
     def _keys(self, scaler: Event, facts: Facts) -> Iterator[str]:
         """Yield the names that a scaler is bound to."""

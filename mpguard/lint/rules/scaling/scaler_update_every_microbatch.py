@@ -3,23 +3,21 @@ from __future__ import annotations
 import re
 
 from mpguard.lint import (
-    Condition,
     Diagnostic,
     Facts,
-    Flag,
     Note,
     PathCondition,
     ScalingRule,
-    StepKind,
     Trace,
     TraceStep,
     any_of,
     compatible,
+    path_condition,
     trace_facts,
 )
 
 #: What should run as often as an operation, once per accumulated batch.
-_TOGETHER: dict[StepKind, tuple[StepKind, ...]] = {
+_TOGETHER: dict[trace_facts.StepKind, tuple[trace_facts.StepKind, ...]] = {
     "unscale": ("update",),
     "scaler_step": ("update", "zero_grad"),
     "update": ("scaler_step", "unscale"),
@@ -93,10 +91,12 @@ class ScalerUpdateEveryMicrobatch(ScalingRule, form_of="MPG206"):
         return bool(bindings) and all(binding.order < than.record.order for binding in bindings)
 
 
-def _from_a_count_on(condition: Condition) -> bool:
+def _from_a_count_on(condition: path_condition.Condition) -> bool:
     """True for `step >= accumulation_steps`: from then on it holds in each micro-batch."""
     return (
-        isinstance(condition, Flag) and bool(re.search(r"[^<>=]>=?[^>]", condition.name)) and "%" not in condition.name
+        isinstance(condition, path_condition.Flag)
+        and bool(re.search(r"[^<>=]>=?[^>]", condition.name))
+        and "%" not in condition.name
     )
 
 

@@ -5,25 +5,21 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
-    All,
-    Any,
     Bad,
-    Condition,
     Diagnostic,
     Event,
     Facts,
     Fix,
-    Flag,
     Note,
     Region,
     Rule,
     any_of,
-    bfloat16_region,
     constant,
     dotted,
-    enabled_argument,
     lazy_pattern,
+    path_condition,
     python_edits,
+    scaler_dtype,
 )
 
 _BF16 = lazy_pattern(r"(?i)(?:use_|is_|with_|torch\.)?(?:bf16|bfloat16)(?:[-_]mixed|_enabled)?")
@@ -109,7 +105,7 @@ def train(model, optimizer, loader):
             path = facts.called_path(scaler.call)
             if path.rsplit(".", 1)[-1] not in ("GradScaler", "ShardedGradScaler") or not path.startswith("torch."):
                 continue
-            given, enabled = enabled_argument(scaler.call, path), facts.enabled(scaler.call, path)
+            given, enabled = facts.enabled_argument(scaler.call, path), facts.enabled(scaler.call, path)
             bf16_flags = [
                 flag for condition in enabled for flag in _bf16_flags(condition) if enabled.given(flag).possible
             ]
@@ -120,7 +116,7 @@ def train(model, optimizer, loader):
                 fix = self._off(given, scaler, facts) if alone else self._condition(given, scaler, facts)
                 yield self.at(scaler, fix=fix)
             elif enabled.possible and not any(_FP16.search(flag) for flag in enabled.flags()):
-                region = bfloat16_region(scaler, enabled, facts)
+                region = scaler_dtype.bfloat16_region(scaler, enabled, facts)
                 if region is not None and region.call is not None and not _inactive(scaler, region):
                     notes = (Note("the BF16 region", region.call.span, facts.elsewhere(region.call)),)
                     yield self.at(scaler, notes=notes, fix=self._off(given, scaler, facts))
@@ -154,7 +150,10 @@ def _scales_float16_only(scaler: Event, facts: Facts) -> bool:
     """True if each use of a scaler is in a branch for FP16: that it is enabled for BF16 changes nothing."""
     scales = facts.events_around("scale", scaler.scope)
     return bool(scales) and all(
-        any(isinstance(each, Flag) and _IS_FP16.fullmatch(str(each.equals or each.name)) for each in scale.guard)
+        any(
+            isinstance(each, path_condition.Flag) and _IS_FP16.fullmatch(str(each.equals or each.name))
+            for each in scale.guard
+        )
         for scale in scales
     )
 
@@ -164,11 +163,11 @@ def _inactive(scaler: Event, region: Region) -> bool:
     return region.device == "cpu" and constant(scaler.call.argument(0, "device")) != ("cpu",)
 
 
-def _bf16_flags(condition: Condition) -> Iterator[Flag]:
+def _bf16_flags(condition: path_condition.Condition) -> Iterator[path_condition.Flag]:
     """Yield the BF16 flags of a condition."""
-    if isinstance(condition, Flag):
+    if isinstance(condition, path_condition.Flag):
         if _BF16.fullmatch(condition.name if condition.equals is None else str(condition.equals)):
             yield condition
-    elif isinstance(condition, (All, Any)):
+    elif isinstance(condition, (path_condition.All, path_condition.Any)):
         for part in condition.parts:
             yield from _bf16_flags(part)

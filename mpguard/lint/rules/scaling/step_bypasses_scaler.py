@@ -3,7 +3,6 @@ from __future__ import annotations
 import libcst as cst
 
 from mpguard.lint import (
-    All,
     Bad,
     Call,
     Diagnostic,
@@ -20,10 +19,9 @@ from mpguard.lint import (
     compatible,
     constant,
     dotted,
-    implies,
     lazy_pattern,
-    negated,
     own_optimizers,
+    path_condition,
     python_edits,
     roles,
     trace_facts,
@@ -148,7 +146,7 @@ for x in loader:
             and "grad" not in facts.short(bound.value)
             and (bound.scope is not backward.record.scope or backward.record.order < bound.order)
             and bound.order < step.record.order
-            and implies(step.guard, bound.guard)
+            and path_condition.implies(step.guard, bound.guard)
             for key, bindings in scope.bindings.items()
             for bound in bindings
         )
@@ -172,7 +170,9 @@ for x in loader:
         step, backward = trace[place], trace[index]
         assert backward.scale is not None
         enabled = facts.scalers.enabled(backward.scale.subject, backward.scale.call)
-        further = [each for each in step.guard - backward.guard if not implies(enabled, PathCondition([each]))]
+        further = [
+            each for each in step.guard - backward.guard if not path_condition.implies(enabled, PathCondition([each]))
+        ]
         if any(_CHECKS.search(flag) and "loss" not in flag for flag in PathCondition(further).flags()):
             return True  # a check of the gradients; one before the backward pass, or with its name, is of the loss
         return any(
@@ -219,7 +219,9 @@ for x in loader:
         if len(after) != len(updates):
             return None  # an update before the step, or in another method: its order is unknown
         if after:
-            if not any(u.call.loops == _outer_loops(step) and implies(step.call.guard, u.guard) for u in after):
+            if not any(
+                u.call.loops == _outer_loops(step) and path_condition.implies(step.call.guard, u.guard) for u in after
+            ):
                 return None
         elif _outer_loops(step) != step.call.loops:
             return None  # the update belongs after the loop over the optimizers
@@ -237,7 +239,7 @@ def _always_after_backward(step: TraceStep, before: list[TraceStep]) -> bool:
         conditions = PathCondition(backward.guard - step.guard)
         if not conditions:
             return True
-        without = without.given(negated(All(tuple(conditions))))
+        without = without.given(path_condition.negated(path_condition.All(tuple(conditions))))
     return not without.possible
 
 
@@ -246,7 +248,7 @@ def _right_in_all_branches(step: TraceStep, scale: Event, before: list[TraceStep
     if all(each.scale is not None and not (each.guard - step.guard) for each in before):
         return True
     scalers = facts.evaluate(scale.subject, scale.call)
-    if not all(isinstance(each.atom, Object) and implies(step.guard, each.guard) for each in scalers):
+    if not all(isinstance(each.atom, Object) and path_condition.implies(step.guard, each.guard) for each in scalers):
         return False
     enabled = facts.scalers.enabled(scale.subject, scale.call)
     return all(

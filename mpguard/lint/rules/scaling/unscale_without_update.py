@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import libcst as cst
 
 from mpguard.lint import (
-    All,
     Bad,
     Diagnostic,
     Facts,
@@ -17,7 +16,7 @@ from mpguard.lint import (
     TraceStep,
     any_of,
     compatible,
-    negated,
+    path_condition,
     python_edits,
     trace_facts,
 )
@@ -160,7 +159,7 @@ for x in loader:
         more = PathCondition(update.guard - unscale.guard)
         if not more or not all(_checks_gradients(PathCondition([condition]), unscale, update) for condition in more):
             return None
-        otherwise = unscale.guard.given(negated(All(tuple(more))))
+        otherwise = unscale.guard.given(path_condition.negated(path_condition.All(tuple(more))))
         loop = unscale.loops[0] if unscale.loops else None
         for index, each in enumerate(trace):
             if not compatible(each.guard, otherwise):

@@ -6,7 +6,7 @@ import pytest
 from lint_facts import facts_of
 
 from mpguard.core.errors import PolicyError
-from mpguard.lint import Dtype, EventKind, OtherDtype
+from mpguard.lint import Dtype, dtypes, events
 from mpguard.lint.facts.program.api_names import DTYPES
 from mpguard.lint.facts.program.dtypes import as_dtype, only_dtype
 from mpguard.lint.facts.syntax.path_condition import ALWAYS
@@ -14,7 +14,7 @@ from mpguard.lint.facts.syntax.path_condition import ALWAYS
 
 def test_other_dtypes_are_torchs_and_none_of_a_policy() -> None:
     torch = pytest.importorskip("torch", reason="compares with torch")
-    for dtype in OtherDtype:
+    for dtype in dtypes.OtherDtype:
         assert str(getattr(torch, dtype.torch_name)) == f"torch.{dtype.torch_name}"
         assert Dtype.spelled(dtype.torch_name) is None or dtype.torch_name.endswith("fnuz"), "AMD's rows of a policy"
 
@@ -32,8 +32,8 @@ def test_the_names_of_torch_stand_for_its_dtypes() -> None:
     [
         ("cast", "x.half()", Dtype.FP16),
         ("cast", "torch.Tensor.bfloat16(x)", Dtype.BF16),
-        ("cast", "x.to(torch.long)", OtherDtype.INT64),
-        ("cast", "x.to(torch.float8_e4m3fnuz)", OtherDtype.E4M3_FNUZ),
+        ("cast", "x.to(torch.long)", dtypes.OtherDtype.INT64),
+        ("cast", "x.to(torch.float8_e4m3fnuz)", dtypes.OtherDtype.E4M3_FNUZ),
         ("cast", "x.type('torch.HalfTensor')", Dtype.FP16),
         ("autocast", "torch.autocast('cpu')", Dtype.BF16),
         ("load", "M.from_pretrained('x', torch_dtype='float16')", Dtype.FP16),
@@ -42,7 +42,7 @@ def test_the_names_of_torch_stand_for_its_dtypes() -> None:
         ("policy", "torch.distributed.fsdp.MixedPrecision(torch.bfloat16)", Dtype.BF16),
     ],
 )
-def test_events_hold_members(kind: EventKind, code: str, dtype: Dtype | OtherDtype | None) -> None:
+def test_events_hold_members(kind: events.EventKind, code: str, dtype: Dtype | dtypes.OtherDtype | None) -> None:
     (event,) = facts_of(f"import torch, torch.distributed.fsdp\n{code}\n").events(kind)
     assert only_dtype(event.dtypes) is dtype
     if dtype is not None:
@@ -55,7 +55,7 @@ def test_a_rule_may_spell_a_dtype_and_an_unknown_spelling_is_an_error() -> None:
     assert cast.may_be("bf16") == []
     with pytest.raises(PolicyError, match="`flaot16` is not a dtype"):
         cast.may_be("flaot16")
-    assert as_dtype(OtherDtype.BOOL) is OtherDtype.BOOL
+    assert as_dtype(dtypes.OtherDtype.BOOL) is dtypes.OtherDtype.BOOL
 
 
 def test_the_only_dtype() -> None:

@@ -43,13 +43,3 @@ def _compiles(facts: BehaviourView) -> Iterator[Event]:
                 if keyword in _COMPILE_OPTIONS and constant(value) not in ((False,), (None,), ("no",), ("NO",)):
                     yield Event("compile", call, facts, value)
                     break
-
-
-def launched_compiled(facts: BehaviourView) -> bool:
-    """True if a launch config of the file enables compilation."""
-    for config in facts.project.configs_for(facts.path):
-        for key in ("dynamo_config.dynamo_backend", "dynamo_config.backend", "dynamo_backend"):
-            entry = config.entry(key)
-            if entry is not None and str(entry.value).upper() not in ("NO", "NONE", "FALSE"):
-                return True
-    return False
