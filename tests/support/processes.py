@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import json
 import multiprocessing
@@ -14,7 +15,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -125,7 +129,8 @@ if not Path("/dev/nvidiactl").exists():
         "torch._inductor.pattern_matcher", "torch._dynamo.repro.after_aot", "torch._dynamo.testing",
         "torch.export._trace", "torchao.float8", "transformers.trainer", "deepspeed",
     ]  # fmt: skip
-_SERVER.set_forkserver_preload(_PRELOADED)
+_SERVER.set_forkserver_preload([*_PRELOADED, "fork_server"])
+_STARTING = threading.Lock()
 
 
 def run_module(words: list[str]) -> int:
@@ -143,6 +148,8 @@ def in_fork(
     Nothing else has run in that server. This process cannot be forked: the threads that torch has started here would
     be missing in the fork, which would wait for them for ever.
     """
+    with _STARTING:  # the threads of `ranks_in_fork`
+        _start_server()
     words, limit = [str(word) for word in arguments], timeout or seconds(120)
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
@@ -153,6 +160,14 @@ def in_fork(
             child.kill()
             raise subprocess.TimeoutExpired(words, limit, out.read_bytes(), err.read_bytes())
         return subprocess.CompletedProcess(words, child.exitcode, out.read_text("utf-8"), err.read_text("utf-8"))
+
+
+@functools.cache
+def _start_server() -> None:
+    """Start the server where it finds the modules of this folder: it is not told `sys.path`."""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    with unittest.mock.patch.dict(os.environ, PYTHONPATH=path):
+        forkserver.ensure_running()
 
 
 def ranks_in_fork(
