@@ -20,6 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import mpguard
+from mpguard.policy.allow import allowances
 from mpguard.runtime import guard as guards
 from mpguard.runtime import plan_exchange, run_end
 from mpguard.runtime.patches.table import apply_patches
@@ -34,7 +35,10 @@ DEVICE = os.environ.get("STEP_DEVICE", "cpu")
 
 
 def case(strategy: str | None = "ddp", recipe: str = "bf16_mixed", **overrides: Any) -> Callable[[Case], Case]:
-    """Add a function to the cases of one or of two processes (those with a strategy other than `single`)."""
+    """Add a function to the cases of one or of two processes (those with a strategy other than `single`).
+
+    overrides: fields of the policy, and `allow`, what the run allows.
+    """
 
     def add(function: Case) -> Case:
         CASES[function.__name__] = function, strategy, recipe, overrides
@@ -464,6 +468,22 @@ def fsdp2() -> None:
         model.set_requires_gradient_sync(number == 3)  # type: ignore[operator]
         loss_of(model, inputs).backward()
     optimizer.step()
+
+
+@case("fsdp2", allow=["fp32: 2"])
+def fsdp2_with_a_unit_in_fp32_that_is_allowed() -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model, mesh, found = net(), dist.init_device_mesh(DEVICE, (2,)), set()
+    model[2].register_forward_hook(lambda _module, _inputs, output: found.add(output.dtype))
+    fully_shard(model[2], mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    optimizer = adam(model)
+    for inputs in batches(3):
+        model(inputs).float().pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found == {torch.float32}, found
 
 
 def _zero(stage: int, *, rounds: bool = False) -> None:
@@ -1656,9 +1676,11 @@ plan_exchange.check = plan_exchange.check_settled = lambda *_given: None  # type
 
 def prove(function: Case, strategy: str | None, recipe: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """Run a program with a guard of its own, and return what was proven."""
+    allow = allowances(overrides.pop("allow", []))
     policy = mpguard.recipe(recipe).replace(**overrides)
     processes = 1 if strategy == "single" else 2
-    guard = guards.Guard(Plan(policy, strategy=strategy, processes=processes, enforce="warn", announced=True))
+    plan = Plan(policy, strategy=strategy, processes=processes, enforce="warn", announced=True, allow=allow)
+    guard = guards.Guard(plan)
     guards.set_current(guard)
     if policy.tf32 is not None:
         policy.to("torch").set_tf32()

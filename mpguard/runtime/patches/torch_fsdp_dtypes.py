@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpguard.core.patches import AnyFunction, patch
+from mpguard.policy.allow import FP32
 from mpguard.runtime import guard as guards
 from mpguard.runtime.patches import checks, fp8_conversion, fp32_modules, master_weights, required
 from mpguard.runtime.proof.observe import updated_by
@@ -57,10 +58,15 @@ def _mixed_precision(target: str, parameter: str, fields: tuple[str, ...]) -> Ca
 
 
 def _with_dtypes(given: Any, wanted: Any, fields: tuple[str, ...], target: str, guard: guards.Guard) -> Any:
-    """Return a mixed precision object with the policy's dtypes, and log what is overridden."""
+    """Return a mixed precision object with the policy's dtypes, and log what is overridden.
+
+    A unit in FP32 stays so if the run allows modules in FP32: which they are, the proof compares.
+    """
     if given is None:
         return wanted
     new = {field: value for field in fields if (value := getattr(wanted, field)) is not None}
+    if str(given.param_dtype) == "torch.float32" and any(each.kind == FP32 for each in guard.plan.allow):
+        new.pop("param_dtype", None)
     for field, value in new.items():
         old = getattr(given, field)
         if old is not None and old != value:

@@ -83,7 +83,8 @@ RIGHT = {
         "a_part_outside_of_a_sharded_classifier", "ddp_clears_gradients_in_its_step", "ddp_updates_by_hand",
         "ddp_with_an_optimizer_of_a_shard_on_each_rank", "steps_once_late_on_two_ranks", "steps_once_late_with_fsdp2",
         "pipeline_by_hand", "pipeline_of_torch",
-        "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "reduces_sums_of_three_passes_in_one_tensor",
+        "fsdp1", "fsdp2", "fsdp2_with_a_unit_in_fp32_that_is_allowed", "zero1", "zero2", "zero3",
+        "reduces_sums_of_three_passes_in_one_tensor",
     ),
 }  # fmt: skip
 
