@@ -197,7 +197,14 @@ def _different_dtypes(frames: _Frames) -> Cause:
     where += f"inputs {_listed(inputs)}" if inputs else "inputs are not in the traceback"
     guard = guards.current()
     masters = guard.plan.policy.master_dtype.short if guard is not None else "fp32"
-    if low and masters not in low and _runs_in_deepspeed(frames):
+    cast = next((call for (call, _), modules in guard.recorder.casts.items() if modules), "") if guard else ""
+    if low and masters not in low and not cast and _runs_in(frames, "FSDPModule", "FullyShardedDataParallel"):
+        return Cause(
+            f"{where}{_line(frames)}. FSDP casts parameters to {low[0]} for the forward pass, and inputs only where "
+            f"a unit begins: cast the inputs to {low[0]}, and leave `output_dtype` out of the policies of inner units",
+            "MPG307",
+        )
+    if low and masters not in low and _runs_in(frames, "DeepSpeedEngine"):
         auto_cast = ", or set `fp16.auto_cast` in its config" if "fp16" in low else ""
         return Cause(
             f"{where}{_line(frames)}. DeepSpeed's engine keeps the parameters in {low[0]} ({masters} ones are in its "
@@ -218,7 +225,6 @@ def _different_dtypes(frames: _Frames) -> Cause:
             "or compute the matmul under autocast",
             "MPG307",
         )
-    cast = next((call for (call, _), modules in guard.recorder.casts.items() if modules), "") if guard else ""
     if cast:
         return Cause(
             f"{where}{_line(frames)}. The script has cast some of the parameters to another dtype by hand ({cast}), "
@@ -382,10 +388,10 @@ def _name_of(module: nn.Module) -> str:
     return "the model"
 
 
-def _runs_in_deepspeed(frames: _Frames) -> bool:
-    """True if an engine of DeepSpeed has called."""
+def _runs_in(frames: _Frames, *engines: str) -> bool:
+    """True if a method of one of these classes has called."""
     kinds = {kind.__name__ for frame in frames for kind in type(frame.f_locals.get("self")).__mro__}
-    return "DeepSpeedEngine" in kinds
+    return not kinds.isdisjoint(engines)
 
 
 def _innermost_module(frames: _Frames) -> tuple[FrameType, nn.Module] | None:

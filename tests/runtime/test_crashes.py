@@ -160,6 +160,17 @@ CRASHES = {
         "bf16: last.weight, last.bias. Load",
         "`mpguard rule MPG511`",
     ),
+    "import os, torch.distributed as dist\n"
+    "dist.init_process_group('gloo', init_method='file://' + os.path.abspath('store'), rank=0, world_size=1)\n"
+    "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard\n"
+    "mesh, low = dist.device_mesh.init_device_mesh('cpu', (1,)), torch.bfloat16\n"
+    "fully_shard(net.first, mesh=mesh, mp_policy=MixedPrecisionPolicy(low, output_dtype=torch.float32))\n"
+    "fully_shard(net, mesh=mesh, mp_policy=MixedPrecisionPolicy(low)); net(x)": (
+        "must have the same dtype",
+        "mpguard: `last` (Linear): weight bf16, bias bf16; inputs input fp32, at ",
+        "FSDP casts parameters to bf16 for the forward pass, and inputs only where a unit begins",
+        "`mpguard rule MPG307`",
+    ),
 }  # fmt: skip
 
 
