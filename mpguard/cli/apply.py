@@ -242,10 +242,11 @@ def _job(document: Document, recipe: str, policy: Policy, documents: list[Docume
     if kind == "deepspeed" and (line := deepspeed.other_optimizer(document.data, after.data)):
         notes.append(line)
     found = list(validation.every(after))
-    problems = [each for each in found if not each.undecided]
+    problems = [each for each in found if not each.undecided and not each.unless]
     if (unknown := dialects.unknown_keys(after, {each.key for each in problems})) is not None:
         notes.append(unknown)
-    notes += [each.message(after) for each in (*(each for each in found if each.undecided), *ignored(after))]
+    undecided = [each for each in found if each.undecided]
+    notes += [each.message(after) for each in (*undecided, *ignored(after), *validation.without_effect(after))]
     messages = (*(each.message(after) for each in problems), *refused)
     return Job(document, kind, policy, strategy, tuple(changes), text, tuple(notes), messages)
 

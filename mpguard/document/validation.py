@@ -83,6 +83,27 @@ def _deepspeed(document: Document) -> Iterator[ConfigProblem]:
         yield dataclasses.replace(each, reason=reason)
     for key, why in deepspeed.contradictions(document.data):
         yield ConfigProblem(key, why, flag="mixed_precision")
+    for key, why in deepspeed.without_path(document.data):
+        yield ConfigProblem(key, why)
+    for key, why in deepspeed.misnamed(document.data):
+        yield ConfigProblem(key, why, listed=True)
+
+
+def without_effect(document: Document) -> Iterator[ConfigProblem]:
+    """Yield what a config of DeepSpeed, or accelerate's section for it, offloads at a ZeRO stage that ignores it."""
+    if document.kind != "accelerate":
+        yield from (ConfigProblem(key, reason) for key, reason in deepspeed.without_effect(document.data))
+        return
+    section = document.data.get("deepspeed_config")
+    if not isinstance(section, dict) or document.data.get("distributed_type") != "DEEPSPEED":
+        return
+    if "deepspeed_config_file" in section:  # which has these settings
+        return
+    names = {f"zero_optimization.{each}.device": f"{each}_device" for each in ("offload_optimizer", "offload_param")}
+    devices = {key.split(".")[1]: {"device": str(section.get(name)).lower()} for key, name in names.items()}
+    stage = section.get("zero_stage", 2)  # accelerate's default
+    for key, reason in deepspeed.without_effect({"zero_optimization": {"stage": stage, **devices}}):
+        yield ConfigProblem(f"deepspeed_config.{names[key]}", reason)
 
 
 def _megatron_bridge(document: Document) -> Iterator[ConfigProblem]:

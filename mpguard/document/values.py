@@ -39,6 +39,7 @@ class ConfigProblem:
 
     listed: its value is not in a list of the known ones. undecided: a newer program is installed, which may have it.
     flag: the flag of `accelerate launch` that replaces the key; `mixed_precision` also for what a policy replaces.
+    unless: the flags of which each removes the problem, where a key is missing: a file alone does not show them.
     """
 
     key: str
@@ -47,6 +48,11 @@ class ConfigProblem:
     flag: str = ""
     listed: bool = False
     undecided: bool = False
+    unless: tuple[str, ...] = ()
+
+    def is_removed_by(self, flags: Collection[str]) -> bool:
+        """Return True if a flag of the launch replaces the key, or gives what is missing. flags: their names."""
+        return self.flag in flags or any(each in flags for each in self.unless)
 
     @property
     def severity(self) -> Literal["warning"] | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpguard.core.errors import ConfigError
 from mpguard.document import Document, read, validation
-from mpguard.document.schemas.deepspeed import unfilled
+from mpguard.document.schemas.deepspeed import OBJECTS, unfilled
 from mpguard.explain import launch
 from mpguard.explain.inputs import RunInputs, origin_of
 from mpguard.explain.model import DEFAULT, Claim, Given, Origin, Resolved, ShadowedValue, UnknownValue, resolve
@@ -230,16 +230,17 @@ def stops(run: RunInputs, mode: Resolved, engine: list[Resolved], guarded: bool 
         yield f"{document.path}: has no section `zero_optimization`; accelerate stops with ValueError. Add it"
     if not guarded:
         yield from _mismatches(run, document)
-    yield from wrong_keys(document, guarded)
+    yield from wrong_keys(run, document, guarded)
 
 
-def wrong_keys(document: Document, guarded: bool) -> Iterator[str]:
-    """Yield the messages of the keys and values at which DeepSpeed stops when it parses its config.
+def wrong_keys(run: RunInputs, document: Document, guarded: bool) -> Iterator[str]:
+    """Yield the messages of the keys and values at which DeepSpeed stops when it reads its config.
 
-    guarded: a policy replaces some of them.
+    guarded: a policy replaces some of them. A class is not read where the script passes an object of its own.
     """
+    passed = OBJECTS.keys() - run.script.engine_creates if direct(run) and run.script is not None else ()
     for problem in validation.problems(document):
-        if not (guarded and problem.flag == "mixed_precision"):
+        if not (guarded and problem.flag == "mixed_precision") and problem.key.partition(".")[0] not in passed:
             yield problem.message(document)
 
 

@@ -67,7 +67,7 @@ def _explain(run: RunInputs, machine: hardware.Hardware | None, refused: list[st
         stops = list(_refused(run, in_force.policy, engine, strategy))
         in_use = next(each for each in settings if each.key == "mixed_precision")
         stops = stops or list(deepspeed.stops(run, in_use, of_engine, guarded=True))
-        stops += deepspeed.wrong_keys(document, True) if document is not None and of_engine else ()
+        stops += deepspeed.wrong_keys(run, document, True) if document is not None and of_engine else ()
     values = _values(settings)
     in_force_mode = str(values.get("mixed_precision", "no"))
     facts = RunFacts(
@@ -112,7 +112,7 @@ def _invalid(run: RunInputs) -> Iterator[str]:
         return
     replaced = {*run.flags, *(("mixed_precision",) if run.launcher == "mpguard" else ())}  # by flags, and the policy
     for problem in validation.accelerate_problems(run.config):
-        if problem.flag not in replaced and not problem.undecided:
+        if not problem.is_removed_by(replaced) and not problem.undecided:
             yield problem.message(run.config)
     yield from (problem.message(run.config) for problem in validation.own_problems(run.config))
 

@@ -101,5 +101,5 @@ def _unread(document: Document, kind: str) -> Iterator[UnreadKey]:
 
 def _ignored(document: Document) -> Iterator[UnreadKey]:
     keys = of_deepspeed(document) if document.kind not in DIALECTS else ignored(document)
-    for each in keys:
+    for each in (*keys, *validation.without_effect(document)):
         yield UnreadKey(each.key, origin_of(document, each.key), each.reason)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from mpguard.core.errors import near
-from mpguard.document import Document, Entry, mp_yaml
+from mpguard.document import Document, Entry, mp_yaml, validation
 from mpguard.document.ignored_keys import of_deepspeed
 from mpguard.document.newer import may_be_new
 from mpguard.document.schemas import accelerate as accelerate_keys
@@ -36,13 +36,22 @@ class RunFacts:
     guarded: bool
 
 
+def _offloaded(document: Document) -> Iterator[UnreadKey]:
+    for each in validation.without_effect(document):
+        if (entry := document.entry(each.key)) is not None:
+            yield _key(document, entry, each.reason)
+
+
 def unread(run: RunInputs, facts: RunFacts, deepspeed: Document | None, direct: bool) -> Iterator[UnreadKey]:
     """Yield the keys that nothing reads. direct: the script passes the DeepSpeed config to the engine itself."""
     if run.config is not None:
         yield from _config(run, run.config, facts)
+        if facts.engine == "DEEPSPEED" and run.launches:
+            yield from _offloaded(run.config)
     if deepspeed is not None:
         if facts.engine == "DEEPSPEED" or direct:
             yield from _deepspeed(deepspeed, direct)
+            yield from _offloaded(deepspeed)
         else:
             for entry in deepspeed.entries():
                 if len(entry.path) == 1:

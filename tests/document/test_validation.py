@@ -396,6 +396,80 @@ def test_a_launch_reports_what_is_ignored_in_the_deepspeed_file(
     assert "ds.json:1: `data_types.grad_acum_dtype`: DeepSpeed 0.19.8 has no such key, and ignores it" in line
 
 
+OFFLOADED = DATA_TYPES.replace('"stage": 1', '"stage": 1, "offload_param": {"device": "cpu"}') % ("", "")
+SECTION = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n  offload_param_device: %s\n"
+HEAD = "compute_environment: LOCAL_MACHINE\nmixed_precision: bf16\nnum_processes: 2\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (OFFLOADED, "zero_optimization.offload_param.device"),
+        (HEAD + SECTION % "cpu", "deepspeed_config.offload_param_device"),
+    ],
+)
+def test_what_is_offloaded_without_effect_is_reported_and_refused_by_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, key: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    clause = "ignores it: parameters are offloaded at stage 3 alone"
+    path = Path("ds.json" if text.startswith("{") else "mp.yaml")
+    path.write_text(text)
+    assert [each.key for each in validation.without_effect(read(path))] == [key]
+    assert main(["lint", "--no-cache", "--isolated", str(path)]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "warning [unknown-" in shown and f"`{key}`" in shown and clause in shown
+    assert main(["explain", str(path)]) == 0
+    assert key in capsys.readouterr().out.partition("nothing reads")[2]
+    assert main(["apply", "bf16_mixed", str(path)]) == 0
+    assert clause in " ".join(capsys.readouterr().out.split())
+    launched = path
+    if document_is_deepspeed := text.startswith("{"):
+        launched = Path("mp.yaml")
+        launched.write_text(HEAD + "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n")
+    (line,) = (each for each in preflight.ignored_keys(read(launched)) if "stage 3 alone" in each)
+    assert line.startswith(f"{'ds.json' if document_is_deepspeed else 'mp.yaml'}:")
+    preflight.check_config(read(launched), ())
+
+
+def test_what_is_offloaded_to_no_device_is_not_reported() -> None:
+    assert list(validation.without_effect(parse(HEAD + SECTION % "none", "mp.yaml"))) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "missing"),
+    [
+        ("MULTI_CPU", {}, ["main_process_ip", "main_process_port"]),
+        ("MULTI_GPU", {}, ["main_process_ip"]),
+        ("MULTI_GPU", {"main_process_ip": "10.0.0.1"}, []),
+        ("DEEPSPEED", {"deepspeed_config": "{zero_stage: 2}"}, []),  # pdsh takes it from its file of hosts
+        ("DEEPSPEED", {"deepspeed_config": "{deepspeed_multinode_launcher: standard}"}, ["main_process_ip"]),
+    ],
+)
+def test_the_address_of_the_first_machine_is_given_by_the_config_or_a_flag(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    more: dict[str, str | None],
+    missing: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path, {"distributed_type": kind, "num_machines": "2", "use_cpu": None, **more})
+    document = read(path)
+    found = [each.message(document) for each in validation.problems(document)]
+    assert [each.split("no `")[1].split("`")[0] for each in found] == missing
+    assert main(["lint", "--no-cache", "--isolated", str(path)]) == 0  # a flag that no file shows may give it
+    main(["explain", "mp.yaml", "train.py"])
+    explained = capsys.readouterr().err
+    assert all(f"no `{key}` is given" in explained for key in missing) and ("no `main" in explained) == bool(missing)
+    if missing:
+        with pytest.raises(MpguardError, match="no `main_process_ip` is given"):
+            preflight.check_config(document, ())
+    for flags in (missing, ["num_machines"]):
+        preflight.check_config(document, flags)
+
+
 def test_a_flag_replaces_the_boolean_of_a_backend(tmp_path: Path) -> None:
     path = write(tmp_path, {"dynamo_config": "{dynamo_backend: no}"})
     preflight.check_named_config(["--dynamo_backend", "no", f"--config={path}", "train.py"])

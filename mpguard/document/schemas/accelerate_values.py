@@ -183,6 +183,7 @@ def problems(document: Document) -> Iterator[ConfigProblem]:
     for each in (*replaced, *wrong_values(document, MODES_OF, (None, False, True))):
         yield dataclasses.replace(each, flag="mixed_precision")
     yield from _contradictions(config)
+    yield from _without_address(config)
 
 
 def booleans(document: Document) -> Iterator[ConfigProblem]:
@@ -269,6 +270,25 @@ def _contradictions(config: Mapping[str, Any]) -> Iterator[ConfigProblem]:
         reason = "is false, and `fsdp_cpu_ram_efficient_loading` is not: accelerate stops. Set both to false"
         yield ConfigProblem(f"fsdp_config.{written}", reason, flag="fsdp_sync_module_states")
     yield from _parallelism(config)
+
+
+def _without_address(config: Mapping[str, Any]) -> Iterator[ConfigProblem]:
+    """Yield the keys of the first machine's address that a launch on several machines needs.
+
+    DeepSpeed's launchers take it from their file of hosts; torch's get the host "None". Processes without GPUs also
+    need a port, which is 29500 elsewhere. `machine_rank` is 0 if nothing gives it, which is right on one machine.
+    """
+    kind, machines = str(config.get("distributed_type")), config.get("num_machines")
+    section = config.get("deepspeed_config")
+    launcher = section.get("deepspeed_multinode_launcher") if isinstance(section, Mapping) else None
+    if type(machines) is not int or machines < 2 or kind == "XLA" or (kind == "DEEPSPEED" and launcher != "standard"):
+        return
+    simple, changed = kind in ("NO", "MULTI_CPU"), ("deepspeed_multinode_launcher",) if kind == "DEEPSPEED" else ()
+    for key in ("main_process_ip", *(("main_process_port",) if simple else ())):
+        if config.get(key) is None:
+            end = "accelerate stops" if simple else "the workers look for a host that is named None"
+            reason = f"is {machines}, and no `{key}` is given: {end}. Add it, or pass `--{key}`"
+            yield ConfigProblem("num_machines", reason, unless=(key, "num_machines", *changed))
 
 
 def _parallelism(config: Mapping[str, Any]) -> Iterator[ConfigProblem]:

@@ -10,9 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpguard.document.values import SCALE, SECTION, SWITCH, TRUTHY, WHOLE, WHOLE_FROM_0, ValueKind, one_of
+from mpguard.document.values import (
+    SCALE,
+    SECTION,
+    SWITCH,
+    TRUTHY,
+    WHOLE,
+    WHOLE_FROM_0,
+    ValueKind,
+    misspelling_of,
+    one_of,
+)
 from mpguard.policy.dtype import Dtype
-from mpguard.targets.settings import lookup, show
+from mpguard.targets.settings import ABSENT, lookup, show
 
 if TYPE_CHECKING:
     from mpguard.document import Document, Entry
@@ -137,6 +147,69 @@ VALUES: Mapping[str, ValueKind] = {
     **dict.fromkeys((f"{section}.device" for section in _OFFLOAD), one_of("none", "cpu", "nvme")),
     "zero_optimization.stage": ValueKind("it is one of 0, 1, 2, 3", lambda value: str(value) in ("0", "1", "2", "3")),
 }
+
+#: Section with a class -> the names that are read in upper or lower case, and those that are read as written:
+#: DeepSpeed's own, and those of `torch.optim` and `torch.optim.lr_scheduler` (torch 2.14). torch may get further ones.
+CLASSES: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
+    "optimizer": (
+        _words("Adagrad Adam AdamW Lamb Lion MuAdam MuAdamW MuSGD Muon"),
+        _words("ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax LBFGS Muon NAdam RAdam RMSprop Rprop SGD SparseAdam"),
+    ),
+    "scheduler": (
+        frozenset(),
+        _words(
+            "ChainedScheduler ConstantLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR ExponentialLR"
+            " LRRangeTest LRScheduler LambdaLR LinearLR MultiStepLR MultiplicativeLR OneCycle OneCycleLR PolynomialLR"
+            " ReduceLROnPlateau SequentialLR StepLR WarmupCosineLR WarmupDecayLR WarmupLR"
+        ),
+    ),
+}
+
+
+def misnamed(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the keys with a class that DeepSpeed does not know, each with the reason. Only what is a misspelling.
+
+    From deepspeed 0.19.8, `DeepSpeedEngine._do_sanity_check` and `_scheduler_from_config`. The name is not read where
+    the script passes an object of its own.
+    """
+    for section, (folded, exact) in CLASSES.items():
+        name = lookup(config, f"{section}.type")
+        if not isinstance(name, str) or name in exact or name.lower() in {each.lower() for each in folded}:
+            continue
+        known = {each.lower(): each for each in (*folded, *exact)}
+        meant = known.get(name.lower()) or known.get(misspelling_of(name.lower(), known, 0.85) or "")
+        if meant is not None:
+            yield f"{section}.type", f"DeepSpeed has no {section} `{name}`, and stops; did you mean `{meant}`?"
+
+
+def without_path(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the sections that offload to NVMe without a folder, each with the reason. DeepSpeed joins it to a path.
+
+    Below ZeRO stage 3 nothing is offloaded to NVMe, and the folder is not read (`without_effect`).
+    """
+    for key in _OFFLOAD if lookup(config, "zero_optimization.stage") == 3 else ():
+        if lookup(config, f"{key}.device") == "nvme" and lookup(config, f"{key}.nvme_path") in (ABSENT, None):
+            yield f"{key}.device", f"is nvme without `{key}.nvme_path`; DeepSpeed stops. Add a folder of the device"
+
+
+def without_effect(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what is offloaded at a ZeRO stage that does not read it, each with the reason. The run goes on.
+
+    From deepspeed 0.19.8, `DeepSpeedEngine._configure_zero_optimizer` and `DeepSpeedZeroOptimizer.__init__`.
+    """
+    stage = lookup(config, "zero_optimization.stage")
+    stage = 0 if stage is ABSENT else stage
+    if type(stage) is not int or stage > 2:
+        return
+    optimizer, params = (lookup(config, f"{key}.device") for key in _OFFLOAD)
+    if params in ("cpu", "nvme"):
+        yield f"{_OFFLOAD[1]}.device", f"ZeRO stage {stage} ignores it: parameters are offloaded at stage 3 alone"
+    if optimizer in ("cpu", "nvme") and stage == 0:
+        reason = "ZeRO stage 0 offloads nothing. Set stage 1, 2 or 3, or remove the section: DeepSpeed's optimizers for"
+        yield f"{_OFFLOAD[0]}.device", f"{reason} the CPU, which it selects, stop at parameters on a GPU"
+    elif optimizer == "nvme":
+        reason = "states are offloaded to NVMe at stage 3 alone, and to the CPU's memory here"
+        yield f"{_OFFLOAD[0]}.device", f"ZeRO stage {stage} reads it as cpu: {reason}"
 
 
 def contradictions(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -76,7 +76,7 @@ def check_config(document: Document, flags: Collection[str]) -> None:
             "one"
         )
     for problem in validation.accelerate_problems(document):
-        replaced = problem.flag in flags or problem.flag == "mixed_precision"  # which the policy replaces
+        replaced = problem.is_removed_by(flags) or problem.flag == "mixed_precision"  # which the policy replaces
         if problem.undecided and problem.unknown and not _has_key(problem.key):
             raise ConfigError(f"{document.where(problem.key)}: the installed accelerate has no such key{problem.hint}")
         if not replaced and not problem.undecided:
@@ -100,13 +100,15 @@ def _check_deepspeed_file(document: Document) -> None:
 def ignored_keys(document: Document) -> Iterator[str]:
     """Yield a line for each key of the config, and of the DeepSpeed file that it names, that its program ignores.
 
-    So for each that mpguard does not know.
+    So for each that mpguard does not know, and for what is offloaded at a stage of ZeRO that ignores it.
     """
     config = document.require()
     named = deepspeed_file(config, Path(document.path)) if config.get("distributed_type") == "DEEPSPEED" else None
-    yield from (each.message(document) for each in (*validation.undecided(document), *ignored(document)))
+    found = (*validation.undecided(document), *ignored(document), *validation.without_effect(document))
+    yield from (each.message(document) for each in found)
     if named is not None and not named.problems and isinstance(named.data, dict):
-        yield from (each.message(named) for each in (*validation.undecided(named), *of_deepspeed(named)))
+        found = (*validation.undecided(named), *of_deepspeed(named), *validation.without_effect(named))
+        yield from (each.message(named) for each in found)
 
 
 def check_remote_shell(document: Document, kind: str, machines: int, launcher: str | None) -> None:

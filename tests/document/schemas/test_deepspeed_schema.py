@@ -14,7 +14,16 @@ import pytest
 from limits import seconds
 
 from mpguard.document import parse, validation
-from mpguard.document.schemas.deepspeed import CONFIG, ELSEWHERE, RENAMED, SECTIONS, STRICT, VERSION, ZERO_NUMBERS
+from mpguard.document.schemas.deepspeed import (
+    CLASSES,
+    CONFIG,
+    ELSEWHERE,
+    RENAMED,
+    SECTIONS,
+    STRICT,
+    VERSION,
+    ZERO_NUMBERS,
+)
 
 pytest.importorskip("torch", reason="the real library runs here")
 pytest.importorskip("deepspeed", reason="the real library runs here")
@@ -77,6 +86,79 @@ for line in sys.stdin:
     })
 print("RESULT" + json.dumps(result))
 """
+
+#: Trains one step with an engine for each line of stdin, on one process; prints what was raised and the optimizers.
+ENGINES = """
+import json, os, sys, torch, deepspeed
+os.environ.update(LOCAL_RANK="0", RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+deepspeed.init_distributed("gloo")
+from deepspeed.runtime import config, lr_schedules
+import torch.optim.lr_scheduler as schedulers
+result = {"ran": [], "optimizer": [*config.DEEPSPEED_OPTIMIZERS], "scheduler": [*lr_schedules.VALID_LR_SCHEDULES],
+          "torch optimizer": [name for name in torch.optim.__all__ if name not in ("Optimizer", "lr_scheduler",
+                              "swa_utils") and isinstance(getattr(torch.optim, name), type)],
+          "torch scheduler": schedulers.__all__}
+for line in sys.stdin:
+    config = json.loads(line)
+    model = torch.nn.Linear(4, 4)
+    own = None if "optimizer" in config else torch.optim.AdamW(model.parameters())
+    try:
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), optimizer=own,
+                                          config=config)
+        engine.backward(engine(torch.ones(1, 4, dtype=next(model.parameters()).dtype)).float().sum())
+        engine.step()
+    except Exception as error:
+        result["ran"].append(f"{type(error).__name__}: {error}")
+    else:
+        result["ran"].append(type(engine.optimizer).__name__)
+print("RESULT" + json.dumps(result))
+"""
+
+
+def _offloads(stage: int, section: str, device: str, **more: Any) -> dict[str, Any]:
+    return {
+        "bf16": {"enabled": stage > 0}, "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage, f"offload_{section}": {"device": device, **more}},
+    }  # fmt: skip
+
+
+#: name -> config; what DeepSpeed raises, or the class of its optimizer; the key that mpguard reports: as refused where
+#: DeepSpeed raises, and as without effect where it goes on.
+ENGINE_CASES: Mapping[str, tuple[dict[str, Any], str, str]] = {
+    "parameters at stage 2": (
+        _offloads(2, "param", "cpu"), "DeepSpeedZeroOptimizer", "zero_optimization.offload_param.device",
+    ),
+    "optimizer at stage 0": (_offloads(0, "optimizer", "cpu"), "AdamW", "zero_optimization.offload_optimizer.device"),
+    "NVMe at stage 2": (
+        _offloads(2, "optimizer", "nvme"), "DeepSpeedZeroOptimizer", "zero_optimization.offload_optimizer.device",
+    ),
+    "optimizer at stage 2": (_offloads(2, "optimizer", "cpu"), "DeepSpeedZeroOptimizer", ""),
+    "no parameters at stage 2": (_offloads(2, "param", "none"), "DeepSpeedZeroOptimizer", ""),
+    "NVMe without a path": (
+        _offloads(3, "optimizer", "nvme"), "TypeError", "zero_optimization.offload_optimizer.device",
+    ),
+    "parameters on NVMe without a path": (
+        _offloads(3, "param", "nvme"), '"nvme_path" in DeepSpeed Config cannot be None',
+        "zero_optimization.offload_param.device",
+    ),
+    "parameters at stage 3": (_offloads(3, "param", "cpu"), "DeepSpeedZeroOptimizer_Stage3", ""),
+    "a misspelled optimizer": (
+        {"optimizer": {"type": "AdamWW", "params": {}}}, "is not a supported DeepSpeed Optimizer", "optimizer.type",
+    ),
+    "torch's optimizer in lower case": (
+        {"optimizer": {"type": "sgd", "params": {}}}, "is not a supported DeepSpeed Optimizer", "optimizer.type",
+    ),
+    "torch's optimizer": ({"optimizer": {"type": "NAdam", "params": {}}}, "NAdam", ""),
+    "a misspelled scheduler": (
+        {"optimizer": {"type": "SGD", "params": {}}, "scheduler": {"type": "WarmupDecay", "params": {}}},
+        "does not recognize LR scheduler", "scheduler.type",
+    ),
+    "torch's scheduler": (
+        {"optimizer": {"type": "SGD", "params": {}}, "scheduler": {"type": "StepLR", "params": {"step_size": 2}}},
+        "SGD", "",
+    ),
+}  # fmt: skip
 
 #: name -> what is in the config next to the batch size, and what DeepSpeed makes of it.
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any] | str]] = {
@@ -211,3 +293,33 @@ def test_behaviour(real: dict[str, Any], name: str) -> None:
     if name not in ("fp16 and bf16", "amp", "amp that is off"):  # which are two keys, and a removed section
         document = parse(json.dumps({"train_micro_batch_size_per_gpu": 1, **CASES[name][0]}), "ds.json")
         assert bool(list(validation.deepspeed_problems(document))) == ("raised" in seen)
+
+
+@pytest.fixture(scope="module")
+def engines() -> dict[str, Any]:
+    lines = [json.dumps({"train_micro_batch_size_per_gpu": 1, **config}) for config, _, _ in ENGINE_CASES.values()]
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINES], input="\n".join(lines), capture_output=True, text=True, timeout=seconds(300),
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+    )  # fmt: skip
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")] or [done.stderr]
+    result: dict[str, Any] = json.loads(line.removeprefix("RESULT"))
+    return result
+
+
+@pytest.mark.parametrize("name", ENGINE_CASES)
+def test_offloading_and_classes_do_what_the_engine_does(engines: dict[str, Any], name: str) -> None:
+    config, expected, key = ENGINE_CASES[name]
+    seen = engines["ran"][list(ENGINE_CASES).index(name)]
+    assert expected in seen
+    document = parse(json.dumps({"train_micro_batch_size_per_gpu": 1, **config}), "ds.json")
+    stops = "Error" in seen
+    assert [each.key for each in validation.deepspeed_problems(document)] == [key] * stops
+    assert [each.key for each in validation.without_effect(document)] == [key] * (bool(key) and not stops)
+
+
+def test_the_classes_are_those_of_deepspeed_and_torch(engines: dict[str, Any]) -> None:
+    folded, optimizers = CLASSES["optimizer"]
+    assert {each.lower() for each in folded} == set(engines["optimizer"])
+    assert set(engines["torch optimizer"]) <= optimizers
+    assert {*engines["scheduler"], *engines["torch scheduler"]} <= CLASSES["scheduler"][1]

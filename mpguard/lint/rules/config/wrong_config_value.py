@@ -17,6 +17,9 @@ class WrongConfigValue(ConfigRule, form_of="MPG813"):
     - `fsdp_reshard_after_forward: FULL_SHARD` under FSDP2, which takes a boolean there.
     - Sizes of `parallelism_config` whose product is not `num_processes`.
 
+    A warning is what `deepspeed_config` offloads at a ZeRO stage that ignores it, as `offload_param_device: cpu` below
+    stage 3.
+
     A value that is not in accelerate's list is a warning where a newer accelerate is installed.
     Values that a template fills in (`${GPUS}`) are unknown, and not reported.
     """
@@ -32,5 +35,8 @@ class WrongConfigValue(ConfigRule, form_of="MPG813"):
         for problem in validation.accelerate_wrong_values(document):
             entry = document.entry(problem.key)
             replaced = problem.flag == "mixed_precision" and accelerate_config.names_recipe(document)
-            if entry is not None and not replaced:
+            if entry is not None and not replaced and not problem.unless:
                 yield self.at(entry, severity=problem.severity, key=problem.key, reason=problem.reason)
+        for problem in validation.without_effect(document):
+            if (entry := document.entry(problem.key)) is not None:
+                yield self.at(entry, severity="warning", key=problem.key, reason=problem.reason)
