@@ -77,7 +77,7 @@ class Scalers:
         values = [each.atom for each in self.facts.evaluate(node, at)]
         if values and all(each == Constant(None) for each in values):
             return False  # all callers train without a scaler
-        return dotted(node).split(".", 1)[0] not in ("accelerator", "engine", "fabric") and all(
+        return {"accelerator", "engine", "fabric"}.isdisjoint(dotted(node).split(".")) and all(
             not isinstance(each, Object) or each.path.startswith(_SCALER_PACKAGES) for each in values
         )
 

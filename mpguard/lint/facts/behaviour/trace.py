@@ -18,7 +18,7 @@ import libcst as cst
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour.events.event import Event, is_scaler, last_name
 from mpguard.lint.facts.behaviour.scalers import Scalers
-from mpguard.lint.facts.behaviour.trace_steps import Trace, TraceStep, before, chosen
+from mpguard.lint.facts.behaviour.trace_steps import ENDS, StepKind, Trace, TraceStep, before, between, chosen
 from mpguard.lint.facts.program import roles
 from mpguard.lint.facts.program.api_names import CLIPS
 from mpguard.lint.facts.program.lattice import Function
@@ -337,18 +337,31 @@ class Traces:
             and bool(_MAY_USE_OWN_SCALER.search(call.name))
         )
 
-    def scaled_before(
-        self, trace: Trace, place: int, is_scaled: Callable[[TraceStep], bool]
-    ) -> Iterator[tuple[int, TraceStep, PathCondition]]:
-        """Yield the scaled backward passes whose gradients an operation of a trace may find, and when it does."""
+    def scaled_at(
+        self,
+        trace: Trace,
+        place: int,
+        is_scaled: Callable[[TraceStep], bool],
+        ends: Sequence[StepKind] = ENDS["scaled"],
+    ) -> TraceStep | None:
+        """Return the backward pass whose gradients are still scaled at a place of a trace; None if there is none.
+
+        is_scaled: which backward passes scale. ends: what ends the state.
+        """
         step, scalers = trace[place], self.facts.part(Scalers)
         for index, backward in before(trace, place):
-            if is_scaled(backward) and not chosen(backward, step):
-                scale = backward.scale
-                enabled = scalers.enabled(scale.subject, scale.call) if scale is not None else ALWAYS
-                guard = step.guard.joined(backward.guard, enabled)
-                if guard.possible:
-                    yield index, backward, guard
+            if not is_scaled(backward) or chosen(backward, step):
+                continue
+            scale = backward.scale
+            enabled = scalers.enabled(scale.subject, scale.call) if scale is not None else ALWAYS
+            guard = step.guard.joined(backward.guard, enabled)
+            ended = (
+                each.kind != "get_scale" or self.computes_with_scale(each.call)
+                for each in between(trace, index, place, *ends, guard=guard)
+            )
+            if guard.possible and not any(ended):
+                return backward
+        return None
 
     def computes_with_scale(self, read: Call) -> bool:
         """True if the scale that a call reads may be computed with: it reaches a product, a division or other code.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import libcst as cst
@@ -11,6 +11,7 @@ import libcst as cst
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour.events.event import Event
 from mpguard.lint.facts.program import roles
+from mpguard.lint.facts.syntax.nodes import text_of
 from mpguard.lint.facts.syntax.path_condition import (
     ALWAYS,
     MOST_CONDITIONS,
@@ -25,6 +26,14 @@ StepKind = Literal[
     "scale", "backward", "framework", "unscale", "clip", "scaler_step", "step", "update", "get_scale",
     "zero_grad", "scheduler", "other_step", "read", "passed", "exit",
 ]  # fmt: skip
+#: The states of gradients under loss scaling, and what ends each of them: the transitions of the protocol. A scaled
+#: backward pass leads to the first one, `unscale` to the second, a step of the scaler to the third, and its update to
+#: none of them. Other code that gets the scaler, or that computes with the scale, may do any of these.
+ENDS: dict[Literal["scaled", "unscaled", "stepped"], tuple[StepKind, ...]] = {
+    "scaled": ("unscale", "scaler_step", "step", "passed", "get_scale"),
+    "unscaled": ("update", "passed"),
+    "stepped": ("update", "passed"),
+}
 #: Flags that select the last micro-batch of gradient accumulation: `(i + 1) % n == 0`, `is_accumulating`, `update_now`.
 _ACCUMULATION = lazy_pattern(
     r"(?i)%|accum|last_(?:opt_)?step|update_freq|sync_grad|should_(?:step|update)|do_(?:step|update)"
@@ -130,6 +139,21 @@ def before(trace: Trace, place: int) -> Iterator[tuple[int, TraceStep]]:
         without = without.given(negated(All(tuple(further))))
 
 
+def discards(scale: TraceStep, backward: TraceStep) -> bool:
+    """True if the result of a `scale` is discarded, and a backward pass runs on the loss that it did not change."""
+    given = scale.call.positional[0] if scale.kind == "scale" and scale.call.positional else None
+    loss = backward.call.receiver if backward.kind == "backward" else None
+    return (
+        given is not None
+        and loss is not None
+        and scale.call.is_statement
+        and backward.scale is None
+        and backward.record.scope is scale.record.scope
+        and compatible(backward.guard, scale.guard)
+        and text_of(given).strip("()") == text_of(loss).strip("()")
+    )
+
+
 def iteration(trace: Trace, step: TraceStep) -> list[tuple[int, TraceStep]]:
     """Return the steps in one iteration of the innermost loop around a step.
 
@@ -137,6 +161,17 @@ def iteration(trace: Trace, step: TraceStep) -> list[tuple[int, TraceStep]]:
     """
     loop = step.loops[-1] if step.loops else None
     return [(place, each) for place, each in enumerate(trace) if loop is None or loop in each.loops]
+
+
+def is_covered(guard: PathCondition, by: Iterable[TraceStep]) -> bool:
+    """True if one of some steps runs wherever a path condition holds: they are in all branches."""
+    without = guard  # that none of those before runs
+    for each in by:
+        further = PathCondition(each.guard - guard)
+        if not further:
+            return True
+        without = without.given(negated(All(tuple(further))))
+    return not without.possible
 
 
 def unrelated(later: PathCondition, earlier: PathCondition) -> bool:

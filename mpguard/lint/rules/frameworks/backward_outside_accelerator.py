@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import libcst as cst
 
 from mpguard.lint import (
@@ -11,7 +9,8 @@ from mpguard.lint import (
     Facts,
     Fix,
     Note,
-    Rule,
+    ScalingRule,
+    Trace,
     Wrap,
     accelerate_precision,
     any_of,
@@ -21,7 +20,7 @@ from mpguard.lint import (
 )
 
 
-class BackwardOutsideAccelerator(Rule):
+class BackwardOutsideAccelerator(ScalingRule):
     """`loss.backward()` is called directly on the loss of a model that an Accelerator has prepared.
 
     ## What it does
@@ -52,6 +51,7 @@ class BackwardOutsideAccelerator(Rule):
     severity = "error"
     message = "`{expr}` bypasses the Accelerator that prepared {what}"
     help = "call `accelerator.backward(loss)`: it scales, divides for accumulation, and supports DeepSpeed"
+    operations = ("backward",)
     triggers = (any_of(b"ccelerator"), any_of(b".backward("))
     triggers_nearby = (any_of(b".prepare", b"def training_step("),)
     examples = (
@@ -87,34 +87,23 @@ for x in loader:
         ),
     )
 
-    def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        yield from self._in_trainers(facts)
-        for backward in facts.events("backward"):
-            if (
-                _is_in_trainer(backward, facts)
-                or wrappers.other_way(backward.guard, "accelerat")
-                or facts.is_inference(backward.call)
-            ):
-                continue
-            if self._is_scaled(backward, facts) or not (facts.has_step(backward.scope) or _prepares_optimizer(facts)):
-                continue
-            found = self._prepared_model(backward, facts) or self._prepared_optimizer(backward, facts)
-            if found is not None and not accelerate_precision.backward_is_plain(found[0].facts, backward.guard):
-                wrap, what = found
-                notes = (Note("prepared here", wrap.call.span, facts.elsewhere(wrap.call)),)
-                expr = facts.short(backward.call.node)
-                yield self.at(backward, expr=expr, what=what, notes=notes, fix=self._fix(backward, wrap, facts))
-
-    def _in_trainers(self, facts: Facts) -> Iterator[Diagnostic]:
-        """Yield the plain backward passes in the `training_step` of a subclass of transformers' Trainer."""
-        for backward in facts.events("backward"):
-            if not _is_in_trainer(backward, facts):
-                continue
-            if self._is_scaled(backward, facts) or wrappers.other_way(backward.guard, "accelerat"):
-                continue
+    def misuse(self, trace: Trace, place: int, facts: Facts) -> Diagnostic | None:
+        backward = trace[place].event
+        if backward is None or wrappers.other_way(backward.guard, "accelerat") or self._is_scaled(backward, facts):
+            return None
+        expr = facts.short(backward.call.node)
+        if _is_in_trainer(backward, facts):
             edit = python_edits.through(facts, backward, "self.accelerator")
             fix = Fix("Run it through the Accelerator", "unsafe", (edit,)) if edit is not None else None
-            yield self.at(backward, expr=facts.short(backward.call.node), what="the Trainer's model", fix=fix)
+            return self.at(backward, expr=expr, what="the Trainer's model", fix=fix)
+        if facts.is_inference(backward.call) or not (facts.has_step(backward.scope) or _prepares_optimizer(facts)):
+            return None
+        found = self._prepared_model(backward, facts) or self._prepared_optimizer(trace, place, facts)
+        if found is None or accelerate_precision.backward_is_plain(found[0].facts, backward.guard):
+            return None
+        wrap, what = found
+        notes = (Note("prepared here", wrap.call.span, facts.elsewhere(wrap.call)),)
+        return self.at(backward, expr=expr, what=what, notes=notes, fix=self._fix(backward, wrap, facts))
 
     def _is_scaled(self, backward: Event, facts: Facts) -> bool:
         """True for `scaled_loss` of `with amp.scale_loss(loss, optimizer) as scaled_loss`, and what a scaler scales."""
@@ -128,18 +117,16 @@ for x in loader:
             return wrap, f"`{call.path}`"
         return None
 
-    def _prepared_optimizer(self, backward: Event, facts: Facts) -> tuple[Wrap, str] | None:
-        """Return the wrap of the optimizer that applies these gradients, in the next step of the same function."""
-        for step in facts.events("step"):
-            if step.scope is not backward.scope or step.order < backward.order:
-                continue
-            if not compatible(step.guard, backward.guard):
-                continue
-            for wrap in facts.wrappers.of(step.subject, step.call, "accelerate", across=True):
-                if compatible(wrap.guard, step.guard, backward.guard):
-                    return wrap, f"`{step.key or facts.short(step.subject)}`"
+    def _prepared_optimizer(self, trace: Trace, place: int, facts: Facts) -> tuple[Wrap, str] | None:
+        """Return the wrap of the optimizer that applies these gradients, in the next step."""
+        backward = trace[place]
+        steps = (each for each in trace[place:] if each.kind == "step" and compatible(each.guard, backward.guard))
+        step = next(steps, None)
+        if step is None or step.optimizer is None:
             return None
-        return None
+        wraps = facts.wrappers.of(step.optimizer, step.call, "accelerate", across=True)
+        found = next((wrap for wrap in wraps if compatible(wrap.guard, step.guard, backward.guard)), None)
+        return (found, f"`{facts.short(step.optimizer)}`") if found is not None else None
 
     def _fix(self, backward: Event, wrap: Wrap, facts: Facts) -> Fix | None:
         accelerator = wrappers.receiver_at(wrap, backward.call, facts)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from mpguard.lint import (
     Call,
@@ -11,7 +10,9 @@ from mpguard.lint import (
     Note,
     Object,
     PathCondition,
-    Rule,
+    ScalingRule,
+    Trace,
+    TraceStep,
     accelerate_precision,
     any_of,
     constant,
@@ -25,7 +26,7 @@ _UNSCALES = ("clip_grad_norm_", "clip_grad_value_", "unscale_gradients")
 _ASKS = (": fp16", ': "fp16', "=fp16", '="fp16', " fp16", ' = "fp16', '": "fp16')
 
 
-class ClipEveryMicrobatch(Rule, form_of="MPG206"):
+class ClipEveryMicrobatch(ScalingRule, form_of="MPG206"):
     """`accelerator.clip_grad_norm_` runs for each micro-batch, the optimizer's step once for several, under FP16.
 
     All three call `scaler.unscale_`, which raises if it is called twice without a step between (accelerate 0.12 to
@@ -34,30 +35,28 @@ class ClipEveryMicrobatch(Rule, form_of="MPG206"):
 
     An option for the number of micro-batches whose default is 1 counts if a launch line gives it another value. Not
     reported: a precision that only the launcher knows, and one that cannot be FP16; engines (DeepSpeed, Megatron-LM),
-    which clip by themselves; a helper that clips.
+    which clip by themselves.
     """
 
+    operations = ("clip", "unscale")
     message = "`{expr}` unscales for each micro-batch, the optimizer steps once for several: the second one raises"
     help = "clip once per step: {how}"
     triggers = (any_of(b"ccelerator"), any_of(*(f".{name}(".encode() for name in _UNSCALES)))
 
-    def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        for clip in (call for name in _UNSCALES for call in facts.calls.get(name, ())):
-            accelerator = _accelerator(clip, facts)
-            if accelerator is None or facts.is_inference(clip) or not _may_be_float16(accelerator, facts):
-                continue
-            if accelerate_precision.leaves_autocast_out(facts.of(accelerator)):
-                continue
-            if _in_accumulate(clip) and _accumulates(accelerator, facts.of(accelerator)):
-                how = f"`if {facts.short(clip.receiver)}.sync_gradients:`"
-                step = None
-            elif step := _step_after_loop(clip, facts):
-                how = "after the loop over micro-batches"
-            else:
-                continue
-            notes = (Note("the step is here", step.span),) if step is not None else ()
-            expr = facts.short(clip.func)
-            yield self.at(clip, expr=expr, help=self.help.format(how=how), notes=notes)
+    def misuse(self, trace: Trace, place: int, facts: Facts) -> Diagnostic | None:
+        clip = trace[place].call
+        accelerator = _accelerator(clip, facts)
+        if accelerator is None or facts.is_inference(clip) or not _may_be_float16(accelerator, facts):
+            return None
+        if accelerate_precision.leaves_autocast_out(facts.of(accelerator)):
+            return None
+        how, step = "after the loop over micro-batches", None
+        if _in_accumulate(clip) and _accumulates(accelerator, facts.of(accelerator)):
+            how = f"`if {facts.short(clip.receiver)}.sync_gradients:`"
+        elif (step := _step_after_loop(trace, place)) is None:
+            return None
+        notes = (Note("the step is here", step.span),) if step is not None else ()
+        return self.at(clip, expr=facts.short(clip.func), help=self.help.format(how=how), notes=notes)
 
 
 def _accelerator(clip: Call, facts: Facts) -> Call | None:
@@ -110,20 +109,18 @@ def _accumulates(accelerator: Call, facts: Facts) -> bool:
     return (1,) not in option_values.option_defaults(name, facts) or any(map(given.search, lines))
 
 
-def _step_after_loop(clip: Call, facts: Facts) -> Call | None:
+def _step_after_loop(trace: Trace, place: int) -> TraceStep | None:
     """Return the step of an optimizer after the innermost loop of a clipping that has a backward pass for each one."""
-    if not clip.loops:
-        return None
-    loop = clip.loops[-1]
-    inside = [call for call in clip.scope.calls if loop in call.loops]
-    backwards = [call for call in inside if call.name == "backward" and call.loops[-1] is loop]
-    if not any(trace_facts.same_each_time(PathCondition(clip.guard - call.guard)) for call in backwards):
-        return None
-    if any(call.name == "step" and "sched" not in facts.short(call.receiver) for call in inside):
-        return None
-    if any(
-        facts.functions(call) for call in inside if call.name not in ("forward", "__call__") and "step" in call.name
+    clip = trace[place]
+    inside = [each for _, each in trace_facts.iteration(trace, clip)] if clip.loops else []
+    if not any(
+        each.kind in ("backward", "framework")
+        and each.loops == clip.loops
+        and trace_facts.same_each_time(PathCondition(clip.guard - each.guard))
+        for each in inside
     ):
         return None
-    steps = (event.call for event in facts.events("step") if event.scope is clip.scope)
-    return next((call for call in steps if call.order > clip.order and set(call.loops) < set(clip.loops)), None)
+    if any(each.kind in ("step", "other_step", "passed") for each in inside):
+        return None
+    after = (each for each in trace[place:] if each.kind == "step")
+    return next((each for each in after if set(each.loops) < set(clip.loops)), None)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from mpguard.lint import (
     Bad,
     Call,
@@ -12,7 +10,9 @@ from mpguard.lint import (
     Note,
     Object,
     PathCondition,
-    Rule,
+    ScalingRule,
+    Trace,
+    TraceStep,
     Wrap,
     accelerate_precision,
     any_of,
@@ -21,6 +21,7 @@ from mpguard.lint import (
     lazy_pattern,
     path_condition,
     python_edits,
+    trace_facts,
     wrappers,
 )
 
@@ -37,7 +38,7 @@ _ARGUMENTS = {
 _SCALED = "`{expr}` clips gradients that `{accelerator}` may have scaled or sharded"
 
 
-class ClipOutsideAccelerator(Rule):
+class ClipOutsideAccelerator(ScalingRule):
     """Gradients of a prepared model are clipped by torch's function instead of the Accelerator's.
 
     ## What it does
@@ -65,6 +66,7 @@ class ClipOutsideAccelerator(Rule):
     severity = "error"
     message = "`{expr}` clips gradients of `{model}` that may be scaled or sharded"
     help = "call `accelerator.{name}`"
+    operations = ("clip",)
     triggers = (any_of(b"ccelerator"), any_of(b"clip_grad_"))
     triggers_nearby = (any_of(b".prepare"),)
     yields_to = ("MPG205",)
@@ -101,55 +103,37 @@ for x in loader:
         ),
     )
 
-    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+    def misuse(self, trace: Trace, place: int, facts: Facts) -> Diagnostic | None:
+        step, clip = trace[place], trace[place].event
+        path = facts.called_path(step.call)
+        if clip is None or clip.subject is None or not path.startswith("torch.nn.utils."):
+            return None
         # By the Accelerator, or by a scaler in the code: MPG502 reports that.
-        by_hand = [*facts.calls.get("unscale_gradients", ()), *(event.call for event in facts.events("unscale"))]
-        for clip in facts.events("clip"):
-            if any(self._before(unscale, clip, facts) for unscale in by_hand):
-                continue
-            path = facts.called_path(clip.call)
-            if not path.startswith("torch.nn.utils.") or clip.subject is None:
-                continue
-            if (
-                facts.scalars.only_measures(clip.call)
-                or facts.is_inference(clip.call)
-                or wrappers.other_way(clip.guard, "accelerat")
-                or self._is_fallback(clip, facts)
-                or self._is_of_another_branch(clip, facts)
-            ):
-                continue
-            found = self._prepared_model(clip, facts)
-            backward = self._backward(clip, facts) if found is None else None
-            if backward is not None:
-                event, accelerator = backward
-                name = path.rsplit(".", 1)[-1]
-                yield self.at(
-                    clip,
-                    message=_SCALED,
-                    expr=facts.short(clip.call.node),
-                    accelerator=accelerator,
-                    help=self.help.format(name=name),
-                    notes=(Note("its backward pass", event.span),),
-                    fix=self._fix(clip, name, accelerator),
-                )
-            if found is None:
-                continue
+        if any(each.kind == "unscale" and compatible(each.guard, step.guard) for each in trace[:place]):
+            return None
+        if (
+            facts.scalars.only_measures(clip.call)
+            or facts.is_inference(clip.call)
+            or wrappers.other_way(clip.guard, "accelerat")
+            or self._is_fallback(clip, facts)
+            or self._is_of_another_branch(clip, facts)
+        ):
+            return None
+        name, expr = path.rsplit(".", 1)[-1], facts.short(clip.call.node)
+        help, found = self.help.format(name=name), self._prepared_model(clip, facts)
+        if found is not None:
             model, wrap = found
-            if not accelerate_precision.backward_is_plain(wrap.facts, clip.guard, accumulates=True):
-                name = path.rsplit(".", 1)[-1]
-                yield self.at(
-                    clip,
-                    expr=facts.short(clip.call.node),
-                    model=model,
-                    help=self.help.format(name=name),
-                    notes=(Note("prepared here", wrap.call.span, facts.elsewhere(wrap.call)),),
-                    fix=self._fix(clip, name, wrappers.receiver_at(wrap, clip.call, facts)),
-                )
-
-    def _before(self, unscale: Call, clip: Event, facts: Facts) -> bool:
-        """True if a call that unscales the gradients may run before they are clipped: not in another branch."""
-        near = unscale.scope is clip.scope or unscale.scope in facts.reachable(clip.scope)
-        return near and compatible(facts.guard_of(unscale), clip.guard)
+            if accelerate_precision.backward_is_plain(wrap.facts, clip.guard, accumulates=True):
+                return None
+            notes = (Note("prepared here", wrap.call.span, facts.elsewhere(wrap.call)),)
+            fix = self._fix(clip, name, wrappers.receiver_at(wrap, clip.call, facts))
+            return self.at(clip, expr=expr, model=model, help=help, notes=notes, fix=fix)
+        backward = self._backward(trace, place, facts)
+        if backward is None:
+            return None
+        accelerator, notes = facts.short(backward.call.receiver), (Note("its backward pass", backward.span),)
+        fix = self._fix(clip, name, accelerator)
+        return self.at(clip, message=_SCALED, expr=expr, accelerator=accelerator, help=help, notes=notes, fix=fix)
 
     def _is_fallback(self, clip: Event, facts: Facts) -> bool:
         """True in the `except` of a `try` that clips through the Accelerator."""
@@ -194,22 +178,24 @@ for x in loader:
                 return facts.short(clip.subject), wrap
         return None
 
-    def _backward(self, clip: Event, facts: Facts) -> tuple[Event, str] | None:
-        """Return the backward pass of an Accelerator before a clip, and its name, if it may scale the gradients.
+    def _backward(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
+        """Return the backward pass of an Accelerator before a clip, if it may scale the gradients.
 
-        Nothing if a step is in between, or if the Accelerator clips, too: the gradients may be those of others.
+        None if a step is in between, or if the Accelerator clips, too: the gradients may be those of others.
         """
-        for event in () if self._of_accelerator(clip, facts) else facts.events("framework"):
-            together = event.scope is clip.scope and event.call.loops == clip.call.loops and event.order < clip.order
-            if not together or event.call.name != "backward" or event.guard - clip.guard:
+        clip = trace[place]
+        for index, each in trace_facts.before(trace, place):
+            if each.kind != "framework" or each.call.name != "backward" or each.guard - clip.guard:
                 continue
-            if any(each.name == "step" and event.order < each.order < clip.order for each in clip.scope.calls):
+            if each.record.scope is not clip.record.scope or each.loops != clip.loops:
                 continue
-            for each in facts.evaluate(event.subject, event.call):
-                atom = each.atom
-                if isinstance(atom, Object) and atom.kind == "accelerator" and atom.call is not None:
-                    plain = accelerate_precision.backward_is_plain(facts.of(atom.call), clip.guard, accumulates=True)
-                    return None if plain else (event, facts.short(event.subject))
+            if any(trace_facts.between(trace, index, place, "step", "other_step", guard=clip.guard)):
+                continue
+            atoms = [one.atom for one in facts.evaluate(each.call.receiver, each.call)]
+            made = [atom.call for atom in atoms if isinstance(atom, Object) and atom.kind == "accelerator"]
+            if made and made[0] is not None and clip.event is not None and not self._of_accelerator(clip.event, facts):
+                plain = accelerate_precision.backward_is_plain(facts.of(made[0]), clip.guard, accumulates=True)
+                return None if plain else each
         return None
 
     def _fix(self, clip: Event, name: str, accelerator: str | None) -> Fix | None:

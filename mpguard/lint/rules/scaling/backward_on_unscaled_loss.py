@@ -102,19 +102,6 @@ for x in loader:
         notes = (Note("the scaler is created here, and scales nothing", unused.span),)
         return self.at(backward, notes=notes, help=help, message=_UNUSED_SCALER.format(expr=expr))
 
-    def _discarded(self, trace: Trace, place: int, facts: Facts) -> bool:
-        """True if the loss was scaled before and the result was discarded, which MPG202 reports."""
-        backward = trace[place]
-        loss = facts.short(backward.call.receiver).strip("()")
-        return any(
-            each.kind == "scale"
-            and each.record.scope is backward.record.scope
-            and each.call.is_statement
-            and bool(each.call.positional)
-            and facts.short(each.call.positional[0]).strip("()") == loss
-            for each in trace[:place]
-        )
-
     def _stepped_through(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
         """Return the scaler's step that applies the gradients of a loss that nothing has scaled."""
         backward, scalers = trace[place], facts.scalers
@@ -122,7 +109,9 @@ for x in loader:
             return None
         if any(each.kind == "passed" and compatible(each.guard, backward.guard) for each in trace[:place]):
             return None  # other code may scale it
-        if self._reads_scale(backward, facts) or self._discarded(trace, place, facts):
+        if any(trace_facts.discards(each, backward) for each in trace[:place]):
+            return None  # a form of this rule reports it
+        if self._reads_scale(backward, facts):
             return None
         for index in range(place + 1, len(trace)):
             step = trace[index]

@@ -139,15 +139,13 @@ for x in loader:
             scale = backward.scale
             return scale is not None and facts.scalers.like_torch(scale.subject, scale.call)
 
-        for index, backward, guard in facts.traces.scaled_before(trace, place, is_scaled):
-            between = trace_facts.between(
-                trace, index, place, "unscale", "scaler_step", "step", "passed", "get_scale", guard=guard
-            )
-            if self._unscales_another(trace, place, backward, facts):
-                between = (each for each in between if each.kind != "unscale")
-            if not any(each.kind != "get_scale" or facts.traces.computes_with_scale(each.call) for each in between):
-                return backward
-        return None
+        backward = facts.traces.scaled_at(trace, place, is_scaled)
+        if backward is None:
+            ends = [kind for kind in trace_facts.ENDS["scaled"] if kind != "unscale"]
+            backward = facts.traces.scaled_at(trace, place, is_scaled, ends)
+            if backward is not None and not self._unscales_another(trace, place, backward, facts):
+                return None
+        return backward
 
     def _unscales_another(self, trace: Trace, place: int, backward: TraceStep, facts: Facts) -> bool:
         """True if all that is unscaled before a clip are optimizers of other models than the one that is clipped.
@@ -198,9 +196,9 @@ for x in loader:
         later = (each for each in trace[place + 1 : trace.index(step)] if each.kind == "clip")
         if any(clip.guard - each.guard and compatible(each.guard, guard) for each in later):
             return None  # the later clip runs with or without the `unscale_` of this branch
-        if step.optimizer is None:
-            return None
-        if not isinstance(clip.call.line, (cst.SimpleStatementLine, cst.SimpleStatementSuite)):
+        if step.optimizer is None or not isinstance(
+            clip.call.line, (cst.SimpleStatementLine, cst.SimpleStatementSuite)
+        ):
             return None
         optimizer = facts.text(step.optimizer, step.record)
         edit = python_edits.line_before(facts, clip.call.line, clip.call, f"{scaler}.unscale_({optimizer})")

@@ -20,6 +20,7 @@ from mpguard.lint import (
     constant,
     dotted,
     lazy_pattern,
+    trace_facts,
 )
 
 #: Names of a factor that scales a loss against underflow (not one for ranks or for accumulation).
@@ -27,7 +28,6 @@ _SCALE = lazy_pattern(r"(?i)(?:loss|grad|amp|fp16|static|dynamic)_?scal(?:e|ing)
 #: The smallest constant that is taken for a loss scale.
 _SMALLEST_SCALE = 8
 _DIVIDES, _MULTIPLIES = frozenset({"div_", "div", "divide_"}), frozenset({"mul_", "mul", "multiply_"})
-_OVERFLOW = lazy_pattern(r"(?i)overflow|isfinite|isinf|isnan|inf_or_nan|nan_or_inf")
 _GRAD = lazy_pattern(r"\.grad(?:\.data)?$")
 
 
@@ -110,7 +110,7 @@ def weighted(model, loader, optimizer):
 
     def _checks_overflows(self, backward: Event) -> bool:
         """True if the function of a backward pass checks for overflows."""
-        return any(_OVERFLOW.search(call.name) for call in backward.scope.calls)
+        return any(trace_facts.CHECKS.search(call.name) for call in backward.scope.calls)
 
     def _factors(self, backward: Event, facts: Facts) -> Iterator[str]:
         """Yield the factors of the loss that may be a loss scale."""

@@ -35,16 +35,7 @@ _NOT_FINITE = lazy_pattern(r"\bis(?:nan|inf)\(.*grad")
 _FINITE = lazy_pattern(r"\bisfinite\(.*grad")
 
 #: Steps of a trace after which gradients are not scaled any more, or may not be.
-_ENDS: tuple[trace_facts.StepKind, ...] = (
-    "unscale",
-    "clip",
-    "scaler_step",
-    "step",
-    "other_step",
-    "passed",
-    "get_scale",
-    "zero_grad",
-)
+_ENDS = (*trace_facts.ENDS["scaled"], "clip", "other_step", "zero_grad")
 
 
 def _is_overflow(condition: path_condition.Condition) -> bool:
@@ -141,10 +132,7 @@ class AWP:
                 return self._accelerated(backward, facts)
             return backward.scale is not None and facts.scalers.own(backward.scaler, backward.scale.call)
 
-        for index, backward, guard in facts.traces.scaled_before(trace, place, is_scaled):
-            if not any(trace_facts.between(trace, index, place, *_ENDS, guard=guard)):
-                return backward
-        return None
+        return facts.traces.scaled_at(trace, place, is_scaled, _ENDS)
 
     def _accelerated(self, backward: TraceStep, facts: Facts) -> bool:
         """True if an Accelerator with a scaler of its own runs it: its precision is a literal `fp16`."""

@@ -9,8 +9,8 @@ from mpguard.lint import (
     Trace,
     TraceStep,
     any_of,
-    compatible,
     python_edits,
+    trace_facts,
 )
 
 
@@ -33,27 +33,11 @@ class ScaledLossDiscarded(ScalingRule, form_of="MPG202"):
 
     def misuse(self, trace: Trace, place: int, facts: Facts) -> Diagnostic | None:
         scale = trace[place]
-        if not scale.call.is_statement or not facts.scalers.like_torch(scale.scaler, scale.record):
-            return None
-        backward = self._unscaled(trace, place, facts)
-        if backward is None:
+        backward = next((each for each in trace[place + 1 :] if trace_facts.discards(scale, each)), None)
+        if backward is None or not facts.scalers.like_torch(scale.scaler, scale.record):
             return None
         notes = (Note("this runs on the loss that is not scaled", backward.span),)
         return self.at(scale, expr=facts.short(scale.call.node), notes=notes, fix=self._fix(scale, backward, facts))
-
-    def _unscaled(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
-        scale = trace[place]
-        loss = facts.short(scale.call.positional[0]).strip("()")
-        for each in trace[place + 1 :]:
-            if (
-                each.kind == "backward"
-                and each.scale is None
-                and compatible(each.guard, scale.guard)
-                and each.record.scope is scale.record.scope
-                and facts.short(each.call.receiver).strip("()") == loss
-            ):
-                return each
-        return None
 
     def _fix(self, scale: TraceStep, backward: TraceStep, facts: Facts) -> Fix | None:
         assert backward.call.receiver is not None

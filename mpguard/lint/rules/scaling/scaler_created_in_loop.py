@@ -13,8 +13,9 @@ from mpguard.lint import (
     Note,
     Object,
     Record,
-    Rule,
+    ScalingRule,
     Scope,
+    Trace,
     TraceStep,
     any_of,
     constant,
@@ -27,7 +28,7 @@ from mpguard.lint import (
 _STEP = lazy_pattern(r"_?train(?:ing)?_(?:one_|on_|a_)?(?:step|batch|iter(?:ation)?|minibatch)")
 
 
-class ScalerCreatedInLoop(Rule):
+class ScalerCreatedInLoop(ScalingRule):
     """A GradScaler is created again for each step, or for each epoch.
 
     ## What it does
@@ -49,6 +50,7 @@ class ScalerCreatedInLoop(Rule):
     severity = "error"
     message = "the GradScaler is created {often}: its scale is reset each time"
     help = "create it once, where the optimizer is created"
+    operations = ("scaler_step",)
     triggers = (any_of(b"scaler", b"Scaler"), any_of(b".scale("), any_of(b".step("))
     examples = (
         Bad(
@@ -95,21 +97,13 @@ class Classifier:
         ),
     )
 
-    def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        reported: set[Call] = set()
-        for trace in facts.traces.all:
-            for step in trace:
-                if step.kind != "scaler_step":
-                    continue
-                for built in self._creations(step, facts):
-                    often = self._frequency(built, step, facts) if built not in reported else ""
-                    if (
-                        often
-                        and not self._is_needless(built, facts)
-                        and not scaler_dtype.computes_without_float16(facts)
-                    ):
-                        reported.add(built)
-                        yield self.at(built, often=often, notes=(Note("its optimizer outlives it", step.span),))
+    def misuse(self, trace: Trace, place: int, facts: Facts) -> Diagnostic | None:
+        step = trace[place]
+        for built in self._creations(step, facts):
+            often = self._frequency(built, step, facts)
+            if often and not self._is_needless(built, facts) and not scaler_dtype.computes_without_float16(facts):
+                return self.at(built, often=often, notes=(Note("its optimizer outlives it", step.span),))
+        return None
 
     def _is_needless(self, built: Call, facts: Facts) -> bool:
         """True if the losses that it scales need no scaler: its scale does not matter, and MPG207 reports it."""

@@ -65,8 +65,8 @@ class ScalerUpdateEveryMicrobatch(ScalingRule, form_of="MPG206"):
             return None
         for partner in _TOGETHER[step.kind]:
             others = [each for each in own if each.kind == partner]
-            if step.kind == "unscale" and len(others) > 1:
-                return None  # one in each branch
+            if others and trace_facts.is_covered(step.guard, others):
+                continue
             if step.kind == "unscale" and not others:
                 around = (each for each in trace if each.kind == partner and compatible(each.guard, step.guard))
                 return next((each for each in around if set(each.loops) < set(step.loops)), None)

@@ -19,16 +19,11 @@ from mpguard.lint import (
     compatible,
     constant,
     dotted,
-    lazy_pattern,
     own_optimizers,
     path_condition,
     python_edits,
-    roles,
     trace_facts,
 )
-
-#: Conditions on overflow: the code does by hand what the scaler would do.
-_CHECKS = lazy_pattern(f"(?i){roles.OVERFLOWS}")
 
 
 class StepBypassesScaler(ScalingRule):
@@ -173,7 +168,7 @@ for x in loader:
         further = [
             each for each in step.guard - backward.guard if not path_condition.implies(enabled, PathCondition([each]))
         ]
-        if any(_CHECKS.search(flag) and "loss" not in flag for flag in PathCondition(further).flags()):
+        if any(trace_facts.CHECKS.search(flag) and "loss" not in flag for flag in PathCondition(further).flags()):
             return True  # a check of the gradients; one before the backward pass, or with its name, is of the loss
         return any(
             facts.traces.computes_with_scale(each.call)
@@ -190,7 +185,10 @@ for x in loader:
         before = [each for _, each in trace_facts.before(trace, place)]
         if not (here or module) or step.optimizer is None or not _right_in_all_branches(step, scale, before, facts):
             return None
-        if not _always_after_backward(step, before):
+        # Without new gradients `scaler.step` raises, or unscales twice.
+        loops = set(_outer_loops(step))
+        known = all(each.kind == "backward" and loops <= set(each.loops) for each in before)
+        if not known or not trace_facts.is_covered(step.guard, before):
             return None
         together = [
             each
@@ -228,19 +226,6 @@ for x in loader:
         elif step is together[-1]:
             edits.append(python_edits.line_after(facts, step.call.line, step.call, f"{scaler}.update()"))
         return Fix("Step through the scaler", "safe", tuple(edits))
-
-
-def _always_after_backward(step: TraceStep, before: list[TraceStep]) -> bool:
-    """True if a backward precedes each step; without new gradients `scaler.step` raises or unscales twice."""
-    without = step.guard
-    for backward in before:
-        if backward.kind != "backward" or not set(_outer_loops(step)) <= set(backward.loops):
-            return False
-        conditions = PathCondition(backward.guard - step.guard)
-        if not conditions:
-            return True
-        without = without.given(path_condition.negated(path_condition.All(tuple(conditions))))
-    return not without.possible
 
 
 def _right_in_all_branches(step: TraceStep, scale: Event, before: list[TraceStep], facts: Facts) -> bool:

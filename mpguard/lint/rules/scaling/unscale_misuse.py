@@ -94,7 +94,7 @@ def several(model, loader, optimizers, scaler):
             each = trace[index]
             if not compatible(each.guard, unscale.guard):
                 continue
-            if each.kind in ("update", "passed"):
+            if each.kind in trace_facts.ENDS["stepped"]:
                 return None
             if each.kind not in ("unscale", "scaler_step") or each.record is unscale.record:
                 continue

@@ -144,13 +144,15 @@ for x in loader:
         """Yield the updates before an exit, and those of the callers after it."""
         exits = trace[index]
         # A plain step marks the other branch of a flag that has two names.
-        yield from trace_facts.between(trace, place, index, "update", "passed", "step", "other_step", guard=exits.guard)
+        yield from trace_facts.between(
+            trace, place, index, *trace_facts.ENDS["unscaled"], "step", "other_step", guard=exits.guard
+        )
         for each in trace[index:]:
             if exits.ends(cst.Return):
                 reached = each.via[: len(exits.via)] != exits.via
             else:
                 reached = exits.loops[-1] not in each.loops
-            if reached and each.kind in ("update", "passed") and compatible(each.guard, exits.guard):
+            if reached and each.kind in trace_facts.ENDS["unscaled"] and compatible(each.guard, exits.guard):
                 yield each
 
     def _checked(self, trace: Trace, place: int, updates: list[int]) -> TraceStep | None:
@@ -164,7 +166,7 @@ for x in loader:
         for index, each in enumerate(trace):
             if not compatible(each.guard, otherwise):
                 continue
-            if each.kind in ("update", "passed") and (loop is None or loop in each.loops):
+            if each.kind in trace_facts.ENDS["unscaled"] and (loop is None or loop in each.loops):
                 return None
             if each.kind == "exit" and place < index and not each.ends(cst.Continue) and each.guard - unscale.guard:
                 return None

@@ -53,7 +53,7 @@ EventKind = Literal[
     "state",  # `x.state_dict()`, or torch.distributed.checkpoint's functions for it
     "step",  # `optimizer.step()`
     "trainer",  # a framework's trainer is created
-    "unscale",  # `scaler.unscale_(optimizer)`
+    "unscale",  # `scaler.unscale_(optimizer)`, `accelerator.unscale_gradients()`
     "update",  # `scaler.update()`
 ]
 

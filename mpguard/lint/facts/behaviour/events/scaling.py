@@ -30,8 +30,8 @@ def _scales(facts: BehaviourView) -> Iterator[Event]:
 
 @finds("unscale")
 def _unscales(facts: BehaviourView) -> Iterator[Event]:
-    """Yield `scaler.unscale_(optimizer)`."""
-    for call in called(facts, "unscale_"):
+    """Yield `scaler.unscale_(optimizer)`, and `accelerator.unscale_gradients()`."""
+    for call in called(facts, "unscale_", "unscale_gradients"):
         yield Event("unscale", call, facts, call.argument(0, "optimizer"))
 
 
