@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,8 +37,8 @@ TOLERANCE = 1e-3
 #: reads the parts of all ranks: they are fewer if there are many ranks.
 PARTS, FEWEST_PARTS, PARTS_OF_ALL = 512, 16, 65_536
 
-#: Elements of a gradient that are converted to FP64 at once.
-CHUNK = 1 << 20
+#: Elements of a gradient that are converted to FP64 at once; on a GPU, where each part is a kernel more, others.
+CHUNK, CHUNK_ON_GPU = 1 << 20, 1 << 24
 
 
 @dataclasses.dataclass
@@ -392,11 +393,47 @@ def _sums(parameters: Iterable[torch.Tensor]) -> dict[int, tuple[float, float]]:
 
 
 def _sums_on_gpu(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares and the sum of each gradient, in FP64, with few kernels and no copy of a gradient."""
+    """Return the sum of squares and the sum of each gradient, in FP64, with few kernels and no copy of a gradient.
+
+    torch's own sums and norms in FP64 copy what they read to FP64 (`make_reduction`): they get a part at a time.
+    """
     import torch
 
-    norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64))
-    return torch.stack([norms * norms, torch.stack([each.sum(dtype=torch.float64) for each in gradients])], dim=1)
+    norms = _norms_at_once(gradients)
+    for number, gradient in enumerate(gradients):
+        if number not in norms:
+            parts = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in _rows(gradient)]
+            norms[number] = torch.linalg.vector_norm(torch.stack(parts))
+    squares = torch.stack([norms[number] for number in range(len(gradients))]).square()
+    sums = [[part.sum(dtype=torch.float64) for part in _rows(gradient)] for gradient in gradients]
+    added = torch.stack([each[0] if len(each) == 1 else torch.stack(each).sum() for each in sums])
+    return torch.stack([squares, added], dim=1)
+
+
+def _norms_at_once(gradients: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return the norms in FP64 by position, without those that torch's kernel for many tensors does not read.
+
+    It takes contiguous tensors of one dtype of FP32, BF16 and FP16 (torch 2.11 to 2.14, `ForeachReduceOp.cu`). It is
+    private: where it fails, each gradient has a kernel of its own. That is no other verdict, if it is so on one rank
+    alone: the norms differ in the order of summation in FP64, by far less than `TOLERANCE`, and nothing is sent here.
+    """
+    import torch
+
+    found: dict[int, torch.Tensor] = {}
+    for dtype in {each.dtype for each in gradients}:
+        numbers = [number for number, each in enumerate(gradients) if each.dtype == dtype and each.is_contiguous()]
+        with contextlib.suppress(AttributeError, RuntimeError, TypeError):
+            norms = torch._foreach_norm([gradients[number] for number in numbers], 2, dtype=torch.float64)
+            found |= dict(zip(numbers, norms, strict=True))
+    return found
+
+
+def _rows(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return views of some rows of a gradient each, of about `CHUNK_ON_GPU` elements."""
+    import torch
+
+    columns = math.prod(gradient.shape[1:])
+    return torch.split(gradient, max(1, CHUNK_ON_GPU // max(1, columns))) if gradient.dim() else [gradient]
 
 
 def _sums_on_cpu(gradients: list[torch.Tensor]) -> torch.Tensor:

@@ -257,6 +257,58 @@ def test_a_fingerprint_needs_no_copy_of_the_gradients() -> None:
     assert largest <= 8 * reductions.CHUNK + 1024, "a part in FP64 at a time"
 
 
+#: Gradients of all kinds: dtypes, an empty one, a scalar, a transposed and an expanded one, one with an infinity.
+MANY = [
+    torch.linspace(-3, 5, 96).reshape(12, 8), torch.linspace(-1, 2, 40, dtype=torch.bfloat16),
+    torch.linspace(-2, 1, 24, dtype=torch.float16).reshape(2, 3, 4), torch.empty(0), torch.empty(3, 0),
+    torch.tensor(-2.5), torch.linspace(0, 1, 30).reshape(5, 6).t(), torch.tensor([[1.5]]).expand(4, 7),
+    torch.tensor([1.0, float("inf")]), torch.linspace(-1, 1, 64, dtype=torch.bfloat16).reshape(8, 8)[:, :3],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError, NotImplementedError, AttributeError])
+@pytest.mark.parametrize("chunk", [reductions.CHUNK_ON_GPU, 7])
+def test_sums_on_a_gpu_are_those_on_a_cpu_also_if_the_kernel_for_many_tensors_fails(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None, chunk: int
+) -> None:
+    """The code for a GPU is plain torch, which runs here: its kernel for many tensors has a CPU form of its own."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise error("not implemented for this dtype") if error else AssertionError
+
+    if error is AttributeError:
+        monkeypatch.delattr(torch, "_foreach_norm")
+    elif error is not None:
+        monkeypatch.setattr(torch, "_foreach_norm", fails)
+    monkeypatch.setattr(reductions, "CHUNK_ON_GPU", chunk)
+    torch.testing.assert_close(reductions._sums_on_gpu(MANY), reductions._sums_on_cpu(MANY), rtol=1e-12, atol=1e-12)
+    assert bool(reductions._norms_at_once(MANY)) == (error is None)
+
+
+def test_a_rank_whose_kernel_fails_agrees_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradient = [torch.randn(300, 70, generator=torch.Generator().manual_seed(0))]
+
+    def of_rank() -> Fingerprint:
+        ((square, added),) = reductions._sums_on_gpu(gradient).tolist()
+        return Fingerprint({"body.weight": (square**0.5, added)})
+
+    one = of_rank()
+    monkeypatch.delattr(torch, "_foreach_norm")
+    monkeypatch.setattr(reductions, "CHUNK_ON_GPU", 700)
+    assert reductions.compare_ranks([one, of_rank()]) == []
+
+
+def test_sums_on_a_gpu_copy_a_part_of_a_gradient_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the kernel for many tensors, whose form on a CPU copies each tensor."""
+    monkeypatch.setattr(reductions, "CHUNK_ON_GPU", 1 << 14)
+    monkeypatch.delattr(torch, "_foreach_norm")
+    gradients = [torch.ones(1 << 10, 1 << 8), torch.ones(1 << 18, dtype=torch.bfloat16)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        sums = reductions._sums_on_gpu(gradients)
+    assert sums.flatten().tolist() == pytest.approx([1 << 18] * 4)
+    assert max(event.cpu_memory_usage for event in profile.events()) <= 8 * (1 << 14) + 1024
+
+
 # -- states, switches, names ---------------------------------------------------------------------
 
 
