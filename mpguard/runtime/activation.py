@@ -103,6 +103,8 @@ def _begin(guard: Guard, launched: bool) -> None:
     if rank() == 0 and not guard.spawned:  # a process that the script has started does not know its rank yet
         if not guard.plan.announced:
             print_line(header(guard.plan))
+            for line in windows.lines(guard.plan.policy, guard.plan.strategy):
+                print_line(f"mpguard: {line}")
         guard.reporter.reset_proof_file(guard.plan)
     os.register_at_fork(after_in_child=guard.begin_again)
 

@@ -191,6 +191,14 @@ def ranks_in_fork(
         return list(pool.map(start, range(processes)))
 
 
+def newer(library: str, folder: Path) -> str:
+    """Return a path to put on `sys.path`, on which an installed library seems to be version 99.0."""
+    metadata = folder / "newer" / f"{library}-99.0.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {library}\nVersion: 99.0\n")
+    return str(metadata.parents[1])
+
+
 def run_python(words: list[str]) -> int:
     """Run `python WORDS` in this process: a script, a module behind `-m`, or code behind `-c`."""
     if words[:2] == ["-m", "mpguard.run"]:

@@ -114,10 +114,19 @@ def needed_by(policy: Any, strategy: str | None) -> Callable[[Patch | Adjustment
     return lambda each: each.required is not None and each.required(policy, strategy)
 
 
+def of_run(policy: Any, strategy: str | None) -> list[InstalledLibrary]:
+    """Return the installed libraries outside of their windows, and those of whose patches a policy needs one."""
+    return inspect(installed_versions(), sys.path, needed_by(policy, strategy))
+
+
+def lines(policy: Any, strategy: str | None) -> list[str]:
+    """Return the lines that a run prints next to its header: one for each library that was not tested, or not so."""
+    return [line for each in of_run(policy, strategy) if (line := each.line()) is not None]
+
+
 def refusals(policy: Any, strategy: str | None) -> list[str]:
     """Return a message for each patch of the installed libraries that a policy needs and that does not apply."""
-    found = inspect(installed_versions(), sys.path, needed_by(policy, strategy))
-    return [reason for each in found for reason in each.refusals(policy, strategy)]
+    return [reason for each in of_run(policy, strategy) for reason in each.refusals(policy, strategy)]
 
 
 def _table() -> Sequence[Patch | Adjustment]:

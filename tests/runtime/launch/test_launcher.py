@@ -25,8 +25,10 @@ from processes import (
     launch,
     launch_in_forks,
     mp_yaml,
+    newer,
     on_ranks,
     proof,
+    ranks_in_fork,
     results,
     run_python,
     started,
@@ -35,6 +37,7 @@ from processes import (
 
 from mpguard.cli import main
 from mpguard.core.errors import NotInForce
+from mpguard.core.tested import TESTED
 from mpguard.runtime.launch import build_locks, launcher
 from mpguard.runtime.plan import Plan, refuse_config_after_script
 
@@ -491,6 +494,18 @@ def test_torchrun_uses_the_cpu_where_the_config_says_so(tmp_path: Path) -> None:
     config = mp_yaml(tmp_path, distributed_type="MULTI_CPU", num_processes=2)
     run = on_ranks("-m", "mpguard.run", "--config", config, PROGRAMS / "accelerated.py", cwd=tmp_path)
     assert run.returncode == 0 and "proven in force on all 2 ranks" in run.stderr, transcript(run)
+
+
+def test_rank_0_prints_a_line_for_a_library_that_was_not_tested(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.mpguard]\nrecipe = "bf16_mixed"\n')
+    (tmp_path / "t.py").touch()
+    code = f"import sys; sys.path.insert(0, {newer('transformers', tmp_path)!r}); from mpguard import run"
+    first, second = ranks_in_fork(
+        ["-c", f"{code}; sys.exit(run.main(['--enforce=warn', 't.py']))"], cwd=tmp_path, program=run_python
+    )
+    line = f"mpguard: transformers 99.0: newer than tested ({TESTED['transformers']}); patches that apply: "
+    assert first.stderr.count(line) == 1 and "recipe bf16_mixed" in first.stderr, transcript(first)
+    assert line not in second.stderr and "recipe" not in second.stderr, transcript(second)
 
 
 @pytest.mark.parametrize(("others", "shown"), [("", False), ("\t`--num_processes` was set to a value of `8`\n", True)])

@@ -278,11 +278,14 @@ def test_no_exit_function_hides_or_replaces_a_status(tmp_path: Path, leave: str,
 
 
 def test_the_status_of_a_script_that_calls_activate_is_kept(tmp_path: Path) -> None:
-    from processes import command
+    """It also prints the line of a library that was not tested, once for two calls."""
+    from processes import command, newer
 
-    (tmp_path / "t.py").write_text(f"import mpguard; mpguard.activate('bf16_mixed')\n{HEAD}{SWALLOW}\nsys.exit(7)")
-    ended = command("python", "t.py", cwd=tmp_path)
+    calls = "import mpguard; mpguard.activate('bf16_mixed'); mpguard.activate('bf16_mixed')"
+    (tmp_path / "t.py").write_text(f"{calls}\n{HEAD}{SWALLOW}\nsys.exit(7)")
+    ended = command("python", "t.py", cwd=tmp_path, PYTHONPATH=newer("torchao", tmp_path))
     assert ended.returncode == 7 and "mpguard: not in force" not in ended.stdout, transcript(ended)
+    assert ended.stderr.count("mpguard: torchao 99.0: newer than tested (0.18)") == 1, transcript(ended)
 
 
 def test_a_forked_child_is_not_proven(tmp_path: Path) -> None:
