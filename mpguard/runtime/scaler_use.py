@@ -13,7 +13,7 @@ from mpguard.runtime.proof.remarks import Remark
 #: Updates of a scaler that are checked, and of how many a pattern consists.
 LOOKED_AT, PATTERN = 16, 4
 
-#: Steps in a row whose learning rates are compared.
+#: Steps in a row whose learning rates are compared, and before which a scaler has loaded one state.
 IN_A_ROW = 3
 
 #: Updates in a row with one given value after which a scale is static, and changes of its tensor by something else.
@@ -51,6 +51,9 @@ class ScalerUse:
         self._steps: weakref.WeakKeyDictionary[Any, list[list[Any]]] = weakref.WeakKeyDictionary()
         #: The scalers that were updated, or that have loaded a state.
         self._followed: weakref.WeakSet[Any] = weakref.WeakSet()
+        #: Scale and growth tracker of the states that a scaler has loaded before its last steps, and since; None where
+        #: it has loaded none.
+        self._loaded: weakref.WeakKeyDictionary[Any, list[tuple[float, int] | None]] = weakref.WeakKeyDictionary()
         #: The last scaler that has stepped an optimizer, and how many in a row were new at their only step.
         self._new: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], int]] = weakref.WeakKeyDictionary()
         self._rates: weakref.WeakKeyDictionary[Any, list[_Step]] = weakref.WeakKeyDictionary()
@@ -97,9 +100,12 @@ class ScalerUse:
         """Forget the scale before a checkpoint was loaded."""
         self._scales.pop(scaler, None)
         self._followed.add(scaler)
+        self._loaded.setdefault(scaler, [None])[-1] = scaler._init_scale, scaler._init_growth_tracker
 
     def scale_found(self, scaler: Any) -> None:
         """Compare the tensor of the scale at a step with what the last update has left. Reads no value of it."""
+        if loaded := self._loaded.get(scaler):
+            loaded[:] = [*loaded[-IN_A_ROW:], None]
         known, own = self._scales.get(scaler), getattr(scaler, "_scale", None)
         if known is None or own is None or known.version < 0:
             return
@@ -111,6 +117,9 @@ class ScalerUse:
         """Return how the script sets the scale of a step itself, always to one value; empty if it does not."""
         if scaler not in self._followed and self._new.get(optimizer, (None, 0))[1] >= REPEATED:
             return "a new GradScaler in each step"
+        *loaded, _ = self._loaded.get(scaler, [None])
+        if len(loaded) == IN_A_ROW and loaded[0] is not None and len(set(loaded)) == 1:
+            return "load_state_dict() of one state before each step"
         known = self._scales.get(scaler, _Scale())
         if len(known.given) >= REPEATED and len(set(known.given)) == 1:
             return f"update({known.given[-1]:g}) after each step"

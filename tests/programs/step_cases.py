@@ -995,11 +995,16 @@ def weights_that_are_bounded_and_normalized() -> None:
 
 
 def _scaled(
-    divides: Callable[[torch.Tensor, float], object] | None, after: bool = False, scale: float = 2.0**16
+    divides: Callable[[torch.Tensor, float], object] | None,
+    after: bool = False,
+    scale: float = 2.0**16,
+    hook: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Train in FP16 with a GradScaler, and divide by its scale before or after `unscale_`, or not."""
+    """Train in FP16 with a GradScaler, and divide by its scale in a hook, before or after `unscale_`, or not."""
     torch.manual_seed(0)
     model, scaler = net(), torch.amp.GradScaler(DEVICE, init_scale=scale)
+    for own in model.parameters() if hook is not None else ():
+        own.register_hook(hook)
     optimizer = adam(model)
     for inputs in batches(4):
         with torch.autocast(DEVICE, torch.float16):
@@ -1024,6 +1029,11 @@ def divides_by_the_scale_too() -> None:
 @case("single", "fp16_mixed")
 def multiplies_by_one_over_the_scale_too() -> None:
     _scaled(lambda gradient, scale: gradient.mul_(1 / scale))
+
+
+@case("single", "fp16_mixed")
+def a_hook_divides_by_the_scale_too() -> None:
+    _scaled(None, hook=lambda gradient: gradient / 2.0**16)
 
 
 @case("single", "fp16_mixed")

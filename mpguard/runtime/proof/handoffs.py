@@ -67,7 +67,7 @@ class HandOffs:
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}  # of no optimizer
         self._left: dict[int, torch.Tensor] = {}
         self._terms: dict[int, list[torch.Tensor]] = {}
-        #: Factors by which the script has multiplied gradients since the last backward pass.
+        #: Factors by which the script has multiplied gradients since the last backward pass began.
         self._factors: dict[int, set[float]] = {}
         #: The scale by which the gradients of an optimizer were divided, by its id.
         self._scales: dict[int, float] = {}
@@ -146,7 +146,10 @@ class HandOffs:
         with program_threads.reading:
             self._threads.update((id(leaf), own) for leaf in leaves)
             self.track(leaves)
-            return self._hand_off("accumulation", "between two backward passes", self._tracked_here())
+            found = self._hand_off("accumulation", "between two backward passes", self._tracked_here())
+        for leaf in leaves:
+            self._factors.pop(id(leaf), None)
+        return found
 
     def pass_not_sampled(self, leaves: Iterable[torch.Tensor]) -> None:
         """Forget what was left in leaves that a thread's pass reaches while the pass of another thread is sampled."""
@@ -169,7 +172,6 @@ class HandOffs:
                 self._terms.pop(key, None)
             elif key in made or key not in before:
                 self._add_term(key, values)
-            self._factors.pop(key, None)
         self._left = {key: each for key, each in self._left.items() if key in everyones and key not in tracked} | now
         for key in tracked:
             hooked = self._hooked.pop(key, None)

@@ -25,6 +25,7 @@ STATIC = {
     "another_tensor": ("", "s.update(); s._scale = torch.tensor(128.)", "its tensor is changed between"),
     "never_backs_off": ("s.set_backoff_factor(1.0)", "s.update()", "its backoff_factor is 1"),
     "new_in_each_step": ("", "s.update(); s = torch.amp.GradScaler('cpu', init_scale=64.)", "a new GradScaler in each"),
+    "loaded_in_each_step": ("t = s.state_dict()", "s.update(); s.load_state_dict(t)", "load_state_dict() of one state"),
     "hardly_backs_off": ("s.set_backoff_factor(0.9999999)", "s.update()", "its backoff_factor is 0.9999999"),
 }
 
@@ -34,6 +35,7 @@ DYNAMIC = {
     "set_once": ("", "s.update(128.) if step == 2 else s.update()"),
     "rules_of_the_script": ("", "s.update(float(2 ** (10 - step)))"),
     "loaded": ("", "s.update(); t = s.state_dict(); s = torch.amp.GradScaler('cpu'); s.load_state_dict(t)"),
+    "loads_its_own": ("", "s.update(); s.load_state_dict(s.state_dict())"),
     "new_once": ("", "s.update(); s = torch.amp.GradScaler('cpu') if step == 1 else s"),
     "skipped_by_an_overflow": ("", "s.update(); x[0, 0] = 6e4 if step == 0 else 0"),
 }

@@ -110,6 +110,7 @@ WRONG = {
         "weights_on_a_grid_of_groups": "optimizer: AdamW, weights fp32 put on a grid of int8",
         "divides_by_the_scale_too": "gradients: fp32, divided twice by the loss scale (65536), by the script",
         "multiplies_by_one_over_the_scale_too": "gradients: fp32, divided twice by the loss scale (65536), by the",
+        "a_hook_divides_by_the_scale_too": "gradients: fp32, divided twice by the loss scale (65536), by the script",
         "divides_by_the_scale_after_unscaling": "gradients: fp32, divided twice by the loss scale (65536), by the",
         "states_rounded_to_fp16_between_steps": "optimizer: SGD, weights fp32, states fp32 rounded to fp16",
         "weights_rounded_in_each_step": "optimizer: Rounding, weights fp32 rounded to bf16",
