@@ -10,7 +10,7 @@ import libcst as cst
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour.events import Event
 from mpguard.lint.facts.behaviour.scalers import Scalers
-from mpguard.lint.facts.program import project_words
+from mpguard.lint.facts.program import project_words, roles
 from mpguard.lint.facts.program.lattice import Class, Function, Object, Ref
 from mpguard.lint.facts.syntax.nodes import dotted, iterated
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, compatible
@@ -26,7 +26,7 @@ _UNWRAPS = lazy_pattern(r"(?i)^_*(?:un|is_|has_|was_|strip_|remove_)")
 #: Names of arguments about an optimizer: `compile_optimizer=args.compile`.
 _OF_OPTIMIZER = lazy_pattern(r"(?i)optim|(?:^|_)opt(?:_|$)")
 #: Functions that a flag is passed to and that do not compile.
-_ONLY_READS = lazy_pattern(r"(?i)print|log|info|warn|str$|bool$|^int$|^get(?:env)?$|add_argument|write")
+_ONLY_READS = lazy_pattern(rf"(?i){roles.PRINTS}|str$|bool$|^int$|^get(?:env)?$|add_argument")
 
 
 def compiled(facts: BehaviourView, guard: PathCondition = ALWAYS, model: Event | None = None) -> bool:

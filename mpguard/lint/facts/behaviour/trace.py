@@ -51,7 +51,7 @@ _MAY_USE_OWN_SCALER = lazy_pattern(
 )
 #: Functions that take a value and do not compute with it, and those that return it.
 _ONLY_READS = lazy_pattern(
-    r"(?i)print|log|info|debug|warn|write|format|postfix|description|scalar|metric|^(?:append|update|str|repr|isinstance)$"
+    rf"(?i){roles.PRINTS}|format|postfix|description|scalar|metric|^(?:append|update|str|repr|isinstance)$"
 )
 _CONVERTS = frozenset({"float", "int", "round", "item", "min", "max", "abs", "log2"})
 #: Expressions whose value does not depend on the size of a number in them, or is text.

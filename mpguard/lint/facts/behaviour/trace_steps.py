@@ -34,10 +34,6 @@ ENDS: dict[Literal["scaled", "unscaled", "stepped"], tuple[StepKind, ...]] = {
     "unscaled": ("update", "passed"),
     "stepped": ("update", "passed"),
 }
-#: Flags that select the last micro-batch of gradient accumulation: `(i + 1) % n == 0`, `is_accumulating`, `update_now`.
-_ACCUMULATION = lazy_pattern(
-    r"(?i)%|accum|last_(?:opt_)?step|update_freq|sync_grad|should_(?:step|update)|do_(?:step|update)"
-)
 #: Flags that may choose between scaled and plain gradients: precision, backend, device, framework.
 _PRECISION = lazy_pattern(
     r"(?i)16|amp(?!l)|scal|half|precision|dtype|apex|deepspeed|\bds_|fsdp|accelerat(?!ion_steps|e_grad)|mixed|native"
@@ -184,7 +180,7 @@ def unrelated(later: PathCondition, earlier: PathCondition) -> bool:
 
 def rhythm(guard: PathCondition) -> bool:
     """True if some condition selects micro-batches of gradient accumulation."""
-    return any(_ACCUMULATION.search(flag) for flag in guard.flags())
+    return any(roles.ACCUMULATES.search(flag) for flag in guard.flags())
 
 
 def same_each_time(guard: PathCondition) -> bool:

@@ -58,7 +58,7 @@ _TESTS = (
 #: What gives a scaler back to the caller, whose own uses count.
 _RETURNS = (cst.Return, cst.Element)
 #: Functions that a scaler is passed to and that do not train.
-_READS_SCALER = lazy_pattern(f"(?i){roles.HANDLES_STATE}|raise|warn|scalar")
+_READS_SCALER = lazy_pattern(f"(?i){roles.HANDLES_STATE}|raise|scalar")
 
 
 def plain_step(backward: Event, guard: PathCondition, program: set[Scope], facts: DomainView) -> Event | None:

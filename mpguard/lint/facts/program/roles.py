@@ -28,8 +28,14 @@ GIVES_DATA = lazy_pattern(
 )
 #: A number that is reported, and may be a loss.
 MEASURED = lazy_pattern("(?i)loss|criterion|metric|kl_div|cross_entropy")
+#: A function that prints or logs what it gets.
+PRINTS = r"print|log|info|debug|warn|write"
 #: A function that stores, restores, prints or tests what it gets, and does not train with it.
-HANDLES_STATE = r"save|load|checkpoint|ckpt|restore|resume|print|log|info|isinstance|hasattr|bool"
+HANDLES_STATE = rf"save|load|checkpoint|ckpt|restore|resume|{PRINTS}|isinstance|hasattr|bool"
+#: A flag that selects the last micro-batch of gradient accumulation: `(i + 1) % n == 0`, `is_accumulating`.
+ACCUMULATES = lazy_pattern(
+    r"(?i)%|accum|last_(?:opt_)?step|update_freq|sync_grad|should_(?:step|update)|do_(?:step|update)"
+)
 
 #: Words in the name of a function that trains; that does not; that also runs steps, to test or to measure.
 _TRAINS = frozenset({"train", "training", "trainer", "fit", "finetune", "pretrain", "optimize", "learn"})

@@ -16,6 +16,7 @@ from mpguard.lint import (
     any_of,
     compatible,
     python_edits,
+    trace_facts,
     wrappers,
 )
 
@@ -133,9 +134,7 @@ for x in loader:
         edit = python_edits.through(facts, backward, accelerator) if accelerator is not None else None
         if edit is None:
             return None
-        by_hand = isinstance(backward.subject, cst.BinaryOperation) or any(
-            "accum" in flag for flag in backward.guard.flags()
-        )
+        by_hand = isinstance(backward.subject, cst.BinaryOperation) or trace_facts.rhythm(backward.guard)
         made = facts.events("accelerator")
         accumulates = not made or any("gradient_accumulation_steps" in each.call.keywords for each in made)
         return Fix("Run it through the Accelerator", "unsafe" if by_hand and accumulates else "safe", (edit,))

@@ -18,7 +18,6 @@ from mpguard.lint import (
     any_of,
     compatible,
     dotted,
-    lazy_pattern,
     path_condition,
     python_edits,
     trace_facts,
@@ -26,8 +25,6 @@ from mpguard.lint import (
 )
 
 _PARAMETERS = ("parameters", "named_parameters")
-#: Names of methods of models that give parameters: `get_trainable_params`.
-_GIVES_PARAMETERS = lazy_pattern("param")
 #: The arguments that the Accelerator's functions take as well.
 _ARGUMENTS = {
     "clip_grad_norm_": {"parameters", "max_norm", "norm_type"},
@@ -164,7 +161,7 @@ for x in loader:
         calls = [call for call in parameter_calls if first <= call.span[0] and call.span[1] <= last]
         if not calls:  # a name: follow it to the expression that it was assigned
             records = facts.flow.backward(clip.subject, clip.call, depth=2)
-            calls = [record for record in records if isinstance(record, Call) and _GIVES_PARAMETERS.search(record.name)]
+            calls = [record for record in records if isinstance(record, Call) and "param" in record.name]
         for call in calls:
             if call.receiver is None:
                 continue

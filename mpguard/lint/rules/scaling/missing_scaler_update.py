@@ -60,6 +60,7 @@ class MissingScalerUpdate(ScalingRule):
     message = "`{expr}` is never followed by `{scaler}.update()`"
     help = "call `update()` once per step, after the last `step`"
     operations = ("update", "scaler_step")
+    yields_to = ("MPG206",)
     triggers = (
         any_of(b"GradScaler", b".update("),
         any_of(b".scale(", b".unscale_(", b"caler.step("),

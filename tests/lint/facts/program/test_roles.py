@@ -18,6 +18,8 @@ NAMES = {
     "KEEPS_RESULT": (("evaluate", "push_to_hub", "save", "accuracy_score"), ("train", "step", "backward")),
     "GIVES_DATA": (("DataLoader", "get_batches", "next", "read_image"), ("reread", "model", "samples_seen")),
     "MEASURED": (("train_loss", "metric_fn", "kl_div"), ("lost", "model")),
+    "PRINTS": (("print", "log_metrics", "add_info", "warn"), ("step", "clip")),
+    "ACCUMULATES": (("(i+1)%4", "is_accumulating", "sync_gradients", "should_step"), ("step>0", "use_amp", "last")),
     "HANDLES_STATE": (("save_checkpoint", "log_scale", "isinstance"), ("train_step", "backward")),
 }
 EVALUATE = ("evaluate", "validation_step", "test_model", "export_onnx", "sampleImages")
