@@ -84,6 +84,13 @@ def may_be_mixed(facts: BehaviourView) -> bool:
     return any(launch.hidden or "mixed_precision" in launch.options for launch in launches)
 
 
+def asks_for_autocast(facts: BehaviourView) -> bool:
+    """True if code gives an Accelerator of the file a precision, and no engine has the dtypes in place of autocast."""
+    given = [event.call.keywords.get("mixed_precision") for event in facts.events("accelerator")]
+    asked = any(constant(each) not in (("no",), (None,)) for each in given if each is not None)
+    return asked and not leaves_autocast_out(facts)
+
+
 def is_without(facts: BehaviourView) -> bool:
     """True if nothing gives the Accelerators of a file a precision: no argument, and nothing launches with accelerate.
 

@@ -66,6 +66,9 @@ _TARGETS = lazy_pattern(
     r"^(?:tgt|gt|target|label)s?(?:_(?:masks?|box|boxes|bbox|labels?|classes))?$"
     r"|^(?!pred|output|logit|student)\w+_(?:targets?|labels?|true|gt)$"
 )
+#: Classes that keep an average of a model's copy, and what makes the copy FP32.
+_AVERAGES = lazy_pattern(r"EMA|Ema|MovingAverage")
+_COPIES, _WIDENS = lazy_pattern(r"\bdeepcopy\(|\.clone\("), lazy_pattern(r"\.float\(|float32|fp32|\.double\(")
 _TRAIN_SINKS = frozenset({"backward", "optimizer", "prepare", "initialize", "trainer", "parallel"})
 
 
@@ -74,7 +77,8 @@ class Sink:
     """A place where the flow of a value ends.
 
     kind: `backward`, `optimizer`, `prepare`, `initialize`, `trainer`, `parallel`, `gradient` (a backward pass whose
-    gradients are never applied in the file), `saved`, `engine`, `frozen`, `peft`.
+    gradients are never applied in the file), `saved`, `engine`, `frozen`, `peft`, `average` (a class of the project
+    averages a copy of it).
     """
 
     kind: str
@@ -260,6 +264,8 @@ class _Walk:
     def _into_class(self, cls: Scope, call: Call, arg: cst.Arg) -> bool:
         """True if a class of the project is an optimizer, or a Trainer of transformers, which takes the value."""
         kind = self.facts.class_kind(cls)
+        if _averages_copy(cls):
+            self.sink("average", call)
         if kind == "own_optimizer" and self._may_step(call):
             self.sink("optimizer", call)
             return True
@@ -271,8 +277,8 @@ class _Walk:
         """True if the file that creates an optimizer or wrapper trains, or one that calls it or takes it."""
         if self.facts.any_training or self.facts.events("step"):  # a helper may run the backward pass
             return True
-        bound = self.facts.bound_to(call)
-        key = bound.key if bound is not None else ""
+        statement = call.statement  # `optimizer = Sharded(Adam(...))`
+        key = dotted(statement.targets[0].target) if isinstance(statement, cst.Assign) else ""
         for taker in call.scope.calls if key else ():
             if key in map(dotted, (*taker.positional, *taker.keywords.values())):
                 functions = self.facts.functions(taker)
@@ -641,6 +647,12 @@ class ForwardFlow(_Walk):
         for call in tuple(callers):
             if not self._in_no_grad(call) and not self._leaves_out(call, scope):
                 self.follow(call.node, call, index)
+
+
+def _averages_copy(cls: Scope) -> bool:
+    """True for a class of the project that keeps an average of a model, in a copy that has the model's dtype."""
+    text = cls.chunk.text if _AVERAGES.search(cls.name) else ""
+    return _COPIES.search(text) is not None and _WIDENS.search(text) is None
 
 
 def _of_objects(name: str, owner: Scope, facts: BehaviourView) -> Iterator[tuple[Use, str]]:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.program import api_names
-from mpguard.lint.facts.program.dtypes import PossibleDtypes
+from mpguard.lint.facts.program.dtypes import AnyDtype, PossibleDtypes
 from mpguard.lint.facts.program.keywords import item_given
 from mpguard.lint.facts.program.lattice import Object
 from mpguard.lint.facts.syntax.nodes import dotted
-from mpguard.lint.facts.syntax.path_condition import ALWAYS
+from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition
 from mpguard.lint.facts.syntax.records import Call, Record
 from mpguard.policy.dtype import Dtype
 
@@ -49,19 +49,24 @@ def of_parameter(call: Call, facts: BehaviourView) -> PossibleDtypes:
     return ()
 
 
+def loaded(
+    node: cst.CSTNode | None, at: Record, facts: BehaviourView
+) -> Iterator[tuple[PathCondition, AnyDtype | None, Call]]:
+    """Yield the dtypes in which a model may be loaded, each with its path condition and the call that loads it."""
+    for load in dict.fromkeys(_loads_of(node, at, facts, _DEPTH)):
+        given = load.argument(None, "dtype", "torch_dtype")
+        for guard, dtype in facts.of(load).dtypes(given, load, strings=True) if given is not None else ():
+            yield guard, dtype, load
+
+
 def _of(given: cst.BaseExpression, at: Call, facts: BehaviourView) -> PossibleDtypes:
     known = facts.dtypes(given, at)
     if any(dtype is not None for _, dtype in known) or not dotted(given).endswith(".weight.dtype"):
         return known
     assert isinstance(given, cst.Attribute)
     assert isinstance(given.value, cst.Attribute)
-    loads = dict.fromkeys(_loads_of(given.value.value, at, facts, _DEPTH))
-    found: list[PossibleDtypes] = []
-    for load in loads:
-        dtype = load.argument(None, "dtype", "torch_dtype")
-        if dtype is not None and not any(name in load.keywords for name in _QUANTIZES):
-            found.append(facts.of(load).dtypes(dtype, load, strings=True))
-    return tuple(each for dtypes in found for each in dtypes)
+    found = loaded(given.value.value, at, facts)
+    return tuple((guard, dtype) for guard, dtype, load in found if load.keywords.keys().isdisjoint(_QUANTIZES))
 
 
 def _loads_of(node: cst.CSTNode | None, at: Record, facts: BehaviourView, depth: int) -> Iterator[Call]:
@@ -74,6 +79,9 @@ def _loads_of(node: cst.CSTNode | None, at: Record, facts: BehaviourView, depth:
         yield from loads
     elif isinstance(node, cst.Call):
         call = facts.call_of(node)
+        if call is not None and call.name in api_names.LOADERS:
+            yield call
+            return
         inner = None if call is None else call.receiver or (call.positional[0] if call.positional else None)
         yield from _loads_of(inner, at, facts, depth - 1)
     elif isinstance(node, cst.Subscript):

@@ -15,14 +15,16 @@ import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour import autocast_ops as ops
+from mpguard.lint.facts.behaviour import layer_dtypes
 from mpguard.lint.facts.behaviour.autocast_state import AutocastStates
+from mpguard.lint.facts.behaviour.flow import Flow
 from mpguard.lint.facts.program import api_names
 from mpguard.lint.facts.program.dtypes import AnyDtype, OtherDtype, as_dtype
 from mpguard.lint.facts.program.keywords import alternatives_of
-from mpguard.lint.facts.program.lattice import Class, Function, Object, Ref
+from mpguard.lint.facts.program.lattice import Class, Constant, Function, Object, Ref
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition, negated
-from mpguard.lint.facts.syntax.records import Binding, Call, Record
+from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
 from mpguard.lint.source.libcst_internals import Frames
 from mpguard.policy.dtype import HALF_DTYPES, Dtype
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 #: A Python number, or a tensor without dimensions: arithmetic with it keeps the dtype of the other operand.
 NUMBER: Literal["number"] = "number"
+#: The dtype of the weights of the module whose layer computes a value: known for an object of it.
+WEIGHTS: Literal["weights"] = "weights"
 LOW: frozenset[object] = frozenset(HALF_DTYPES)
 _FLOATS = (Dtype.BF16, Dtype.FP16, Dtype.FP32, Dtype.FP64)
 #: Methods of a tensor that cast it, and the dtypes to which they cast: each is named as the attribute of `torch`.
@@ -59,7 +63,7 @@ class TensorDtype:
     """
 
     guard: PathCondition
-    dtype: AnyDtype | Literal["number"] | None
+    dtype: AnyDtype | Literal["number", "weights"] | None
     origin: Record | None = None
     by_autocast: bool = False
 
@@ -73,6 +77,8 @@ class TensorDtype:
         """Why values have a low-precision dtype: the end of `log_softmax on values ...`."""
         if isinstance(self.origin, Call) and self.origin.name == "MixedPrecision":
             return f"of a model that FSDP computes in {self.label}"
+        if isinstance(self.origin, Call) and self.origin.name == "initialize":
+            return f"of a model that DeepSpeed casts to {self.label}"
         if self.by_autocast:
             return f"that autocast computed in {self.label}, after it ended"
         loaded = isinstance(self.origin, Call) and self.origin.name in api_names.LOADERS
@@ -103,12 +109,21 @@ class TensorDtypes:
         wanted = frozenset(map(as_dtype, dtypes)) or LOW
         return next((each for each in self.of(node, at) if each.dtype in wanted), None)
 
-    def outside_autocast(self, node: cst.CSTNode | None, at: Record) -> TensorDtype | None:
-        """Return the low-precision dtype of an expression at a place without autocast; None where one may be active."""
-        found = self.low(node, at)
-        if found is None or any(state.dtype != "off" for state in self.facts.part(AutocastStates).at(at)):
-            return None
-        return found
+    def outside_autocast(self, node: cst.CSTNode | None, call: Call) -> TensorDtype | None:
+        """Return the low-precision dtype of an expression that a call computes with outside autocast, and trains.
+
+        None where autocast may be active, or no backward pass takes the result.
+        """
+        found = self.low(node, call)
+        return found if found is not None and self._is_trained_outside(call) else None
+
+    def in_dtype_of_weights(self, node: cst.CSTNode | None, call: Call) -> bool:
+        """True for the same if the dtype is that of the weights of the module whose method contains the call."""
+        return any(each.dtype == WEIGHTS for each in self.of(node, call)) and self._is_trained_outside(call)
+
+    def _is_trained_outside(self, call: Call) -> bool:
+        is_off = all(state.dtype == "off" for state in self.facts.part(AutocastStates).at(call))
+        return is_off and bool(self.facts.part(Flow).forward(call.node, call, past_targets=False).training_sinks)
 
     # -- expressions --------------------------------------------------------------------------------
 
@@ -156,7 +171,7 @@ class TensorDtypes:
         if isinstance(node, cst.UnaryOperation) and not isinstance(node.operator, cst.Not):
             return self._of(node.expression, at)
         if isinstance(node, cst.Subscript):
-            return self._of(node.value, at)
+            return self._logits(node.value, at) if _is_item(node, "logits") else self._of(node.value, at)
         if isinstance(node, cst.NamedExpr):
             return self._of(node.value, at)
         if isinstance(node, cst.Comparison):
@@ -231,8 +246,8 @@ class TensorDtypes:
                 if call is None:
                     return _UNKNOWN
                 if model is None or model.call is None or not model.path.startswith("transformers."):
-                    by_policy = _by_policy(self, model.call, call) if model is not None else ()
-                    found += by_policy or _under_autocast(self, call)  # some model: its last operation is a matmul
+                    decided = _by_wrapper(self, model, call) if model is not None else _as_loaded(self, call)
+                    found += decided or _under_autocast(self, call)  # some model: its last operation is a matmul
                     continue
                 given = model.call.argument(None, "dtype", "torch_dtype")
                 stored = self.facts.of(model.call).dtypes(given, model.call, strings=True) if given is not None else ()
@@ -257,6 +272,8 @@ class TensorDtypes:
             call = facts.index.call_of.get(value)
             if call is not None and call.name in ("chunk", "split", "unbind", "size", "tensor_split"):
                 return self._of(value, binding)
+            if call is not None and len(binding.index) == 1 and self._is_of_project(call):
+                return self._call(call, binding.index[0])
             if call is not None and call.name in ("topk", "sort", "max", "min") and binding.index == (0,):
                 return self._of(call.receiver if self.is_method(call) else call.argument(0), binding)
             if isinstance(value, cst.Attribute) and value.attr.value == "shape":
@@ -306,7 +323,13 @@ class TensorDtypes:
             isinstance(each.atom, (Ref, Function)) for each in self.facts.evaluate(call.func, call)
         )
 
-    def _call(self, call: Call) -> tuple[TensorDtype, ...]:
+    def _is_of_project(self, call: Call) -> bool:
+        """True if a call runs a function, or a module, of the project."""
+        atoms = [each.atom for each in self.facts.evaluate(call.func, call)]
+        return any(isinstance(atom, Function) or (isinstance(atom, Object) and atom.cls is not None) for atom in atoms)
+
+    def _call(self, call: Call, index: int | None = None) -> tuple[TensorDtype, ...]:
+        """Return the dtypes of what a call gives, or of the element at an index of the tuple that it gives."""
         facts = self.facts
         atoms = [each.atom for each in facts.evaluate(call.func, call)]
         paths = {atom.path for atom in atoms if isinstance(atom, Ref)}
@@ -314,17 +337,27 @@ class TensorDtypes:
             known = len(paths) == 1 and all(isinstance(atom, Ref) for atom in atoms)
             return self._function(paths.pop(), call) if known else _UNKNOWN
         if len(atoms) == 1 and isinstance(atoms[0], Object):
-            return _module(self, atoms[0], call)
+            return _module(self, atoms[0], call, index)
         if call.receiver is not None and not any(isinstance(atom, (Function, Object, Class)) for atom in atoms):
             return _of_method(self, call)
         found: list[TensorDtype] = []
         for function in facts.functions(call):
             if function.scope.name == "__init__" or not function.scope.returns:
                 return _UNKNOWN
-            own = facts.of(function.scope).part(TensorDtypes)
-            for each in function.scope.returns:
-                found += self._under((own._of if own is self else own.of)(each.value, each), each.guard)
+            found += self._returned(function.scope, index)
         return _as_called(self, found, call) or _UNKNOWN
+
+    def _returned(self, scope: Scope, index: int | None) -> list[TensorDtype]:
+        """Return the dtypes of what a function of any file returns, or of an element of it."""
+        own = self.facts.of(scope).part(TensorDtypes)
+        found: list[TensorDtype] = []
+        for each in scope.returns:
+            value: cst.CSTNode | None = each.value
+            if index is not None:
+                several = isinstance(value, cst.Tuple) and index < len(value.elements)
+                value = value.elements[index].value if several else None  # type: ignore[union-attr]
+            found += self._under((own._of if own is self else own.of)(value, each), each.guard)
+        return found
 
     def _function(self, path: str, call: Call) -> tuple[TensorDtype, ...]:
         last = path.rsplit(".", 1)[-1]
@@ -433,6 +466,12 @@ class TensorDtypes:
         return None
 
 
+def _is_item(node: cst.Subscript, key: str) -> bool:
+    """True for `node["key"]`."""
+    index = node.slice[0].slice
+    return isinstance(index, cst.Index) and constant(index.value) == (key,)
+
+
 def _join(one: TensorDtype, other: TensorDtype) -> TensorDtype:
     """Return the dtype of arithmetic with two tensors, by torch's type promotion."""
     guard = one.guard.joined(other.guard)
@@ -481,29 +520,60 @@ def _to(tensors: TensorDtypes, call: Call) -> tuple[TensorDtype, ...]:
     return tensors._of(call.receiver, call) if not call.starred else _UNKNOWN
 
 
-def _module(tensors: TensorDtypes, atom: Object, call: Call) -> tuple[TensorDtype, ...]:
-    """Return the dtypes of a layer's output."""
+def _module(tensors: TensorDtypes, atom: Object, call: Call, index: int | None) -> tuple[TensorDtype, ...]:
+    """Return the dtypes of a layer's output, or of an element of it."""
     last = atom.path.rsplit(".", 1)[-1]
     first = call.argument(0, "input")
     if atom.cls is None and atom.path.startswith("torch.nn."):
         if last in ops.LOWERED_LAYERS:
-            return tensors._by_autocast((first,) if first is not None else (), call)
+            return _in_dtype_of_weights(tensors._by_autocast((first,) if first is not None else (), call), call)
         if last in ops.FLOAT32_LAYERS:
             return tensors._float32_under_autocast(first, call)
         if last == "Sequential" and atom.call is not None and not atom.call.starred:
             layers = [tensors.facts.of(atom.call).call_of(each) for each in atom.call.positional]
             names = [each.name if each is not None else "" for each in layers]
             deciding = next((each for each in reversed(names) if each not in ops.KEEPING_LAYERS), "")
-            return tensors._by_autocast((), call) if deciding in ops.LOWERED_LAYERS else _UNKNOWN
+            found = tensors._by_autocast((), call) if deciding in ops.LOWERED_LAYERS else _UNKNOWN
+            return _in_dtype_of_weights(found, call) if deciding in ops.LOWERED_LAYERS else found
         return tensors._of(first, call) if last in ops.KEEPING_LAYERS else _UNKNOWN
     if atom.cls is None or atom.prepared:
         return _UNKNOWN
     forward = atom.cls.method("forward")
-    own = tensors.facts.of(atom.cls).part(TensorDtypes)
-    found: list[TensorDtype] = []
-    for each in forward.returns if forward is not None else ():
-        found += tensors._under((own._of if own is tensors else own.of)(each.value, each), each.guard)
-    return _as_called(tensors, found, call) or _UNKNOWN
+    returned = tensors._returned(forward, index) if forward is not None else []
+    if any(each.dtype == WEIGHTS for each in returned) and (weights := _weights_of(tensors, atom)):
+        rest = [each for each in returned if each.dtype != WEIGHTS]
+        returned = rest + [w for each in returned if each.dtype == WEIGHTS for w in tensors._under(weights, each.guard)]
+    return _as_called(tensors, returned, call) or _UNKNOWN
+
+
+def _in_dtype_of_weights(found: tuple[TensorDtype, ...], call: Call) -> tuple[TensorDtype, ...]:
+    """Return the dtypes of a layer's output: outside autocast, and for unknown inputs, that of the weights."""
+    if not call.path.startswith("self."):
+        return found
+    return tuple(dataclasses.replace(each, dtype=WEIGHTS) if each.dtype is None else each for each in found)
+
+
+def _weights_of(tensors: TensorDtypes, model: Object) -> tuple[TensorDtype, ...]:
+    """Return the 16-bit dtypes in which an object of a module of the project is loaded, or to which it is cast."""
+    made = model.call
+    if made is None:
+        return ()
+    facts = tensors.facts.of(made)
+    if made.name in api_names.LOADERS:
+        given = made.argument(None, "dtype", "torch_dtype")
+        dtypes = facts.dtypes(given, made, strings=True) if given is not None else ()
+        return tuple(TensorDtype(guard, dtype, made) for guard, dtype in dtypes if dtype in LOW)
+    if made.name in api_names.PARALLEL:
+        inner = [each.atom for each in facts.evaluate(made.argument(0, "module"), made)]
+        return tuple(w for each in inner if isinstance(each, Object) for w in _weights_of(tensors, each))
+    return tuple(
+        TensorDtype(guard, dtype, event.call)
+        for each in dict.fromkeys((facts, tensors.facts))
+        for event in each.events("cast")
+        if any(isinstance(a.atom, Object) and a.atom.call is made for a in each.evaluate(event.subject, event.call))
+        for guard, dtype in event.dtypes
+        if dtype in LOW
+    )
 
 
 def _as_called(tensors: TensorDtypes, found: list[TensorDtype], call: Call) -> tuple[TensorDtype, ...]:
@@ -538,18 +608,34 @@ def _of_row(
     return tensors._of(call.argument(0), binding) if call.path == "enumerate" and place == 1 else _UNKNOWN
 
 
-def _by_policy(tensors: TensorDtypes, wrapper: Call | None, call: Call) -> tuple[TensorDtype, ...]:
-    """Return the dtypes in which FSDP computes outside autocast, by the `param_dtype` of a wrapper's policy."""
-    states = tensors.facts.part(AutocastStates).at(call)
-    if wrapper is None or any(state.dtype != "off" for state in states):
+def _as_loaded(tensors: TensorDtypes, call: Call) -> tuple[TensorDtype, ...]:
+    """Return the 16-bit dtypes in which a model is loaded that is not known otherwise, for a call outside autocast."""
+    if any(state.dtype != "off" for state in tensors.facts.part(AutocastStates).at(call)):
         return ()
-    facts, found = tensors.facts.of(wrapper), list[TensorDtype]()
-    for each in alternatives_of(wrapper, "mixed_precision", facts):
-        made = each.atom.call if isinstance(each.atom, Object) and each.atom.kind == "fsdp1_policy" else None
-        param = made.argument(0, "param_dtype") if made is not None else None
-        if made is not None and param is not None:
-            dtypes = facts.of(made).dtypes(param, made)
-            found += [TensorDtype(guard, dtype, made, by_autocast=True) for guard, dtype in dtypes]
+    model = call.receiver if call.name == "forward" else call.func
+    loaded = layer_dtypes.loaded(model, call, tensors.facts)
+    return tuple(TensorDtype(guard, dtype, load) for guard, dtype, load in loaded if dtype in LOW)
+
+
+def _by_wrapper(tensors: TensorDtypes, wrapper: Object, call: Call) -> tuple[TensorDtype, ...]:
+    """Return the dtypes in which FSDP or DeepSpeed computes outside autocast, by its policy or its config."""
+    states, made = tensors.facts.part(AutocastStates).at(call), wrapper.call
+    if made is None or any(state.dtype != "off" for state in states):
+        return ()
+    facts, found = tensors.facts.of(made), list[TensorDtype]()
+    if wrapper.kind == "engine":
+        config = facts.evaluate(made.argument(None, "config", "config_params"), made)
+        for key, dtype in (("bf16", Dtype.BF16), ("fp16", Dtype.FP16)):
+            enabled = facts.values.attribute(facts.values.attribute(config, key), "enabled")
+            on = (each for each in enabled if isinstance(each.atom, Constant) and each.atom.value is True)
+            found += [TensorDtype(each.guard, dtype, made) for each in on]
+        return tuple(found)
+    for each in alternatives_of(made, "mixed_precision", facts):
+        policy = each.atom.call if isinstance(each.atom, Object) and each.atom.kind == "fsdp1_policy" else None
+        param = policy.argument(0, "param_dtype") if policy is not None else None
+        if policy is not None and param is not None:
+            dtypes = facts.of(policy).dtypes(param, policy)
+            found += [TensorDtype(guard, dtype, policy, by_autocast=True) for guard, dtype in dtypes]
     return tuple(found)
 
 
@@ -561,7 +647,8 @@ def _of_network(tensors: TensorDtypes, call: Call | None) -> tuple[TensorDtype, 
     made = [each.atom for each in tensors.facts.evaluate(call.func, call)]
     if any(isinstance(atom, known) or (isinstance(atom, Object) and atom.prepared) for atom in made):
         return _UNKNOWN
-    return _under_autocast(tensors, call) or _UNKNOWN
+    wrapped = [w for atom in made if isinstance(atom, Object) for w in _by_wrapper(tensors, atom, call)]
+    return tuple(wrapped) or _under_autocast(tensors, call) or _UNKNOWN
 
 
 def _of_method(tensors: TensorDtypes, call: Call) -> tuple[TensorDtype, ...]:

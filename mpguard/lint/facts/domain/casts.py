@@ -12,7 +12,7 @@ from mpguard.lint.facts.behaviour.events import Event
 from mpguard.lint.facts.domain.optimizers import is_parts
 from mpguard.lint.facts.program import api_names, project_words, roles
 from mpguard.lint.facts.program.dtypes import AnyDtype, PossibleDtypes
-from mpguard.lint.facts.program.lattice import Function
+from mpguard.lint.facts.program.lattice import Function, Object
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import Flag, PathCondition, negated
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
@@ -235,6 +235,27 @@ class CastFacts:
         if bound is not None and self._is_called(bound):
             return True
         return bool({key.rsplit(".", 1)[-1] for key in keys} & self.facts.module_names)
+
+    def is_own_layer(self, cast: Event) -> bool:
+        """True if a module of the project casts a layer where it creates it: `self.up = nn.Linear(8, 8).to(dtype)`."""
+        bound = self.facts.bound_to(cast.call)
+        if cast.kind != "cast" or bound is None or not bound.key.startswith("self.") or cast.scope.name != "__init__":
+            return False
+        made = [each.atom for each in self.facts.evaluate(cast.subject, cast.call)]
+        return isinstance(cast.subject, cst.Call) and all(
+            isinstance(atom, Object) and atom.kind == "model" and (atom.cls or atom.path.startswith("torch.nn."))
+            for atom in made
+        )
+
+    def may_be_low(self, created: Call) -> bool:
+        """True if an object may not have FP32 weights: it is loaded in a dtype, or a cast of the file changes it."""
+        if created.argument(None, "dtype", "torch_dtype") is not None or created.starred:
+            return True
+        return any(
+            isinstance(each.atom, Object) and each.atom.call is created
+            for event in self.facts.events("cast")
+            for each in self.facts.evaluate(event.subject, event.call)
+        )
 
     def bound_name(self, cast: Event) -> str:
         """Return the last name of what a cast changes in place, or of what its result is bound to; empty without."""

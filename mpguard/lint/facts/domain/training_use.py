@@ -19,6 +19,7 @@ from mpguard.lint.facts.behaviour.events import Event, EventKind
 from mpguard.lint.facts.behaviour.events.event import creates_optimizer, is_optimizer
 from mpguard.lint.facts.behaviour.forward_flow import FRAMEWORK_STEPS, Reach, Sink
 from mpguard.lint.facts.domain import wrapped_loads
+from mpguard.lint.facts.domain.adapted import Adapted
 from mpguard.lint.facts.domain.casts import CastFacts
 from mpguard.lint.facts.domain.master_weights import MasterWeights
 from mpguard.lint.facts.domain.optimizers import Optimizers
@@ -28,8 +29,8 @@ from mpguard.lint.facts.program.dtypes import AnyDtype, as_dtype
 from mpguard.lint.facts.program.lattice import ANOTHER_CONFIG, Object
 from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition
-from mpguard.lint.facts.syntax.records import Call, Record
-from mpguard.policy.dtype import Dtype
+from mpguard.lint.facts.syntax.records import Call, Record, Scope
+from mpguard.policy.dtype import HALF_DTYPES, Dtype
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.domain.view import DomainView
@@ -65,7 +66,7 @@ class TrainingUse:
         self.facts = facts
         self._casts = facts.part(CastFacts)
         self._weights: dict[AnyDtype, list[Weights]] = {}
-        self._adapted: dict[str, set[Call]] | None = None
+        self._adapted = facts.part(Adapted)
 
     # -- casts --------------------------------------------------------------------------------------
 
@@ -99,14 +100,14 @@ class TrainingUse:
         reach = self._reach(cast, guards[0], whole)
         if is_module and whole is None:  # adapters that it got before are cast with it
             reach.sinks = [
-                each for each in reach.sinks if each.kind != "peft" or not self._precedes(each.call, cast.call)
+                each for each in reach.sinks if each.kind != "peft" or not self._adapted.precedes(each.call, cast.call)
             ]
             if reach.meets("backward") and not reach.meets("optimizer"):
                 reach.sinks += self._earlier_optimizers(cast, guards[0])
             if not reach.meets("optimizer"):
                 reach.sinks += self._of_callers(cast, guards[0])
         later = not is_module and self._is_frozen_later(cast, reach)
-        training = self._training(reach, weights=is_module, frozen_later=later)
+        training = self._training(reach, cast.call, weights=is_module, frozen_later=later)
         if training is None and whole is not None and cast.key == "self":
             training = self._own_training(cast, reach)
         if training is None or (training.by_engine and not is_module):
@@ -140,12 +141,12 @@ class TrainingUse:
         return list(found.values())
 
     def _inside_module(self, cast: Event, guard: PathCondition) -> Training | None:
-        """Return what trains parameters that a module of the project creates, or an adapter that is cast as a whole.
+        """Return what trains parameters, or layers, of a module of the project, or an adapter that is cast as a whole.
 
         Their optimizer takes the parameters of an object of the module, or of one that contains it; an adapter, which
         is put into a model, has that of its program.
         """
-        owner = cast.scope.owner if cast.kind == "construct" else None
+        owner = cast.scope.owner if cast.kind == "construct" or self._casts.is_own_layer(cast) else None
         if owner is not None and self.facts.class_kind(owner) == "model":
             created = list(wrapped_loads.objects_of(owner, self.facts))[:_MOST_OBJECTS]
         else:
@@ -159,7 +160,7 @@ class TrainingUse:
             if binding is not None and not facts.frozen_params.is_frozen_name(key):
                 reach = facts.flow.forward_key(key, binding, guard)
                 if reach.meets("optimizer"):
-                    return self._training(reach, weights=True)
+                    return self._training(reach, cast.call, weights=True)
             elif binding is None and (owner is None or _ADAPTER.search(owner.name)):
                 sinks = _of_program(call, facts)
                 if sinks:
@@ -178,14 +179,15 @@ class TrainingUse:
                 found |= {sink.call: sink for sink in sinks if sink.kind == "optimizer"}
         return [sink for call, sink in found.items() if call.scope is cast.scope and call.order < cast.order]
 
-    def _training(self, reach: Reach, weights: bool = False, frozen_later: bool = False) -> Training | None:
-        """Return what trains with a value.
+    def _training(self, reach: Reach, at: Record, weights: bool = False, frozen_later: bool = False) -> Training | None:
+        """Return what trains with the value of a record.
 
         weights: it is a model. An optimizer trains it even if a frozen model takes its output. frozen_later: it is an
         input of a model that is trained, and frozen models take only what this one makes of it.
         """
         is_trained = frozen_later or (weights and reach.meets("optimizer"))
-        if reach.meets("peft") or (reach.meets("frozen") and not is_trained):
+        adding = [sink.call for sink in reach.sinks if sink.kind == "peft"]
+        if (adding and not self._adapted.are_optional(adding, at)) or (reach.meets("frozen") and not is_trained):
             return None
         trained = [sink for sink in reach.training_sinks if not self._only_places(sink)]
         sinks = tuple(sink for sink in trained if not self._by_engine(sink))
@@ -287,7 +289,8 @@ class TrainingUse:
                 guards = event.may_be(dtype)
                 if not guards or not self._casts.is_module(event):
                     continue
-                if self.has_adapters(event.key, event.call, cast=event.kind == "cast"):
+                adding = self._adapted.adding(event.key, event.call, cast=event.kind == "cast")
+                if adding and not self._adapted.are_optional(adding, event.call):
                     continue
                 settled = any(ANOTHER_CONFIG in guard for guard, _ in event.dtypes)  # a config has chosen one
                 guards = [guard for guard in guards if ANOTHER_CONFIG not in guard]
@@ -299,6 +302,16 @@ class TrainingUse:
                 if training is not None and not self._casts.is_cast_back(event):
                     self._weights[dtype].append(Weights(event, dtype, guards[0], training))
         return self._weights[dtype]
+
+    def of_module(self, owner: Scope) -> Weights | None:
+        """Return how a module of the project gets the 16-bit dtype in which its weights are trained."""
+        for facts in (self.facts, *(self.facts.users(owner.name) or ())):
+            use: TrainingUse = facts.part(TrainingUse)
+            for weights in (each for dtype in HALF_DTYPES for each in use.weights(dtype)):
+                made = [each.atom for each in facts.evaluate(weights.event.subject, weights.event.call)]
+                if any(isinstance(atom, Object) and atom.cls is owner for atom in made):
+                    return weights
+        return None
 
     def in_dtype_of_checkpoint(self) -> list[Weights]:
         """Return the models of transformers that are trained, and loaded without a dtype.
@@ -354,7 +367,7 @@ class TrainingUse:
             return None
         if "pipeline" in self.facts.kinds(call.node, call):
             return None
-        return self._training(self.reach_of_loaded(load, guard), weights=True)
+        return self._training(self.reach_of_loaded(load, guard), call, weights=True)
 
     def reach_of_loaded(self, load: Event, guard: PathCondition) -> Reach:
         """Return what a loaded model reaches, or the module of the project that contains it."""
@@ -371,35 +384,6 @@ class TrainingUse:
         ways = keywords.passed(call, self.facts)
         return ways is not None and all(way.keys().isdisjoint(_QUANTIZES) for way in ways)
 
-    def _precedes(self, first: Record, second: Record) -> bool:
-        """True if a record comes before another one: in a function, or by the calls of their functions in it."""
-        after = self._with_callers(second)
-        return any(a.scope is b.scope and a.order < b.order for a in self._with_callers(first) for b in after)
-
-    def _with_callers(self, record: Record, depth: int = 3) -> list[Record]:
-        calls = self.facts.callers(record.scope)[:8] if depth else []
-        return [record, *(each for call in calls for each in self._with_callers(call, depth - 1))]
-
     def has_adapters(self, key: str, at: Record, cast: bool = False) -> bool:
-        """True if an object of this (last) name gets adapters in code connected with a record.
-
-        As an argument, a receiver or a result of the call that adds them. cast: the record casts the whole object, with
-        the adapters that it got before.
-        """
-        if self._adapted is None:
-            self._adapted = {}
-            for name, calls in self.facts.calls.items():
-                adapts = project_words.ADAPTERS.search(name)
-                for call in calls if adapts or name == "from_pretrained" else ():
-                    if not adapts and not project_words.ADAPTER_LOADERS.search(call.path):
-                        continue
-                    given = [call.receiver, *call.positional, call.keywords.get("model")]
-                    if isinstance(call.statement, cst.Assign):
-                        given += [target.target for target in call.statement.targets]
-                    for each in given:
-                        self._adapted.setdefault(dotted(each).rsplit(".", 1)[-1], set()).add(call)
-        adding = self._adapted.get(key.rsplit(".", 1)[-1], ()) if key else ()
-        places = {call.scope for call in adding if not (cast and self._precedes(call, at))}
-        return any(
-            at.scope in self.facts.reachable(place) or place in self.facts.reachable(at.scope) for place in places
-        )
+        """True if an object of this (last) name gets adapters in code connected with a record: see `Adapted.adding`."""
+        return bool(self._adapted.adding(key, at, cast))

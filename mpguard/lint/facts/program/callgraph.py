@@ -62,10 +62,12 @@ class CallGraph:
         if scope.kind != "function":
             return []
         self.facts.need_uses(name_outside(scope) or scope.name)
-        found = self.calls_of(scope)
-        for other in self._callers_modules(scope):
-            found += other.part(CallGraph).calls_of(scope)
-        self._callers[scope] = found
+        graphs = [self, *(other.part(CallGraph) for other in self._callers_modules(scope))]
+        if scope.name == "__init__" and scope.parent is not None:
+            # What a class is given may decide what its attributes are, whose calls are asked below if they create one.
+            named = [(each, call) for each in graphs for call in each.facts.calls.get(scope.parent.name, ())]
+            self._callers[scope] = [call for each, call in named if each._resolves(call, scope)]
+        found = self._callers[scope] = [call for each in graphs for call in each.calls_of(scope)]
         return found
 
     def calls_of(self, scope: Scope) -> list[Call]:

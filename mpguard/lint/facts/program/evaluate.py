@@ -75,6 +75,8 @@ class _Search:
         self.partial: dict[cst.CSTNode, tuple[Alternatives, set[object], int]] = {}
 
 
+#: Functions that take one whose parameters are the options of a command line: of fire, typer and jsonargparse.
+_COMMANDS = ("Fire", "run", "CLI", "auto_cli")
 #: Comparisons that two constants decide.
 _COMPARES: dict[type[cst.BaseCompOp], Callable[[object, object], bool]] = {
     cst.Equal: operator.eq, cst.Is: operator.eq, cst.NotEqual: operator.ne, cst.IsNot: operator.ne,
@@ -565,7 +567,7 @@ class Values(_Attributes):
                 facts = self.facts.of(call)
                 found += restrict(facts.values.evaluate(given, call.scope, call.order), call.guard)
         if not callers or self.facts.escapes(scope):
-            return (*found, *NOTHING_KNOWN)
+            return (*found, *_default_of_command(self.facts, scope, binding), *NOTHING_KNOWN)
         return tuple(found)
 
     # -- attributes and calls -------------------------------------------------------------------------
@@ -590,6 +592,16 @@ class Values(_Attributes):
             return tuple(found) or NOTHING_KNOWN
         finally:
             self._finish(search, call)
+
+
+def _default_of_command(facts: ProgramView, scope: Scope, param: Binding) -> Alternatives:
+    """Return the default of a parameter that is an option of a command line, as in `fire.Fire(main)`."""
+    literal = constant(param.value) if param.value is not None else None
+    taking = [call for name in _COMMANDS for call in facts.calls.get(name, ())] if literal is not None else []
+    if literal is None or not any(dotted(call.argument(0)) == scope.name for call in taking):
+        return ()
+    condition = condition_of(param.key, Constant(literal[0]))
+    return (Alternative(ALWAYS.given(condition) if condition else ALWAYS, Constant(literal[0])),)
 
 
 def _is_of_amp(atom: Atom) -> bool:

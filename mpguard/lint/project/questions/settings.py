@@ -52,6 +52,8 @@ _EXPANDS = lazy_pattern(
     rb"\binstantiate\b|\bLightningCLI\b|HfArgumentParser|TrlParser|\bfrom_dict\(|\bsetattr\(|\bfrom_config\("
     rb"|\*\*\s*[\w.]*(?:arg|opt|conf|cfg|param|flag|setting|hp)\w*\s*[,)}]"
 )
+#: After the name of a keyword argument: a constant. The call of `Accelerator(mixed_precision="no")` reads no config.
+_IS_CONSTANT = rb"[ \t]*=[ \t]*(?:[\"'][^\"'\n]*[\"']|True|False|None)[ \t]*[,)]"
 #: What only configs of other programs have: accelerate, axolotl, LLaMA-Factory, Lightning's command line, Hydra.
 _OF_OTHERS = lazy_pattern(
     rb"^[ \t]*(?:compute_environment|distributed_type|base_model|finetuning_type|class_path|_target_|zero_optimization)"
@@ -217,7 +219,7 @@ def unread_keys(asked: Asked) -> list[str]:
             section = _section(data[: place.start()], len(place[1]))
             key = re.escape(place[2])
             handed = section and re.search(rb"\*\*[^,)\n]*[\[.][\"']?%s\b" % re.escape(section), code)
-            if not handed and not re.search(rb"\b%s\b" % key, code):
+            if not handed and not re.search(rb"\b%s\b(?!%s)" % (key, _IS_CONSTANT), code):
                 found.append(f"{file}:{place[2].decode()}")
     return found
 

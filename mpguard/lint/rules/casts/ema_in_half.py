@@ -21,6 +21,7 @@ from mpguard.lint import (
     compatible,
     dotted,
     dtype_triggers,
+    lattice,
     lazy_pattern,
     library_names,
     text_of,
@@ -146,7 +147,11 @@ def sample(args):
                 or any(self._updated(each, cast, facts) for each in names)
                 or (self._copy_updated(cast, facts))
             ):
-                notes = (Note("averaged here", averaging.span),) if averaging is not None else ()
+                notes = (
+                    (Note("averaged here", averaging.span, facts.elsewhere(averaging)),)
+                    if averaging is not None
+                    else ()
+                )
                 if cast.call.statement in reported:
                     continue
                 reported.add(cast.call.statement)
@@ -204,6 +209,8 @@ def sample(args):
         """Return the call that creates the average from the model in its low dtype."""
         for name in _CLASSES:
             for call in facts.calls.get(name, ()):
+                if any(isinstance(each.atom, lattice.Class) for each in facts.evaluate(call.func, call)):
+                    continue  # a class of the project: `EmaOfHalfModel` reads it
                 own = call.argument(None, "dtype")  # the dtype of the average, instead of the model's
                 if own is not None and all(dtype in (Dtype.FP32, Dtype.FP64) for _, dtype in facts.dtypes(own, call)):
                     continue

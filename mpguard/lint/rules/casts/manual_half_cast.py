@@ -75,7 +75,7 @@ class ManualHalfCast(Rule):
     help = "remove the cast; autocast, or the launcher's policy, chooses the dtype"
     triggers = (
         any_of(*dtype_triggers.NAMES_HALF, b"(half", b".float16", b" float16", b"(float16", b'"float16', b"'float16",
-               b"HalfTensor", b"DTYPE"),
+               b"HalfTensor", b"DTYPE", b"_to_fp16()"),
     )  # fmt: skip
     triggers_nearby = (
         any_of(
@@ -93,7 +93,7 @@ class ManualHalfCast(Rule):
             b"fully_shard",
         ),
     )
-    pattern = lazy_pattern(rb"half\b(?<!\whalf)|float16|HalfTensor|DTYPE\b")  # not `rotate_half`
+    pattern = lazy_pattern(rb"half\b(?<!\whalf)|float16|HalfTensor|DTYPE\b|_to_fp16\(")  # not `rotate_half`
     yields_to = ("MPG107", "MPG109", "MPG110", "MPG511", "MPG603")
     examples = (
         Bad(

@@ -42,7 +42,7 @@ class NoMasterWeights(Rule):
     help = "keep the weights in FP32 and compute in BF16 by autocast, or use an optimizer with stochastic rounding"
     triggers = (
         any_of(*_DTYPES),
-        any_of(b".bfloat16()", b".to(", b".type(", b"dtype"),
+        any_of(b".bfloat16()", b"_to_bf16()", b".to(", b".type(", b"dtype"),
     )
     triggers_nearby = (
         any_of(b"bfloat16", b"bf16", b"DTYPE", b"getattr(torch"),
@@ -94,7 +94,8 @@ def train(model, loader):
             return
         reported: set[Scope | None] = set()  # classes: one finding for all parameters of a module
         for weights in facts.training_use.weights(Dtype.BF16):
-            owner = weights.event.scope.owner if weights.event.kind == "construct" else None
+            made_inside = weights.event.kind == "construct" or facts.casts.is_own_layer(weights.event)
+            owner = weights.event.scope.owner if made_inside else None
             if owner is not None and owner in reported:
                 continue
             optimizers = facts.optimizers.plain(weights.training) or facts.optimizers.trainers(weights.training)

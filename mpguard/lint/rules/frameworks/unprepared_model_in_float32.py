@@ -2,7 +2,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Bad, Call, Diagnostic, Facts, Good, Note, Object, Rule, any_of, constant, dotted, lazy_pattern
+from mpguard.lint import (
+    Bad,
+    Call,
+    Diagnostic,
+    Facts,
+    Good,
+    Note,
+    Object,
+    Rule,
+    accelerate_precision,
+    any_of,
+    dotted,
+    lazy_pattern,
+)
 
 _DEVICE = lazy_pattern(r"(?i)device|cuda|rank")
 
@@ -77,8 +90,7 @@ for x, t, text, hint, noise in loader:
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        given = [event.call.keywords.get("mixed_precision") for event in facts.events("accelerator")]
-        if facts.declared == "inference" or not any(constant(each) not in (("no",), (None,)) for each in given if each):
+        if facts.declared == "inference" or not accelerate_precision.asks_for_autocast(facts):
             return
         reported: set[Call] = set()
         for backward in facts.events("framework"):

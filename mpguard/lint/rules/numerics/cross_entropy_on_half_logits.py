@@ -2,7 +2,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Call, Diagnostic, Facts, Note, Object, Ref, Rule, any_of, dtype_triggers
+import libcst as cst
+
+from mpguard.lint import (
+    Call,
+    Diagnostic,
+    Facts,
+    Note,
+    Object,
+    Ref,
+    Rule,
+    Weights,
+    any_of,
+    dtype_triggers,
+)
 
 _LOSSES = frozenset({
     "cross_entropy", "binary_cross_entropy_with_logits", "binary_cross_entropy",
@@ -24,7 +37,10 @@ class CrossEntropyOnHalfLogits(Rule, form_of="MPG603"):
     message = "`{loss}` on logits {cause}"
     help = "compute the loss in FP32: cast the logits with `.float()`, or compute it inside autocast"
     triggers = (any_of(b"cross_entropy(", b"CrossEntropyLoss(", b"BCELoss(", b"BCEWithLogitsLoss("),)
-    triggers_nearby = (any_of(*dtype_triggers.CASTS_LOW_PRECISION), any_of(b"backward("))
+    triggers_nearby = (
+        any_of(*dtype_triggers.CASTS_LOW_PRECISION, *dtype_triggers.NAMED_LOW_PRECISION),
+        any_of(b"backward("),
+    )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if facts.declared == "inference":
@@ -34,11 +50,23 @@ class CrossEntropyOnHalfLogits(Rule, form_of="MPG603"):
                 loss = self._loss(call, facts)
                 if not loss or facts.is_inference(call):
                     continue
-                found = facts.precision.outside_autocast(call.argument(0, "input"), call)
-                if found is None or not facts.flow.forward(call.node, call).training_sinks:
+                logits = call.argument(0, "input")
+                found = facts.precision.outside_autocast(logits, call)
+                if found is not None:
+                    cause, origin = found.cause, found.origin
+                elif cast := self._cast_of_module(logits, call, facts):
+                    cause, origin = "of a module whose weights are cast to 16 bits", cast.event.call
+                else:
                     continue
-                notes = (Note("from here", found.origin.span, facts.elsewhere(found.origin)),) if found.origin else ()
-                yield self.at(call, loss=loss, cause=found.cause, notes=notes)
+                notes = (Note("from here", origin.span, facts.elsewhere(origin)),) if origin else ()
+                yield self.at(call, loss=loss, cause=cause, notes=notes)
+
+    def _cast_of_module(self, logits: cst.CSTNode | None, call: Call, facts: Facts) -> Weights | None:
+        """Return how the weights of the module that computes its own loss get a 16-bit dtype."""
+        owner = call.scope.owner
+        if owner is None or not facts.precision.in_dtype_of_weights(logits, call):
+            return None
+        return facts.training_use.of_module(owner)
 
     def _loss(self, call: Call, facts: Facts) -> str:
         """Return the name of the loss that a call computes; empty if it computes none."""

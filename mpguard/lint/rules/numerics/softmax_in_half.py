@@ -39,7 +39,10 @@ class SoftmaxInHalf(Rule):
         any_of(*dtype_triggers.CASTS_LOW_PRECISION, b"log_softmax(", b"logsumexp(", b"LogSoftmax("),
         any_of(b"softmax(", b".exp(", b"logsumexp(", b"Softmax("),
     )
-    triggers_nearby = (any_of(*dtype_triggers.CASTS_LOW_PRECISION), any_of(b"backward("))
+    triggers_nearby = (
+        any_of(*dtype_triggers.CASTS_LOW_PRECISION, *dtype_triggers.NAMED_LOW_PRECISION),
+        any_of(b"backward("),
+    )
     examples = (
         Bad(
             """\
@@ -76,7 +79,7 @@ def train(model, loader, optimizer):
             if given is not None or tensor is None or facts.is_inference(call):
                 continue
             found = facts.precision.outside_autocast(tensor, call)
-            if found is None or not facts.flow.forward(call.node, call).training_sinks:
+            if found is None:
                 continue
             notes = (Note("from here", found.origin.span, facts.elsewhere(found.origin)),) if found.origin else ()
             operation, fix = call.name or "Softmax", self._fix(call, facts)

@@ -42,3 +42,17 @@ def test_a_module_whose_name_gets_an_object_of_the_class_that_derives_from_it() 
     (cls,) = (scope for scope in facts.index.scopes if scope.name == "Loop")
     assert not any(isinstance(base, Class) for base in facts.classes.bases(cls))
     assert facts.classes.inherited(cls, "run") is None
+
+
+def test_what_a_class_is_given_is_known_while_its_callers_are_looked_for() -> None:
+    """Whether `self.model()` creates a `Loop` depends on what the callers give `Loop`."""
+    facts = facts_of(
+        "import torch\nfrom helpers import wrap\n"
+        "class Loop:\n    def __init__(self, model):\n        self.model = model\n        self.other = wrap(model)\n"
+        "    def run(self, x):\n        self.other(x)\n        return self.model(x)\n"
+        "loop = Loop(torch.nn.Linear(8, 8))\nloop.run(1)\n"
+    )
+    (use,) = facts.calls["model"]
+    (init,) = (scope for scope in facts.index.scopes if scope.qualname == "Loop.__init__")
+    assert len(facts.callers(init)) == 1
+    assert [each.atom.path for each in facts.evaluate(use.func, use)] == ["torch.nn.Linear"]

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from mpguard.lint.facts.behaviour.view import BehaviourView
 
 
-#: Methods that cast, and their dtypes.
 #: A module that a Trainer may train, but other code as well.
 _LIGHTNING = lazy_pattern(r"(?:^|\.)LightningModule$")
-_CASTS = {"half": Dtype.FP16, "bfloat16": Dtype.BF16}
+#: Methods that cast, and their dtypes: of torch, and of networks that descend from those of guided-diffusion.
+_CASTS = {
+    "half": Dtype.FP16, "bfloat16": Dtype.BF16, "convert_to_fp16": Dtype.FP16, "convert_to_bf16": Dtype.BF16,
+}  # fmt: skip
 #: Methods that are called on their class: `torch.Tensor.half(x)`.
 _UNBOUND = frozenset(f"torch.{owner}.{name}" for owner in ("Tensor", "nn.Module") for name in _CASTS)
 
