@@ -25,7 +25,7 @@ SHORT_TESTS := tests/newest tests/runtime/patches/test_fit.py tests/runtime/patc
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: demo test test-lint test-nodes check docs install clean
+.PHONY: demo test test-lint test-nodes test-newest test-newest-short test-oldest check docs install install-newest-short clean
 
 install: $(INSTALLED)
 
@@ -86,8 +86,10 @@ $(SHORT_VENV)/.installed: pyproject.toml constraints.txt constraints-newest.txt 
 		--editable '.[all,test]' $(FRAMEWORKS)
 	@touch $@
 
-test-newest-short: $(SHORT_VENV)/.installed
-	$(SHORT_VENV)/bin/python -m pytest $(SHORT_TESTS)
+install-newest-short: $(SHORT_VENV)/.installed
+
+test-newest-short: install-newest-short
+	$(SHORT_VENV)/bin/python -m pytest $(SHORT_TESTS) -n auto --dist worksteal
 
 test-oldest:
 	$(PYTHON) -m venv $(OLDEST_VENV)
