@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fake_machines import H100, TORCH, Fake
+from limits import seconds
 
 from mpguard.cli import main
 from mpguard.doctor import diagnose, probes
@@ -58,9 +59,9 @@ def test_a_cell_for_each_recipe_backend_and_strategy(tmp_path: Path) -> None:
 
 
 def test_a_crash_or_a_hang_ends_one_probe(tmp_path: Path) -> None:
-    fake = Fake(packages={}, limit=3.0, modules={
+    fake = Fake(packages={}, limit=seconds(1), modules={
         "crashes.py": "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)",
-        "hangs.py": "import time\ntime.sleep(60)",
+        "hangs.py": "import time\ntime.sleep(600)",
         "exits.py": "import os\nprint('out of memory')\nos._exit(3)",
         "fine.py": "__version__ = '1.0'",
     })  # fmt: skip

@@ -103,7 +103,7 @@ def deepspeed() -> None:
     import deepspeed
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.setdefault("MASTER_PORT", "29531")
+    os.environ.setdefault("MASTER_PORT", "29531")  # by hand
     # Its engine runs FP16 on a CPU, and only refuses to start.
     type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda _self: True
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 10, "hysteresis": 1}}

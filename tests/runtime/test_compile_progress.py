@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
+from limits import seconds
 
 from mpguard.runtime import compile_progress
 from mpguard.runtime.compile_progress import CompileProgress
@@ -13,17 +15,21 @@ from mpguard.runtime.compile_progress import CompileProgress
 def test_lines_while_it_compiles_each_after_twice_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_progress, "IDLE", 0.2)
     monkeypatch.setattr(compile_progress, "POLL", 0.02)
+    clock = SimpleNamespace(now=0.0)  # its own: on a busy machine the thread that prints may wake up a second late
+    monkeypatch.setattr(compile_progress, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=time.sleep))
     lines: list[str] = []
     progress = CompileProgress(lines.append)
     progress.seconds, progress.graphs = 9.9, 3
     progress.begin()
-    deadline = time.monotonic() + 20
+    clock.now += 0.3
+    deadline = time.monotonic() + seconds(20)
     while not lines and time.monotonic() < deadline:
         time.sleep(0.05)
     progress.end()
     assert lines == ["mpguard: compiling for 10 s so far, 3 graphs done; torch keeps them for the next start"]
     progress.seconds = 15.0  # not yet twice as long
     progress.begin()
+    clock.now += 0.2
     time.sleep(0.2)
     progress.end()
     assert len(lines) == 1 and progress.graphs == 5
@@ -37,7 +43,7 @@ def test_nothing_is_printed_of_a_short_compilation(monkeypatch: pytest.MonkeyPat
     progress.begin()
     progress.end()
     assert progress._thread is not None
-    progress._thread.join(20)
+    progress._thread.join(seconds(20))
     assert not progress._thread.is_alive() and lines == [] and progress.graphs == 1
 
 

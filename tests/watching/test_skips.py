@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch", reason="the real library runs here")
 
 from paths import PROGRAMS
-from processes import in_fork, ranks_in_fork, results, run_python, transcript
+from processes import free_port, in_fork, ranks_in_fork, results, run_python, transcript
 
 PROGRAM = PROGRAMS / "watch_skips.py"
 
@@ -44,7 +44,7 @@ def test_plain_and_accelerate(tmp_path: Path) -> None:
 def test_deepspeed(tmp_path: Path) -> None:
     """DeepSpeed's `BF16_Optimizer` skips a step without any message."""
     pytest.importorskip("deepspeed")
-    found = reports(in_fork([PROGRAM, "deepspeed"], cwd=tmp_path, program=run_python))
+    found = reports(in_fork([PROGRAM, "deepspeed"], cwd=tmp_path, program=run_python, MASTER_PORT=str(free_port())))
     assert len(found) == 6 and any(kind.endswith("BF16_Optimizer") for kind in found), list(found)
     for kind, line in found.items():
         check(kind, line)

@@ -645,9 +645,10 @@ IN_THREADS = {
     ),
     "a_daemon_that_outlives_the_script": (
         "import threading, time\n"
+        "done = threading.Event()\n"
         "def work():\n"
-        "    m = net(); train(m, adam(m)); print('trained'); adam(m); time.sleep(60)\n"
-        "threading.Thread(target=work, daemon=True).start(); time.sleep(3)"
+        "    m = net(); train(m, adam(m)); print('trained'); adam(m); done.set(); time.sleep(600)\n"
+        "threading.Thread(target=work, daemon=True).start(); assert done.wait(100)"
     ),
     "each_step_in_a_thread_of_its_own": (
         "import threading\n"
