@@ -149,8 +149,8 @@ def _print_list(chosen: Sequence[TuneCandidate], form: str) -> None:
     for each in chosen:
         state = ("refused", "yellow") if each.refused else ("runs here", "")
         write_lines([[(f"{each.name:{width}}  ", "bold"), state]])
-        if each.refused:
-            reasons.setdefault(each.refused, []).append(each.name)
+        if why := each.refused or each.cost:
+            reasons.setdefault(why, []).append(each.name)
     write_lines(_grouped(reasons))
 
 
@@ -224,7 +224,8 @@ def _lines(report: TuneReport, request: TuneRequest, *, written: bool) -> Iterat
     yield [("", "")]
     reasons: dict[str, list[str]] = {}
     for row in report.rows:
-        reasons.setdefault(_why(row, report), []).append(row.candidate.name)
+        for why in (_why(row, report), row.candidate.cost):
+            reasons.setdefault(why, []).append(row.candidate.name)
     yield from _grouped(reasons)
     yield from _verdict(report, request, written)
 

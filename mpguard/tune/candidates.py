@@ -102,7 +102,8 @@ TABLE = (
 class TuneCandidate:
     """A policy to try. overrides: its fields that differ from those of the config. policy: None if it is none.
 
-    refused: why it cannot run, as far as is known before it starts; empty if it can.
+    refused: why it cannot run, as far as is known before it starts; empty if it can. cost: what a demand of the policy
+    was measured to cost, where a wish for the same would be off; empty without.
     """
 
     name: str
@@ -111,6 +112,7 @@ class TuneCandidate:
     refused: str = ""
     base: str = ""
     gain: float = 1.0
+    cost: str = ""
 
     @property
     def is_baseline(self) -> bool:

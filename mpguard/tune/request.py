@@ -11,6 +11,7 @@ from pathlib import Path
 from mpguard.core.errors import ConfigError, NotInForce, PolicyError, did_you_mean
 from mpguard.document import mp_yaml, read
 from mpguard.runtime.launch import launcher
+from mpguard.targets.capabilities import slower_demand
 from mpguard.tune.candidates import CONFIGURED, TABLE, TuneCandidate, candidates
 from mpguard.tune.model import TuneReport, TuneRow
 from mpguard.tune.search import search
@@ -62,10 +63,7 @@ def plan(request: TuneRequest) -> list[TuneCandidate]:
             f"{read(request.config).where('num_machines')}: is {machines}; tune starts and ends the processes of "
             "one machine. Tune with the processes of one machine"
         )
-    return [
-        dataclasses.replace(each, refused=each.refused or _refused(request, each, launch_command_parser))
-        for each in _selected(request)
-    ]
+    return [each if each.refused else _prepared(request, each, launch_command_parser) for each in _selected(request)]
 
 
 def _selected(request: TuneRequest) -> Iterator[TuneCandidate]:
@@ -81,16 +79,22 @@ def _selected(request: TuneRequest) -> Iterator[TuneCandidate]:
             yield each
 
 
-def _refused(request: TuneRequest, candidate: TuneCandidate, parser_factory: launcher.ParserFactory) -> str:
-    """Return why a candidate cannot be launched; empty if it can. Raises if no launch of this config can start."""
+def _prepared(request: TuneRequest, candidate: TuneCandidate, parser_factory: launcher.ParserFactory) -> TuneCandidate:
+    """Return a candidate with the reason if it cannot be launched, and with what its demands cost if it can.
+
+    Raises if no launch of this config can start.
+    """
     try:
-        launcher.prepare(["--enforce", "error", *request.argv], parser_factory, candidate.overrides)
+        prepared = launcher.prepare(["--enforce", "error", *request.argv], parser_factory, candidate.overrides)
     except NotInForce as error:
         name = candidate.policy.name if candidate.policy is not None else ""
-        return error.reasons.replace(f"the policy `{name}` does not run here: ", "")  # one reason for many candidates
+        refused = error.reasons.replace(f"the policy `{name}` does not run here: ", "")  # one for many candidates
+        return dataclasses.replace(candidate, refused=refused)
     except PolicyError as error:
-        return str(error)
-    return ""
+        return dataclasses.replace(candidate, refused=str(error))
+    plan = prepared.plan if prepared is not None else None
+    cost = slower_demand(plan.policy, plan.strategy, plan.processes) if plan is not None else None
+    return dataclasses.replace(candidate, cost=f"fp8_param: true costs time: {cost}" if cost is not None else "")
 
 
 def tune(

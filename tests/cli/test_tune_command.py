@@ -19,7 +19,10 @@ from mpguard.cli import main
 from mpguard.document import mp_yaml as keys
 from mpguard.document import read
 from mpguard.policy import hardware
+from mpguard.runtime.launch import launcher
+from mpguard.targets.capabilities import SLOWER_ALL_GATHER
 from mpguard.tune.candidates import CONFIGURED
+from mpguard.tune.request import TuneRequest, plan
 
 SCRIPT = PROGRAMS / "tuned.py"
 EMULATED = "{mpguard_recipe: bf16_with_fp8_rowwise_mixed, mpguard_overrides: {fp8_emulate: true}}  # slow"
@@ -88,6 +91,28 @@ def test_the_list_shows_what_cannot_run_here(
     assert main(["tune", "--list", "--config", str(config), str(SCRIPT)]) == 0
     out = capsys.readouterr().out
     assert "bf16+compile" in out and "runs here" in out and "needs compute capability 8.9" in out
+
+
+def test_a_demand_that_costs_time_has_its_measured_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float8 all-gather on two GPUs, of the config and of the candidates that have it from there; not as a wish."""
+    found = hardware.Hardware("NVIDIA H100", (9, 0), 2, (13, 0), {"torchao": "0.18.0"})
+    monkeypatch.setattr(hardware, "detect", lambda: found)
+    monkeypatch.setattr(launcher, "has_accelerator", lambda: True)
+    for demanded in (True, False):
+        overrides = "first_last_layers_bf16: false" + ", fp8_param: true" * demanded
+        fp8 = f"{{mpguard_recipe: bf16_with_fp8_current_scaling_mixed, mpguard_overrides: {{{overrides}}}}}"
+        config = mp_yaml(
+            tmp_path, distributed_type="FSDP", num_processes=2, use_cpu="false", fsdp_config="{fsdp_version: 2}",
+            fp8_config=fp8,
+        )  # fmt: skip
+        chosen = plan(TuneRequest(config, ["--config", str(config), str(SCRIPT)], 1))
+        costs = {each.name: each.cost for each in chosen if not each.refused}
+        expected = f"fp8_param: true costs time: {SLOWER_ALL_GATHER}" if demanded else ""
+        assert costs[CONFIGURED] == expected and costs["bf16+compile"] == ""
+        assert main(["tune", "--list", "--config", str(config), str(SCRIPT)]) == 0
+        assert ("1.40 times as fast" in " ".join(capsys.readouterr().out.split())) is demanded
 
 
 @pytest.mark.parametrize(

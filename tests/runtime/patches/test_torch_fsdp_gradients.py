@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the real library runs here")
+pytest.importorskip("torch", reason="the real library runs here")
 
+import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
