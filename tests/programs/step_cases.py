@@ -486,6 +486,63 @@ def fsdp2_with_a_unit_in_fp32_that_is_allowed() -> None:
     assert found == {torch.float32}, found
 
 
+class Gathered(torch.autograd.Function):
+    """A weight of which each rank has a part: gathered in the forward pass, its gradient scattered in the backward."""
+
+    dtype: torch.dtype | None = torch.float32
+
+    @staticmethod
+    def forward(_ctx: Any, part: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        whole = part.new_empty(2 * part.numel())
+        dist.all_gather_into_tensor(whole, part.detach())
+        return whole.view(32, 32)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        sent = gradient.reshape(-1).to(Gathered.dtype or torch.float32)
+        if Gathered.dtype is None:
+            return sent.chunk(2)[rank]
+        part = sent.new_empty(sent.numel() // 2)
+        dist.reduce_scatter_tensor(part, sent)
+        return part.float() / 2
+
+
+def _zero3_by_hand(dtype: torch.dtype | None) -> None:
+    whole = net()
+    parts = nn.ParameterList(whole[number].weight.detach().reshape(-1).chunk(2)[rank].clone() for number in (0, 2))
+    biases = nn.ParameterList(whole[number].bias.detach().clone() for number in (0, 2))
+    optimizer, Gathered.dtype = adam([*parts, *biases]), dtype
+
+    def model(inputs: torch.Tensor) -> torch.Tensor:
+        for part, bias in zip(parts, biases, strict=True):
+            inputs = nn.functional.linear(inputs, Gathered.apply(part), bias).relu()
+        return inputs
+
+    for _ in range(2):
+        for inputs in batches(2):
+            loss_of(model, inputs).backward()
+        for bias in biases:
+            dist.all_reduce(bias.grad)
+            bias.grad /= 2  # type: ignore[operator]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case()
+def zero3_by_hand() -> None:
+    _zero3_by_hand(torch.float32)
+
+
+@case()
+def zero3_by_hand_in_bf16() -> None:
+    _zero3_by_hand(torch.bfloat16)
+
+
+@case()
+def zero3_by_hand_without_a_reduction() -> None:
+    _zero3_by_hand(None)
+
+
 def _zero(stage: int, *, rounds: bool = False) -> None:
     import deepspeed
 

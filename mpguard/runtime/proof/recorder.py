@@ -251,6 +251,8 @@ class Recorder:
             self.activations += sum(each.numel() for each in call.tensors) if call.origin == "function" else 0
             if call.origin == "script" and call.reduces:
                 self.shards.record(call, known=known)
+            elif call.origin == "function" and call.outputs:
+                self.shards.record_scattered(call)
 
     def ignoring_collectives(self) -> contextlib.AbstractContextManager[None]:
         """Record no collectives inside the block: those of mpguard reduce no gradients."""

@@ -48,12 +48,13 @@ class Shards:
         self._results: list[_Sum] = []
         #: Those of reductions of tensors that were not known to hold gradients.
         self._unknown: list[_Sum] = []
+        #: This rank's parts of what functions of autograd have reduced and scattered, with the elements that were sent.
+        self._scattered: list[tuple[_Sum, int]] = []
         self._stepped = False
 
     def record(self, call: Collective, *, known: bool) -> None:
         """Record the results of a call. known: True if it was found to have gradients."""
-        if self._stepped:
-            self._stepped, self._results, self._unknown = False, [], []
+        self._forget_last_step()
         made = [
             _Sum(weakref.ref(each), each.numel(), short(each.dtype), call.group, bool(call.outputs))
             for each in call.outputs or call.tensors
@@ -61,6 +62,21 @@ class Shards:
         self._results = (self._results + made)[-MOST:]
         if not known and not call.outputs:
             self._unknown = (self._unknown + made)[-MOST:]
+
+    def record_scattered(self, call: Collective) -> None:
+        """Record a reduce-scatter of a function of autograd: of the gradients of a weight that it has gathered, or of
+        activations."""
+        self._forget_last_step()
+        sent = sum(each.numel() for each in call.tensors) // len(call.outputs)
+        made = [
+            (_Sum(weakref.ref(each), each.numel(), short(each.dtype), call.group, scattered=True), sent)
+            for each in call.outputs
+        ]
+        self._scattered = (self._scattered + made)[-MOST:]
+
+    def _forget_last_step(self) -> None:
+        if self._stepped:
+            self._stepped, self._results, self._unknown, self._scattered = False, [], [], []
 
     def begin_step(self, parameters: Iterable[torch.Tensor], gradients: Gradients) -> None:
         """Find the parameters whose gradients are results, or were made of them up to a factor."""
@@ -70,6 +86,8 @@ class Shards:
             self._find_whole(own, gradients)
         if self._results and gradients.reduced:
             self._find_parts(own, gradients.leaves)
+        if self._scattered:
+            self._find_gathered(own, gradients)
 
     def _find_whole(self, own: list[torch.Tensor], gradients: Gradients) -> None:
         """Find gradients that are results as a whole.
@@ -90,6 +108,21 @@ class Shards:
         for each in explaining:
             gradients.add_sent(missing, each.dtype, each.size, each.group)
         self._unknown = [each for each in rest if each not in explaining]
+
+    def _find_gathered(self, own: list[torch.Tensor], gradients: Gradients) -> None:
+        """Find parts of weights that functions of autograd gather, and whose gradients they reduce and scatter.
+
+        They are those that nothing else reduces, if what was scattered has exactly their sizes, once for each pass.
+        """
+        known = gradients.reduced | self.found
+        rest = [each for each in own if id(each) in gradients.leaves and id(each) not in known]
+        sizes = Counter(local(each).numel() for each in rest)
+        scattered = Counter(each.size for each, _ in self._scattered)
+        passes = scattered.total() // max(1, sizes.total())
+        if rest and scattered == Counter({size: count * passes for size, count in sizes.items()}):
+            self.found |= set(map(id, rest))
+            for each, sent in self._scattered:
+                gradients.add_sent(rest, each.dtype, sent, each.group)
 
     def _find_parts(self, own: list[torch.Tensor], computed: Collection[int]) -> None:
         """Find gradients that are parts of results. computed: ids of tensors that backward passes have reached."""
