@@ -37,6 +37,9 @@ LOG_PROBABILITIES = ("LogSoftmax", "Logsumexp", "LogSigmoid")
 #: Nodes that read rows or elements of a table, and those that multiply by a sparse matrix, which no autocast casts.
 LOOKUPS = ("Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "Take", "Select", "SparseAddmm")
 
+#: Packages whose functions hand on what they get, if they take no matrix; others, as a checkpoint, may multiply inside.
+HANDING_ON = ("torch.nn.parallel.", "mpguard.")
+
 #: Used in place of a weight's id: for a matmul of activations, and for an unknown weight.
 ATTENTION, UNNAMED = 0, -1
 
@@ -54,8 +57,9 @@ class Inferred:
     functions of the FP8 libraries took. in_functions: those that other functions took. matrix_functions: sequence
     numbers of the nodes of these that took a matrix. in_the_loss: those of matmuls in FP32 whose factors are results of
     the model, and whose result no weight multiplies: similarities. log_probabilities: the dtypes of those behind the
-    loss. matrices: ids of the leaves with more than one dimension. tables: those of leaves of which rows were read.
-    compiled: True if a compiled region is part of it, whose matmuls are in dynamo's graph.
+    loss. heads: ids of weights whose matmul alone becomes log-probabilities. matrices: ids of the leaves with more than
+    one dimension. tables: those of leaves of which rows were read. compiled: True if a compiled region is part of it,
+    whose matmuls are in dynamo's graph.
     """
 
     work: Counter[tuple[str, int]] = dataclasses.field(default_factory=Counter)
@@ -66,6 +70,7 @@ class Inferred:
     matrix_functions: set[int] = dataclasses.field(default_factory=set)
     in_the_loss: set[int] = dataclasses.field(default_factory=set)
     log_probabilities: set[str] = dataclasses.field(default_factory=set)
+    heads: set[int] = dataclasses.field(default_factory=set)
     matrices: set[int] = dataclasses.field(default_factory=set)
     tables: set[int] = dataclasses.field(default_factory=set)
     compiled: bool = False
@@ -85,6 +90,7 @@ class Inferred:
         self.matrix_functions |= other.matrix_functions
         self.in_the_loss |= other.in_the_loss
         self.log_probabilities |= other.log_probabilities
+        self.heads |= other.heads
         self.matrices |= other.matrices
         self.tables |= other.tables
         self.compiled |= other.compiled
@@ -118,6 +124,7 @@ def products_behind(outputs: Iterable[Any]) -> Inferred:
     products = Inferred()
     of_results: list[Any] = []
     others: list[Any] = []  # all other nodes that may multiply
+    softmaxes: list[Any] = []
     for node in nodes_behind(outputs):
         if is_leaf(node):
             products.leaves.add(id(node.variable))
@@ -134,6 +141,7 @@ def products_behind(outputs: Iterable[Any]) -> Inferred:
             continue
         if type(node).__name__.startswith(LOG_PROBABILITIES):
             products.log_probabilities.add(short(output.dtype))
+            softmaxes += [node] if _kind(node) == "LogSoftmax" else []
         function = isinstance(node, BackwardCFunction)
         if function:
             taken = {_leaf(operand) for operand in node.next_functions} - {0}
@@ -151,15 +159,47 @@ def products_behind(outputs: Iterable[Any]) -> Inferred:
                 continue
         if work or function:
             others.append(node)
+    products.heads = _head(softmaxes)
     if of_results:
         behind = set(_nodes_from([source for node in others for source, _ in node.next_functions]))
         products.in_the_loss = {node._sequence_nr() for node in of_results if node not in behind}
     return products
 
 
+def _head(softmaxes: list[Any]) -> set[int]:
+    """Return the id of the weight whose matmul alone becomes log-probabilities; empty if there are several, or none.
+
+    softmaxes: nodes. What a residual connection adds, as in a model without a head, are several.
+    """
+    from torch.autograd.function import BackwardCFunction
+
+    found: list[set[int]] = []
+    seen: set[Any] = set()
+    todo = [source for node in softmaxes for source, _ in node.next_functions]
+    while todo and len(found) < 2:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaves = [] if is_leaf(node) else list(filter(None, map(_leaf_node, node.next_functions)))
+        matrices = {id(leaf.variable) for leaf in leaves if leaf.variable.ndim > 1}
+        multiplies = _kind(node).startswith((*FACTORS, *WEIGHTED, *GROUPED, *RECURRENT, *BATCHED, "CompiledFunction"))
+        hides = isinstance(node, BackwardCFunction) and not _is_of(node, HANDING_ON)
+        if multiplies or matrices or hides:
+            found.append(matrices)
+        else:
+            todo += [source for source, _ in node.next_functions]
+    return found[0] if len(found) == 1 and len(found[0]) == 1 else set()
+
+
 def _is_of_fp8_layers(node: Any) -> bool:
     """True for a function of an FP8 library, or of mpguard's own FP8 layers."""
-    return str(type(node)._forward_cls.__module__).startswith(("torchao.", "transformer_engine.", "mpguard."))
+    return _is_of(node, ("torchao.", "transformer_engine.", "mpguard."))
+
+
+def _is_of(node: Any, packages: tuple[str, ...]) -> bool:
+    """True for a `torch.autograd.Function` of packages, whose names end with a dot."""
+    return str(type(node)._forward_cls.__module__).startswith(packages)
 
 
 def _factors(node: Any) -> list[tuple[Any, int]]:

@@ -75,6 +75,7 @@ def remarks(roots: list[nn.Module], products: Products, places: Places, policy: 
     yield from overflows(products.overflows, products.called, places)
     yield from _unaligned(products, places)
     yield from _narrow(roots)
+    yield from _head(roots, products, policy)
     yield from _frozen(roots, products, policy)
 
 
@@ -249,6 +250,20 @@ def _narrow(roots: list[nn.Module]) -> Iterator[Remark]:
             "conversion, or train in BF16",
             "fp8",
         )
+
+
+def _head(roots: list[nn.Module], products: Products, policy: Policy) -> Iterator[Remark]:
+    """An output head in FP8 that shows in what the step computed: neither its size nor its name told before."""
+    for name, module in [] if policy.fp8_head else [each for root in roots for each in trees.named_modules(root)]:
+        if is_converted(module) and id(module._parameters.get("weight")) in products.inferred.heads:
+            own = plain_name(name)
+            yield Remark(
+                "head",
+                f"`{own}` is in FP8, and an output head: of all layers, its result alone becomes log-probabilities. "
+                f"Neither its size nor its name told so before the step. Keep it in {policy.compute_dtype.short} "
+                f'(`fp8_exclude: ["{own}", ...]`), or accept it: `fp8_head: true`',
+                "fp8",
+            )
 
 
 def _frozen(roots: list[nn.Module], products: Products, policy: Policy) -> Iterator[Remark]:

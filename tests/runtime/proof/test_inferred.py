@@ -12,6 +12,7 @@ pytest.importorskip("torch", reason="the real library runs here")
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from mpguard.runtime.proof.inferred import products_behind
 
@@ -57,3 +58,44 @@ def test_nested_tensors_have_matmuls_of_an_unknown_length(layout: torch.layout) 
         found = products_behind([torch.cat(list(layer(rows).unbind())).sum()])
     assert found.weights == {id(layer.weight)} and found.leaves == {id(layer.weight), id(layer.bias)}
     assert set(found.work) == {("fp32", id(layer.weight))} and found.work.total() >= 8
+
+
+class Mixture(nn.Module):
+    """body: a layer with a residual connection. last: the layer that makes the logits; none for `body` itself."""
+
+    def __init__(self, last: bool = True, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.body, self.gate, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 5) if last else None
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.gate(x)
+        x = x + self.body(x.relu())
+        if self.last is None:
+            return x
+        return checkpoint(self.last, x, use_reentrant=True) if self.checkpointed else self.last(x)  # type: ignore[no-any-return]
+
+
+Loss = Callable[[torch.Tensor], torch.Tensor]
+LABELS = torch.tensor([0, 4, 2])
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "is_head"),
+    [
+        (Mixture(), lambda x: nn.functional.cross_entropy(x, LABELS), True),
+        (Mixture(), lambda x: nn.functional.cross_entropy(x.bfloat16().float().reshape(3, 5), LABELS), True),
+        (Mixture(), lambda x: x.log_softmax(-1).mean() + 0.1 * x.pow(2).mean(), True),
+        (Mixture(), lambda x: x.pow(2).mean(), False),  # no classes
+        (Mixture(last=False), lambda x: nn.functional.cross_entropy(x, LABELS), False),  # a sum of two results
+        (Mixture(checkpointed=True), lambda x: nn.functional.cross_entropy(x, LABELS), False),  # hidden
+        (Mixture(), lambda x: (x @ x.T).log_softmax(-1).mean(), False),  # similarities
+    ],
+    ids=["head", "casts", "another term", "regression", "residual", "checkpoint", "similarities"],
+)
+def test_a_head_is_the_layer_whose_result_alone_becomes_log_probabilities(
+    model: Mixture, loss: Loss, is_head: bool
+) -> None:
+    rows = torch.randn(3, 8, requires_grad=True)
+    found = products_behind([loss(model(rows))])
+    assert found.heads == ({id(model.last.weight)} if is_head and model.last is not None else set())

@@ -202,3 +202,41 @@ def test_autocast_around_a_deepspeed_engine_has_a_line(tmp_path: Path, region: s
     ended = in_fork(["--config", config, "t.py"], cwd=tmp_path, MASTER_PORT=str(free_port()), **ranks)
     assert ended.returncode == 0, transcript(ended)
     assert ended.stderr.count("is called inside of `torch.autocast` in bf16") == remarks, transcript(ended)
+
+
+CLASSIFIER = """
+class Classifier(nn.Module):
+    def __init__(s):
+        super().__init__()
+        s.body, s.ANY = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), nn.Linear(32, 48)
+    def forward(s, x): return s.ANY(s.body(x).relu())
+m = Classifier(); o = adam(m)
+for _ in range(3):
+    with amp(): loss = nn.functional.cross_entropy(m(x), torch.arange(len(x)))
+    loss.backward(); o.step(); o.zero_grad()
+print(type(m.ANY).__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "kind", "lines"),
+    [
+        ("to_classes", "", "Float8Linear", 1),
+        ("to_classes", ", fp8_head: true", "Float8Linear", 0),  # wanted
+        ("to_classes", ", fp8_exclude: [to_classes]", "Linear", 0),
+        ("head", "", "Linear", 0),  # found by its name, when the model was converted
+    ],
+)
+def test_a_head_that_only_the_step_shows_is_named_and_stays_as_it_is(
+    tmp_path: Path, name: str, more: str, kind: str, lines: int
+) -> None:
+    pytest.importorskip("torchao")
+    overrides = f"fp8_emulate: true, compile: false, first_last_layers_bf16: false{more}"
+    fp8 = f"{{mpguard_recipe: bf16_with_fp8_current_scaling_mixed, mpguard_overrides: {{{overrides}}}}}"
+    (tmp_path / "t.py").write_text(HEAD + CLASSIFIER.replace("ANY", name))
+    ended = in_fork(["--config", mp_yaml(tmp_path, fp8_config=fp8), "t.py"], cwd=tmp_path)
+    assert ended.returncode == 0 and kind in ended.stdout, transcript(ended)
+    line = f"`{name}` is in FP8, and an output head: of all layers, its result alone becomes log-probabilities."
+    assert ended.stderr.count(line) == lines and "is in FP8, and an" not in ended.stderr.replace(line, ""), transcript(
+        ended
+    )
