@@ -60,9 +60,13 @@ class Scalers:
     def own(self, node: cst.CSTNode | None, at: Record, *methods: str) -> bool:
         """True if a scaler is created in the file from one of torch's classes.
 
-        It may be None on another path, and unknown, as one that a helper returns. methods: those of a derived class
-        that must run torch's; all of the protocol by default.
+        It may be None on another path, and unknown, as one that a helper returns. False for an attribute that a base
+        class in another file sets: methods of the base may use it. methods: those of a derived class that must run
+        torch's; all of the protocol by default.
         """
+        key = dotted(node)
+        if key.startswith("self.") and key.count(".") == 1 and not self.facts.of(at).bindings(key, at):
+            return False
         atoms = [each.atom for each in self.facts.evaluate(node, at)]
         made = [atom for atom in atoms if not (isinstance(atom, Constant) and atom.value in (None, False))]
         torchs = [atom for atom in made if _is_torch_scaler(atom, self.facts, methods)]

@@ -208,8 +208,10 @@ class _Attributes:
                 inherited = classes.inherited(scope, name)
                 if inherited is not None:
                     return (Alternative(ALWAYS, inherited),)
-                if above := classes.set_above(scope, name):
-                    return tuple(each for binding in above for each in self._at(binding.scope).bound(binding))
+                above = (self._at(each.scope).bound(each) for each in classes.set_above(scope, name))
+                found = tuple(each for alternatives in above for each in alternatives)
+                if found and all(isinstance(a.atom, Object) or a.atom in (UNKNOWN, Constant(None)) for a in found):
+                    return found  # a dtype or an option may be that of another class with this base
             if isinstance(atom, Object):
                 return (Alternative(ALWAYS, Method(atom, name)),)
             if name in api_names.LOADERS:
