@@ -202,7 +202,9 @@ def labelled() -> str:
         f" of them certain or likely. The linter found {first} of these at first, and {last} after the authors of the"
         f" rules had seen half of the repositories: {found(shown, 'last')} of {len(shown)} there"
         f" ({found(shown, 'first')} at first), {found(kept, 'last')} of {len(kept)} in the other half"
-        f" ({found(kept, 'first')} at first). Left out are mostly losses, log-probabilities and distances in 16 bits,"
+        f" ({found(kept, 'first')} at first). The half that was seen was linted again since, at"
+        f" {data['last commit of the half that was seen']}, the other was not. Left out are mostly losses,"
+        " log-probabilities and distances in 16 bits,"
         " and BF16 weights that reach the optimizer through classes of the project. A clean report says little about"
         " numerics."
     )
