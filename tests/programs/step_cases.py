@@ -543,6 +543,99 @@ def zero3_by_hand_without_a_reduction() -> None:
     _zero3_by_hand(None)
 
 
+def _shards_in_hooks(dtype: torch.dtype | None) -> None:
+    """Reduce and scatter each gradient in a hook of its tensor; optimizers have this rank's parts of the weights."""
+    model = net()
+    parts = [own.detach().reshape(-1).chunk(2)[rank].clone().requires_grad_() for own in model.parameters()]
+    optimizer = adam(parts)
+
+    def scatter(own: torch.Tensor, part: torch.Tensor) -> None:
+        sent = own.grad.reshape(-1).to(dtype or torch.float32)  # type: ignore[union-attr]
+        scattered = sent.chunk(2)[rank].clone()
+        if dtype is not None:
+            dist.reduce_scatter_tensor(scattered, sent)
+        own.grad, part.grad = None, scattered.float() / 2
+
+    for own, part in zip(model.parameters(), parts, strict=True):
+        own.register_post_accumulate_grad_hook(lambda own, part=part: scatter(own, part))
+    for inputs in batches(3):
+        loss_of(model, inputs).backward()
+        optimizer.step()
+        for own, part in zip(model.parameters(), parts, strict=True):
+            dist.all_gather_into_tensor(own.data.view(-1), part.detach())
+
+
+@case()
+def shards_in_hooks() -> None:
+    _shards_in_hooks(torch.float32)
+
+
+@case()
+def shards_in_hooks_in_bf16() -> None:
+    _shards_in_hooks(torch.bfloat16)
+
+
+@case()
+def shards_in_hooks_without_a_reduction() -> None:
+    _shards_in_hooks(None)
+
+
+class Gather(torch.autograd.Function):
+    """The rows of all ranks; the sum of their gradients is scattered."""
+
+    @staticmethod
+    def forward(_ctx: Any, rows: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        whole = rows.new_empty(2 * rows.shape[0], rows.shape[1])
+        dist.all_gather_into_tensor(whole, rows.contiguous())
+        return whole
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        rows = gradient.new_empty(gradient.shape[0] // 2, gradient.shape[1])
+        dist.reduce_scatter_tensor(rows, gradient.contiguous())
+        return rows
+
+
+class Scatter(torch.autograd.Function):
+    """This rank's rows of the sum over all ranks."""
+
+    @staticmethod
+    def forward(_ctx: Any, whole: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return Gather.backward(None, whole)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return Gather.forward(None, gradient)
+
+
+def _sequence_parallel(*, reduces_norm: bool) -> None:
+    first, last, norm = nn.Linear(32, 32), nn.Linear(32, 32, bias=False), nn.LayerNorm(32)
+    torch.manual_seed(1 + rank)
+    for own in (*first.parameters(), *last.parameters()):
+        nn.init.normal_(own, std=0.1)
+    optimizer = adam([*first.parameters(), *last.parameters(), *norm.parameters()])
+
+    def model(rows: torch.Tensor) -> torch.Tensor:
+        return rows + Scatter.apply(last(first(Gather.apply(norm(rows).float())).relu()).float())
+
+    for inputs in batches(3):
+        loss_of(model, inputs).backward()
+        for own in norm.parameters() if reduces_norm else ():
+            dist.all_reduce(own.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case()
+def sequence_parallel_by_hand() -> None:
+    _sequence_parallel(reduces_norm=True)
+
+
+@case()
+def sequence_parallel_with_a_norm_of_each_rank() -> None:
+    _sequence_parallel(reduces_norm=False)
+
+
 def _zero(stage: int, *, rounds: bool = False) -> None:
     import deepspeed
 

@@ -188,7 +188,8 @@ class Gradients:
 
         Return True if a tensor of the script does.
         """
-        if call.is_exchanged and call.origin != "engine":
+        scattered = bool(call.outputs) and call.origin == "function"  # as in sequence parallelism
+        if scattered or (call.is_exchanged and call.origin != "engine"):
             self.exchanged += sum(tensor.numel() for tensor in call.tensors)
         if call.origin == "function" or (call.origin != "script" and not call.reduces):
             return False

@@ -249,7 +249,7 @@ class Recorder:
             self.comm_hooks.sends(call.tensors)
             known = self.gradients.record_collective(call)
             self.activations += sum(each.numel() for each in call.tensors) if call.origin == "function" else 0
-            if call.origin == "script" and call.reduces:
+            if (call.origin == "script" and call.reduces) or (call.origin == "hook" and call.outputs):
                 self.shards.record(call, known=known)
             elif call.origin == "function" and call.outputs:
                 self.shards.record_scattered(call)

@@ -51,7 +51,8 @@ class Fingerprint:
     engine: True if an engine, or a reduce-scatter of the script, reduces some of the others. partly: as `alone`, for
     parameters of an engine over a group of `ranks` ranks, which are not all. loss: of the last backward pass of this
     rank; it may differ.
-    passes_on: True if this rank has sent activations to another one; exchanges: to all, to each its own.
+    passes_on: True if this rank has sent activations to another one; exchanges: to all, to each its own, or its part of
+    a sum.
     """
 
     gradients: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)

@@ -84,7 +84,7 @@ class Shards:
         own = [each for each in parameters if each.grad is not None]
         if self._unknown:
             self._find_whole(own, gradients)
-        if self._results and gradients.reduced:
+        if self._results and (gradients.reduced or gradients.in_hooks):
             self._find_parts(own, gradients.leaves)
         if self._scattered:
             self._find_gathered(own, gradients)

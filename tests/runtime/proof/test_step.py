@@ -84,7 +84,8 @@ RIGHT = {
         "ddp_with_an_optimizer_of_a_shard_on_each_rank", "steps_once_late_on_two_ranks", "steps_once_late_with_fsdp2",
         "pipeline_by_hand", "pipeline_of_torch",
         "fsdp1", "fsdp2", "fsdp2_with_a_unit_in_fp32_that_is_allowed", "zero1", "zero2", "zero3",
-        "reduces_sums_of_three_passes_in_one_tensor", "zero3_by_hand",
+        "reduces_sums_of_three_passes_in_one_tensor", "zero3_by_hand", "shards_in_hooks",
+        "sequence_parallel_by_hand",
     ),
 }  # fmt: skip
 
@@ -164,6 +165,9 @@ WRONG = {
         "gossip_of_weights_in_one_tensor": "engine: no wrapper around the model",
         "copies_that_send_activations": "reduction: the gradients differ between ranks",
         "zero3_by_hand_in_bf16": "reduction: bf16",
+        "shards_in_hooks_in_bf16": "reduction: bf16",
+        "shards_in_hooks_without_a_reduction": "the gradients differ between ranks",
+        "sequence_parallel_with_a_norm_of_each_rank": "reduction: the gradients differ between ranks",
         "zero3_by_hand_without_a_reduction": "coverage: the gradients of",
         "steps_once_late_without_a_reduction": "reduction: the gradients differ between ranks",
     },
