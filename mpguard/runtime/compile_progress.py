@@ -1,20 +1,31 @@
 """Report that a process compiles, and for how long: the first step of a compiled model may take a minute.
 
-A later start of the same program takes most of it from torch's caches.
+A later start of the same program takes most of it from torch's caches. Where one compilation takes longer than a
+minute, the stacks of all threads are written to a file: they tell a slow compilation from one that hangs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+from mpguard.core.console import print_line
+from mpguard.runtime.ranks import rank
 
 #: Seconds of compilation before the first line; each further line comes after twice the time of the one before.
 FIRST_LINE = 10.0
 
 #: Seconds without a compilation after which the thread that prints the lines ends.
 IDLE = 5.0
+
+#: Seconds of one compilation after which the stacks of all threads are written to a file, once per process.
+STACKS_AFTER = 60.0
 
 #: Seconds between two readings of the clock by that thread.
 POLL = 0.5
@@ -23,16 +34,18 @@ POLL = 0.5
 class CompileProgress:
     """Measure how long this process has compiled, and report it after 10, 20, 40, ... seconds.
 
-    report: takes a line of text. It is called in a thread of its own, because the compiling one is busy. seconds: of
-    all compilations that have ended. graphs: how many these are, of forward and backward passes.
+    report: takes a line of text. It is called in a thread of its own, because the compiling one is busy. report_stacks:
+    takes the line about the stacks, which each rank prints: the others wait for one that hangs. seconds: of all
+    compilations that have ended. graphs: how many these are, of forward and backward passes.
     """
 
-    def __init__(self, report: Callable[[str], None]) -> None:
-        self.report = report
+    def __init__(self, report: Callable[[str], None], report_stacks: Callable[[str], None] = print_line) -> None:
+        self.report, self.report_stacks = report, report_stacks
         self.seconds = 0.0
         self.graphs = 0
         self._began: float | None = None
         self._next_line = FIRST_LINE
+        self._wrote_stacks = False
         self._thread: threading.Thread | None = None
 
     def begin(self, _args: Any = None) -> None:
@@ -61,6 +74,7 @@ class CompileProgress:
             if self._began is not None:
                 idle_since = None
                 self._report_if_due()
+                self._write_stacks_if_due()
             elif idle_since is None:
                 idle_since = time.monotonic()
 
@@ -72,6 +86,20 @@ class CompileProgress:
             graphs = f"{self.graphs} graph{'s' if self.graphs != 1 else ''}"
             self.report(
                 f"mpguard: compiling for {seconds:.0f} s so far, {graphs} done; torch keeps them for the next start"
+            )
+
+    def _write_stacks_if_due(self) -> None:
+        began = self._began
+        if self._wrote_stacks or began is None or time.monotonic() - began < STACKS_AFTER:
+            return
+        self._wrote_stacks = True
+        with contextlib.suppress(OSError):  # no room in the folder for temporary files
+            handle, path = tempfile.mkstemp(prefix=f"mpguard-stacks-rank{rank()}-", suffix=".txt")
+            with os.fdopen(handle, "w") as file:
+                faulthandler.dump_traceback(file)
+            self.report_stacks(
+                f"mpguard: rank {rank()} has compiled one graph for {time.monotonic() - began:.0f} s; the stacks of "
+                f"all its threads are in {path}"
             )
 
 

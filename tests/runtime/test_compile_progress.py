@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -45,6 +47,34 @@ def test_nothing_is_printed_of_a_short_compilation(monkeypatch: pytest.MonkeyPat
     assert progress._thread is not None
     progress._thread.join(seconds(20))
     assert not progress._thread.is_alive() and lines == [] and progress.graphs == 1
+
+
+def test_the_stacks_of_one_long_compilation_are_in_a_file_of_the_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(compile_progress, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=time.sleep))
+    monkeypatch.setattr(compile_progress, "POLL", 0.02)
+    monkeypatch.setattr(compile_progress, "rank", lambda: 3)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    lines: list[str] = []
+    progress = CompileProgress(lambda _line: None, lines.append)
+
+    def compile_slowly() -> None:
+        clock.now += 61
+        deadline = time.monotonic() + seconds(20)
+        while not lines and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    for _ in range(2):  # once per process
+        progress.begin()
+        compile_slowly()
+        time.sleep(0.2)
+        progress.end()
+    clock.now += 10  # the thread ends
+    (file,) = tmp_path.iterdir()
+    assert file.name.startswith("mpguard-stacks-rank3-") and "in compile_slowly" in file.read_text()
+    assert lines == [f"mpguard: rank 3 has compiled one graph for 61 s; the stacks of all its threads are in {file}"]
 
 
 def test_torch_calls_back() -> None:
