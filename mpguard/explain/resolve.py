@@ -68,6 +68,7 @@ def _explain(run: RunInputs, machine: hardware.Hardware | None, refused: list[st
         in_use = next(each for each in settings if each.key == "mixed_precision")
         stops = stops or list(deepspeed.stops(run, in_use, of_engine, guarded=True))
         stops += deepspeed.wrong_keys(run, document, True) if document is not None and of_engine else ()
+    stops += _misspelled(run)
     values = _values(settings)
     in_force_mode = str(values.get("mixed_precision", "no"))
     facts = RunFacts(
@@ -115,6 +116,15 @@ def _invalid(run: RunInputs) -> Iterator[str]:
         if not problem.is_removed_by(replaced) and not problem.undecided:
             yield problem.message(run.config)
     yield from (problem.message(run.config) for problem in validation.own_problems(run.config))
+
+
+def _misspelled(run: RunInputs) -> Iterator[str]:
+    """Yield the arguments about precision that `TrainingArguments`, or a config of TRL, does not have."""
+    for each in run.script.misspelled if run.script is not None else ():
+        yield (
+            f"{each.origin}: there is no argument `{each.value}`; the script stops with TypeError. Did you mean "
+            f"`{each.name}`?"
+        )
 
 
 def _notes(run: RunInputs) -> Iterator[str]:

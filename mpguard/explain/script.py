@@ -14,6 +14,7 @@ from mpguard.core import tracked_fs
 from mpguard.core.errors import ConfigError
 from mpguard.document import Document
 from mpguard.document.schemas.deepspeed import OBJECTS
+from mpguard.document.values import misspelling_of
 from mpguard.explain.argument_files import of_files
 from mpguard.explain.model import Given, Origin, SettingLayer, UnknownValue
 from mpguard.lint.configs.launch_expectations import is_unconditional
@@ -71,7 +72,8 @@ class Script:
     of loaded models.
     trl: a config class of TRL, or one that is derived from it, whose `bf16` is on unless `fp16` is (trl 1.16,
     `trainer/base_config.py`). trl_parser: TRL's parser creates them. defaults: those of a class of its own.
-    reads_command_line: it parses arguments of its own, as far as is known.
+    reads_command_line: it parses arguments of its own, as far as is known. misspelled: arguments of transformers' or
+    TRL's own classes that they do not have, as written, with the name that is meant.
     """
 
     path: str
@@ -92,6 +94,7 @@ class Script:
     trl_parser: bool = False
     defaults: Arguments = dataclasses.field(default_factory=dict)
     reads_command_line: bool = False
+    misspelled: tuple[Given, ...] = ()
 
     @property
     def uses_accelerate(self) -> bool:
@@ -200,6 +203,7 @@ class _Reader:
             trl_parser=bool(facts.calls.get("TrlParser")),
             defaults=self._defaults(),
             reads_command_line=any(facts.calls.get(name) for name in _PARSERS) or "sys.argv" in facts.source.text,
+            misspelled=tuple(self._misspelled(trainers)),
         )  # fmt: skip
 
     def _origin(self, node: cst.CSTNode, at: Record, layer: SettingLayer) -> Origin:
@@ -236,6 +240,17 @@ class _Reader:
                 for name in (dotted(each).rpartition(".")[2] for each in classes):
                     if name in TRL_CONFIGS | self._trl_classes:
                         yield Given(None, self._origin(call.node, call, "TrainingArguments"), name)
+
+    def _misspelled(self, trainers: Iterable[Event]) -> Iterator[Given]:
+        """Yield the arguments that are misspellings of one of `TRAINER`. A class of the file may have others."""
+        for event in trainers:
+            call = event.call
+            path = self.facts.called_path(call)
+            if call.name in self._own_classes or not path.startswith(("transformers.", "trl.")):
+                continue
+            for name, node in call.keywords.items():
+                if (meant := misspelling_of(name, TRAINER, 0.85)) is not None:
+                    yield Given(name, self._origin(node, call, "TrainingArguments"), meant)
 
     @functools.cached_property
     def _own_classes(self) -> dict[str, tuple[Scope, str]]:

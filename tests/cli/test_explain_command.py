@@ -398,3 +398,41 @@ def test_a_value_that_is_the_one_in_force_and_an_argument_of_the_script(capsys: 
     assert main(["explain", "guarded.yaml"]) == 0
     printed = capsys.readouterr().out
     assert "    same value  guarded.yaml:5 (YAML)\n" in printed and "not bf16" not in printed
+
+
+@pytest.mark.parametrize(
+    ("call", "meant"),
+    [
+        ("TrainingArguments('out', bf_16=True)", ("bf_16", "bf16")),
+        ("SFTConfig(torch_compil=True)", ("torch_compil", "torch_compile")),
+        ("TrainingArguments('out', bf16=True, torch_compile_mode='default', fp16_opt_level='O1')", None),
+        ("Own('out', bf_16=True)", None),  # a field of its own
+    ],
+)
+@pytest.mark.parametrize("launcher", ["accelerate", "mpguard"])
+def test_a_misspelled_argument_about_precision_stops_the_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    call: str,
+    meant: tuple[str, str] | None,
+    launcher: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mp.yaml").write_text(
+        "distributed_type: 'NO'\nmixed_precision: bf16\nfp8_config: {mpguard_recipe: bf16_mixed}\n"
+    )
+    Path("t.py").write_text(
+        "from transformers import Trainer, TrainingArguments\nfrom trl import SFTConfig\n\n"
+        f"class Own(TrainingArguments):\n    bf_16: bool = False\n\nTrainer(args={call})\n"
+    )
+    status = main(
+        ["explain", "--launch", f"{launcher} launch --config{'_file' * (launcher != 'mpguard')} mp.yaml t.py"]
+    )
+    shown = capsys.readouterr().err
+    if meant is None:
+        assert status == 0 and "there is no argument" not in shown, shown
+    else:
+        assert status == 1, shown
+        line = f"there is no argument `{meant[0]}`; the script stops with TypeError. Did you mean `{meant[1]}`?"
+        assert f"t.py:7 (TrainingArguments): {line}" in shown
