@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import multiprocessing
@@ -309,7 +310,22 @@ def _run(program: Program, words: list[str], cwd: str, variables: dict[str, str]
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(cwd)
+    _hide_objects_of_server()
     _end_with(program, words)
+
+
+def _hide_objects_of_server() -> None:
+    """Let a program see no frozen objects until it freezes some: those that the server has frozen are not its own.
+
+    mpguard looks among frozen objects too, if there are any. `gc.get_freeze_count` counts them one by one.
+    """
+    count, freeze = gc.get_freeze_count, gc.freeze
+
+    def freeze_by_program() -> None:
+        gc.get_freeze_count = count
+        freeze()
+
+    gc.get_freeze_count, gc.freeze = (lambda: 0), freeze_by_program
 
 
 def _end_with(program: Program, words: list[str]) -> NoReturn:
