@@ -29,8 +29,8 @@ class ScalerUpdateEveryMicrobatch(ScalingRule, form_of="MPG206"):
 
     An update changes the scale in the middle of an accumulation: the gradients of two micro-batches are then summed at
     two scales. Without an `unscale_` or `step` since the last one it raises (torch 2.13): "No inf checks were recorded
-    prior to update", and so does a second `unscale_` or `step` without one. A `step` at each micro-batch unscales
-    gradients to which scaled ones are added next.
+    prior to update". A second `unscale_` or `step` without an update raises, too, and a `step` at each micro-batch
+    unscales gradients to which scaled ones are added next.
 
     Reported if another one of them, or `zero_grad`, runs once for several: under the condition of gradient
     accumulation, which is a remainder (`%`) or a name such as `accumulating`, `sync_gradients` and `should_step`. An
