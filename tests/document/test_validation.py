@@ -13,7 +13,7 @@ from mpguard.cli import main
 from mpguard.core.errors import MpguardError
 from mpguard.document import parse, read, validation
 from mpguard.document.ignored_keys import ignored
-from mpguard.runtime.launch import preflight
+from mpguard.runtime.launch import launcher, preflight
 
 BASE = {
     "compute_environment": "LOCAL_MACHINE",
@@ -468,6 +468,11 @@ def test_the_address_of_the_first_machine_is_given_by_the_config_or_a_flag(
             preflight.check_config(document, ())
     for flags in (missing, ["num_machines"]):
         preflight.check_config(document, flags)
+    words = [word for key in missing for word in (f"--{key}", "29500")]
+    if kind != "DEEPSPEED":  # which needs pdsh
+        monkeypatch.setattr(launcher, "has_accelerator", lambda: True)
+        parser = pytest.importorskip("accelerate.commands.launch").launch_command_parser
+        assert launcher.prepare(["--config", "mp.yaml", *words, "train.py"], parser) is not None
 
 
 def test_a_flag_replaces_the_boolean_of_a_backend(tmp_path: Path) -> None:

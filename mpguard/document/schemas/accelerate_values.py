@@ -1,7 +1,7 @@
 """The values that accelerate parses in its config, and the keys that contradict each other. From accelerate 1.15.0.
 
 `accelerate launch` copies values to its arguments without a check: text for a switch counts as true, and most of the
-others end the workers, after torch is imported. tests/document/schemas/test_accelerate_values.py runs accelerate.
+others end the workers, after torch is imported. tests/document/schemas/test_accelerate_schema.py runs accelerate.
 """
 
 from __future__ import annotations

@@ -50,6 +50,12 @@ ParserFactory = Callable[[], argparse.ArgumentParser]
 #: The option with which FP8 is computed in software.
 EMULATE = "--emulate"
 
+#: The options of accelerate without a default that replace a key of the config.
+_REPLACING = (
+    "num_processes", "num_machines", "machine_rank", "gpu_ids", "main_process_ip", "main_process_port",
+    "dynamo_backend", "deepspeed_multinode_launcher",
+)  # fmt: skip
+
 #: The options of mpguard, each with a value, that are not accelerate's.
 _OWN_OPTIONS = (
     "--enforce", "--proof-json", "--proof_json", "--allow", "--watch", "--watch-json", "--watch_json",
@@ -96,8 +102,7 @@ def prepare(
     path = Path(options.config_file)
     document = read(path)
     config = document.require()
-    replacing = [name for name in ("num_processes", "dynamo_backend") if getattr(options, name) is not None]
-    preflight.check_config(document, replacing)
+    preflight.check_config(document, [name for name in _REPLACING if getattr(options, name) is not None])
     policy = mp_yaml.load_policy(path)
     if overrides:
         policy = policy.replace(**overrides)
