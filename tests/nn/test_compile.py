@@ -77,8 +77,7 @@ for block in m.blocks: fully_shard(block, mesh=mesh)
 fully_shard(m, mesh=mesh); train(m, adam(m))
 """
 ZERO = """
-import deepspeed, gc
-gc.freeze()  # DeepSpeed collects garbage several times per engine
+import deepspeed
 o = adam(m)
 config = {"train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": %d}}
 engine, *_ = deepspeed.initialize(model=m, optimizer=o, config=config)

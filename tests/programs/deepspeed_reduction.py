@@ -6,7 +6,6 @@ optimizer states, and those in which gradients went through a collective.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -74,7 +73,6 @@ def train(policy: mpguard.Policy, stage: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    gc.freeze()  # DeepSpeed collects garbage several times per engine, also what the server of forks has imported
     deepspeed.init_distributed("gloo")
     for line in sys.argv[1:]:
         text, stage = line.rsplit(" ", 1)

@@ -8,7 +8,6 @@ so only the loaded state can make it equal.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
@@ -455,7 +454,6 @@ def compared(name: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    gc.freeze()  # DeepSpeed collects garbage several times per engine, also what the server of forks has imported
     policy, engines = sys.argv[1], sys.argv[2:]
     {"delayed": fake_delayed_scaling.install, "fake_te": fake_te_weights.install}.get(policy, lambda: None)()
     if DEVICE == "cuda":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import io
 import json
 import pickle
@@ -89,7 +88,6 @@ RUNS: dict[str, Callable[[], list[float]]] = {
     "compiled": compiled,
 }
 
-gc.freeze()  # `torch.compiler.reset` collects garbage, also in what the server of forks has imported
 for name, run in RUNS.items():
     without = run()
     torch.compiler.reset()

@@ -5,7 +5,6 @@ An argument has a DeepSpeed config and, if accelerate is to prepare the model, i
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -15,8 +14,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin
-
-gc.freeze()  # DeepSpeed collects garbage several times per engine, also what the server of forks has imported
 
 
 def dtype_of(config: dict[str, Any], mode: str | None) -> str:
