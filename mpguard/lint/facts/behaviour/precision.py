@@ -50,6 +50,9 @@ _MAX_ALTERNATIVES = 12
 _DEVICE = lazy_pattern(r"(?i)device|cuda|gpu|rank|cpu")
 _TENSOR = lazy_pattern(r"(?i)tensor|param|weight|module")
 _LOGITS = lazy_pattern(r"(?i)(?:^|[._])logits?$|(?:^|[._])logits?_")
+_SETTING = lazy_pattern(
+    r"(?i)(?:^|\.)(?:config|cfg|conf|args|opts?|hparams|settings)\.[\w.]+$|(?:^|[._])(?:temperature|temp|tau)$"
+)
 _CONSTANTS = frozenset({"math.pi", "math.e", "numpy.pi", "math.tau"})
 _BUILTIN_NUMBERS = frozenset({"len", "int", "float", "round", "range", "bool", "ord", "hash", "id"})
 
@@ -411,9 +414,15 @@ class TensorDtypes:
     def _promoted(self, parts: tuple[cst.BaseExpression, ...], at: Record) -> tuple[TensorDtype, ...]:
         found: tuple[TensorDtype, ...] = (TensorDtype(ALWAYS, NUMBER),)
         for part in parts:
-            both = [_join(a, b) for a in found for b in self._of(part, at)]
+            both = [_join(a, b) for a in found for b in self._operand(part, at)]
             found = tuple(each for each in both if each.guard.possible)[: _MAX_ALTERNATIVES + 1]
         return found
+
+    def _operand(self, node: cst.BaseExpression, at: Record) -> tuple[TensorDtype, ...]:
+        """Return the dtypes of an operand; a setting whose value is not known is a number, as in `logits / cfg.t`."""
+        found = self._of(node, at)
+        is_setting = all(each.dtype is None for each in found) and _SETTING.search(dotted(node)) is not None
+        return (TensorDtype(ALWAYS, NUMBER),) if is_setting else found
 
     def _by_autocast(self, parts: tuple[cst.BaseExpression, ...], at: Record) -> tuple[TensorDtype, ...]:
         """Return the dtypes of a matmul: that of the autocast region, otherwise that of the operands."""

@@ -21,8 +21,11 @@ CASTS_FP16 = (
 CASTS_LOW_PRECISION = (
     *CASTS_FP16, *_creation_patterns(b"bfloat16"), b".bfloat16()", b"BFloat16Tensor", b"import bfloat16",
 )  # fmt: skip
-#: A dtype by its name: `torch_dtype="bfloat16"`, `{"bf16": {"enabled": True}}`.
-NAMED_LOW_PRECISION = (b'"bfloat16"', b"'bfloat16'", b'"float16"', b"'float16'", b'"bf16": {', b'"fp16": {')
+#: A dtype by its name, `torch_dtype="bfloat16"` or `{"bf16": {"enabled": True}}`, or that of autocast by default.
+NAMED_LOW_PRECISION = (
+    b'"bfloat16"', b"'bfloat16'", b'"float16"', b"'float16'", b'"bf16": {', b'"fp16": {',
+    b"autocast()", b"autocast(enabled=", b'autocast("cuda")', b"autocast('cuda')",
+)  # fmt: skip
 _AUTOCASTS = (
     b".autocast(", b" autocast(", b"@autocast", b"import autocast", b"autocast as", b"amp.autocast", b"Accelerator(",
     b"LightningModule",

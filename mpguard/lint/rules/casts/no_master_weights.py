@@ -8,7 +8,8 @@ from mpguard.lint import Bad, Diagnostic, Dtype, Event, Facts, Good, Note, Rule,
 
 #: Words of a dtype. Each file with one asks for its program; `dtype)` alone is in most of transformers' models.
 _DTYPES = (
-    b"bfloat16", b"bf16", b"DTYPE", b"getattr(torch", b"(dtype)", b" dtype)", b"self.dtype)", b"base.weight.dtype",
+    b"bfloat16", b"bf16", b"DTYPE", b"getattr(torch", b"(dtype)", b" dtype)", b"self.dtype)",
+    b"cfg.dtype", b"args.dtype", b"base.weight.dtype",
     b"layer.weight.dtype", b"linear.weight.dtype", b"module.weight.dtype", b"orig.weight.dtype",
 )  # fmt: skip
 
