@@ -275,8 +275,9 @@ def _contradictions(config: Mapping[str, Any]) -> Iterator[ConfigProblem]:
 def _without_address(config: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     """Yield the keys of the first machine's address that a launch on several machines needs.
 
-    DeepSpeed's launchers take it from their file of hosts; torch's get the host "None". Processes without GPUs also
-    need a port, which is 29500 elsewhere. `machine_rank` is 0 if nothing gives it, which is right on one machine.
+    DeepSpeed's launchers take it from their file of hosts; torch's get the host "None". `NO` also needs a port, and so
+    does `MULTI_CPU` without mpguard, which starts it as torchrun does; it is 29500 elsewhere. `machine_rank` is 0 if
+    nothing gives it, which is right on one machine.
     """
     kind, machines = str(config.get("distributed_type")), config.get("num_machines")
     section = config.get("deepspeed_config")
@@ -284,7 +285,7 @@ def _without_address(config: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     if type(machines) is not int or machines < 2 or kind == "XLA" or (kind == "DEEPSPEED" and launcher != "standard"):
         return
     simple, changed = kind in ("NO", "MULTI_CPU"), ("deepspeed_multinode_launcher",) if kind == "DEEPSPEED" else ()
-    for key in ("main_process_ip", *(("main_process_port",) if simple else ())):
+    for key in ("main_process_ip", *(("main_process_port",) if kind == "NO" else ())):
         if config.get(key) is None:
             end = "accelerate stops" if simple else "the workers look for a host that is named None"
             reason = f"is {machines}, and no `{key}` is given: {end}. Add it, or pass `--{key}`"
