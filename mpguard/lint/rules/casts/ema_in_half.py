@@ -39,6 +39,7 @@ _THAWS = lazy_pattern(r"requires_grad_\(\s*(?:True\s*)?\)|requires_grad\s*=\s*Tr
 _UPDATES = frozenset({"lerp_", "mul_", "lerp", "update", "update_parameters", "step_ema", "ema_update", "update_ema"})
 #: Functions that move an average towards the model, and those that only read one.
 _AVERAGES = lazy_pattern(r"(?i)ema(?![a-z])|averag|accumulate")
+_WIDENS = lazy_pattern(r"\.float\(|float32|\.double\(")
 _ONLY_READS = lazy_pattern(r"(?i)save|load|eval|valid|test|sample|log|print|export|grad|freeze|copy|parallel")
 
 
@@ -209,8 +210,10 @@ def sample(args):
         """Return the call that creates the average from the model in its low dtype."""
         for name in _CLASSES:
             for call in facts.calls.get(name, ()):
-                if any(isinstance(each.atom, lattice.Class) for each in facts.evaluate(call.func, call)):
-                    continue  # a class of the project: `EmaOfHalfModel` reads it
+                made = [each.atom for each in facts.evaluate(call.func, call)]
+                texts = [atom.scope.chunk.text for atom in made if isinstance(atom, lattice.Class)]
+                if any(map(_WIDENS.search, texts)) or (texts and _is_trained(cast, facts)):
+                    continue  # a class of the project: `EmaOfHalfModel` reports those of models that are trained
                 own = call.argument(None, "dtype")  # the dtype of the average, instead of the model's
                 if own is not None and all(dtype in (Dtype.FP32, Dtype.FP64) for _, dtype in facts.dtypes(own, call)):
                     continue
@@ -345,6 +348,11 @@ def _moves_parameters(ema: str, scope: Scope) -> bool:
     }
     in_place = [text_of(call.receiver) for call in scope.calls if call.name in ("mul_", "lerp_") and call.receiver]
     return any(re.split(r"\W", each, maxsplit=1)[0] in names for each in (*in_place, *_assigned_averages(scope)))
+
+
+def _is_trained(cast: Event, facts: Facts) -> bool:
+    """True if the weights of an event are trained in BF16."""
+    return any(each.event is cast for each in facts.training_use.weights(Dtype.BF16))
 
 
 def _is_optimized(cast: Event, facts: Facts) -> bool:
