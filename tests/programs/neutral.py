@@ -336,13 +336,14 @@ def tensor_parallel() -> tuple[list[float], nn.Module]:
 
 @double
 def resumed_on_one_rank() -> tuple[list[float], nn.Module]:
-    """Rank 0 reads the checkpoint that all have, to check it."""
+    """Rank 0 reads the checkpoint that all have, to check it. Each rank then waits for another's report in vain."""
     model = Net()
     wrapped, optimizer = ddp(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = train(wrapped, optimizer)
     if dist.get_rank() == 0:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    return losses + train(wrapped, optimizer), model
+    with waiting_less() if "mpguard" in sys.modules else contextlib.nullcontext():
+        return losses + train(wrapped, optimizer), model
 
 
 @double
@@ -365,6 +366,18 @@ def weights(model: nn.Module) -> Iterator[bytes]:
     for each in (*model.parameters(), *model.buffers()):
         local = each.to_local() if hasattr(each, "to_local") else each
         yield local.detach().contiguous().float().numpy().tobytes()
+
+
+@contextlib.contextmanager
+def waiting_less() -> Iterator[None]:
+    """Let mpguard wait one second for another rank's report of a later check, in place of ten."""
+    from mpguard.runtime.proof import consensus
+
+    usual, consensus.CHECK_TIMEOUT = consensus.CHECK_TIMEOUT, 1.0
+    try:
+        yield
+    finally:
+        consensus.CHECK_TIMEOUT = usual
 
 
 def watch(level: str) -> None:

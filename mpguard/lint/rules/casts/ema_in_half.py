@@ -211,7 +211,7 @@ def sample(args):
         for name in _CLASSES:
             for call in facts.calls.get(name, ()):
                 made = [each.atom for each in facts.evaluate(call.func, call)]
-                texts = [atom.scope.chunk.text for atom in made if isinstance(atom, lattice.Class)]
+                texts = [text_of(atom.scope.node) for atom in made if isinstance(atom, lattice.Class)]
                 if any(map(_WIDENS.search, texts)) or (texts and _is_trained(cast, facts)):
                     continue  # a class of the project: `EmaOfHalfModel` reports those of models that are trained
                 own = call.argument(None, "dtype")  # the dtype of the average, instead of the model's
