@@ -20,7 +20,7 @@ from mpguard.nn.fp8.filters import BY_NAME, heads, pattern_around, plain_name
 from mpguard.policy.policy import Policy
 from mpguard.runtime import casts
 from mpguard.runtime.containment import contained, report_own_failure
-from mpguard.runtime.proof import fp8, reductions, remarks, tf32, trees
+from mpguard.runtime.proof import fp8, reductions, remarks, samples, tf32, trees
 from mpguard.runtime.proof.account import Products, steps_around
 from mpguard.runtime.proof.autocast_regions import Autocast
 from mpguard.runtime.proof.fp32_modules import Fp32Modules, find_fp32_modules
@@ -662,11 +662,12 @@ def _add_fingerprint(seen: Observed, recorder: Recorder, optimizer: Any, roots: 
     groups = {"ddp": found.replicated, "engine": found.engine, "script": by_script, "alone": found.alone}
     seen.covered = {kind: sum(own.numel() for own in group.values()) for kind, group in groups.items() if group}
     seen.alone = list(found.alone)
+    if samples.is_capturing():
+        return  # into a CUDA graph: nothing can be read from the device
     seen.fingerprint = reductions.fingerprint(found, recorder.gradients)
     if recorder.activations:  # each rank may have a part of one model
         seen.fingerprint.partly, seen.fingerprint.parts = {}, True
-    sums = seen.fingerprint.gradients.values()
-    if sums:
+    if sums := seen.fingerprint.gradients.values():
         seen.replicated = sum(norm**2 for norm, _ in sums) ** 0.5, sum(total for _, total in sums)
 
 
@@ -675,8 +676,7 @@ def _classes(roots: list[nn.Module]) -> dict[str, str]:
     classes = {}
     for root in roots:
         for name, module in trees.named_modules(root):
-            plain = plain_name(name)
-            if plain and not any(map(str.isalpha, plain)):
+            if (plain := plain_name(name)) and not any(map(str.isalpha, plain)):
                 classes[plain] = f"{type(module).__name__} of {type(root).__name__}"
     return classes
 

@@ -6,7 +6,7 @@ The programs are in tests/programs/reduction_cases.py, and share a start.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -98,3 +98,24 @@ def test_rows_name_what_reduces(proven: list[Cases]) -> None:
     assert proven[0]["own_zero1"]["rows"]["engine"].startswith("gradients reduced by the script itself")
     assert proven[0]["tensor_parallel_by_hand"]["rows"]["engine"].startswith("tensor parallel, by the script")
     assert proven[0]["ddp_over_one_rank_for_an_ensemble"]["rows"]["reduction"].startswith("fp32 over 1 of 2 ranks")
+
+
+def test_no_value_is_read_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end the capture. The ranks then compare no gradients after this step."""
+    import torch
+
+    from mpguard.runtime.proof import observe, samples
+    from mpguard.runtime.proof.recorder import Recorder
+
+    def read(tensor: torch.Tensor, *_: object) -> NoReturn:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    seen = observe.Observed(world_size=2)
+    monkeypatch.setattr(samples, "is_capturing", lambda: True)
+    for name in ("tolist", "item", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, read)
+    observe._add_fingerprint(seen, Recorder(), optimizer, [model])
+    assert seen.fingerprint is None and seen.alone == ["weight", "bias"]
