@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -149,6 +150,7 @@ def others(modules: Named) -> tuple[tuple[str, float], ...]:
     return tuple((kind, size / total) for kind, size in sizes.items() if kind and size * 100 >= total)
 
 
+@functools.lru_cache(maxsize=8192)
 def plain_name(name: str) -> str:
     """Return a qualified name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS).removeprefix("module.")
@@ -228,7 +230,13 @@ def _has_layers(block: nn.Module) -> bool:
 
 def is_of(module: nn.Module, library: str) -> bool:
     """True if a module's class is one of a library, or derived from one."""
-    return any(kind.__module__.startswith(library) for kind in type(module).__mro__)
+    kind: Any = type(module)
+    return _is_class_of(kind, library)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_class_of(kind: type[nn.Module], library: str) -> bool:
+    return any(each.__module__.startswith(library) for each in kind.__mro__)
 
 
 def is_linear(module: nn.Module) -> bool:

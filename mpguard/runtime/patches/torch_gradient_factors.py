@@ -15,6 +15,7 @@ from mpguard.runtime.patches import checks
 from mpguard.runtime.proof import remarks, samples
 from mpguard.runtime.proof.observe import innermost
 from mpguard.runtime.proof.products import short
+from mpguard.runtime.proof.profiler import muted
 
 
 @patch(
@@ -39,7 +40,7 @@ def _clip(original: AnyFunction) -> AnyFunction:
             return original(parameters, *args, **kwargs)
         own = [parameters] if not isinstance(parameters, Iterable) or hasattr(parameters, "grad") else list(parameters)
         _compare_with_scale(guard, own, args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value")))
-        with guard.recorder.gradients.handoffs.around("before clipping", own):
+        with guard.recorder.gradients.handoffs.around("before clipping", own), muted():
             norm = original(own, *args, **kwargs)
         guard.recorder.gradients.norm_dtype = short(norm.dtype) if hasattr(norm, "dtype") else ""
         return norm

@@ -22,16 +22,20 @@ def state_dtypes(optimizer: Any, parameters: Sequence[Any], compute_copies: Iter
     """
     state = getattr(optimizer, "state", None)
     entries = dict(state) if isinstance(state, Mapping) else {}
-    known = {_storage(each) for each in (*parameters, *compute_copies)}
-    known |= {_storage(each.grad) for each in parameters if getattr(each, "grad", None) is not None}
     sizes = {_elements(each) for each in parameters}
     sizes.add(sum(_elements(each) for each in parameters))
+    known: set[int] | None = None  # memory of parameters and gradients: read only if tensors are elsewhere
     found: dict[str, int] = {}
     seen: set[int] = set()
     for root, in_state in ((list(entries.values()), True), (_attributes(optimizer), False)):
         for tensor in _tensors(root, seen):
             name = _state_dtype(tensor)
-            if name is None or tensor.numel() <= 1 or (not in_state and _storage(tensor) in known):
+            if name is None or tensor.numel() <= 1:
+                continue
+            if not in_state and known is None:
+                gradients = (own.grad for own in parameters if getattr(own, "grad", None) is not None)
+                known = {_storage(each) for each in (*parameters, *compute_copies, *gradients)}
+            if not in_state and known is not None and _storage(tensor) in known:
                 continue
             if in_state or name not in ("bf16", "fp16") or _elements(tensor) in sizes:
                 found[name] = found.get(name, 0) + tensor.numel()
@@ -140,11 +144,12 @@ def _tensors(root: Any, seen: set[int]) -> Iterator[Any]:
     while todo and len(seen) < OBJECT_LIMIT:
         value = todo.pop()
         kind = type(value)  # not `isinstance`: lazy proxies would load their objects
-        if issubclass(kind, left_out) or id(value) in seen:
+        is_tensor = issubclass(kind, torch.Tensor)
+        if id(value) in seen or (not is_tensor and issubclass(kind, left_out)):
             continue
         seen.add(id(value))
         kept.append(value)  # or its id could be that of another object
-        if issubclass(kind, torch.Tensor):
+        if is_tensor:
             yield value
         elif issubclass(kind, Mapping):
             todo += list(value.values())
