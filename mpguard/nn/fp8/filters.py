@@ -230,13 +230,7 @@ def _has_layers(block: nn.Module) -> bool:
 
 def is_of(module: nn.Module, library: str) -> bool:
     """True if a module's class is one of a library, or derived from one."""
-    kind: Any = type(module)
-    return _is_class_of(kind, library)
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_class_of(kind: type[nn.Module], library: str) -> bool:
-    return any(each.__module__.startswith(library) for each in kind.__mro__)
+    return any(kind.__module__.startswith(library) for kind in type(module).__mro__)
 
 
 def is_linear(module: nn.Module) -> bool:

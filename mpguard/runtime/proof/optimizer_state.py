@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -24,18 +25,18 @@ def state_dtypes(optimizer: Any, parameters: Sequence[Any], compute_copies: Iter
     entries = dict(state) if isinstance(state, Mapping) else {}
     sizes = {_elements(each) for each in parameters}
     sizes.add(sum(_elements(each) for each in parameters))
-    known: set[int] | None = None  # memory of parameters and gradients: read only if tensors are elsewhere
+
+    @functools.cache
+    def known() -> set[int]:  # the memory of parameters and gradients; most optimizers have tensors in `state` only
+        gradients = (own.grad for own in parameters if getattr(own, "grad", None) is not None)
+        return {_storage(each) for each in (*parameters, *compute_copies, *gradients)}
+
     found: dict[str, int] = {}
     seen: set[int] = set()
     for root, in_state in ((list(entries.values()), True), (_attributes(optimizer), False)):
         for tensor in _tensors(root, seen):
             name = _state_dtype(tensor)
-            if name is None or tensor.numel() <= 1:
-                continue
-            if not in_state and known is None:
-                gradients = (own.grad for own in parameters if getattr(own, "grad", None) is not None)
-                known = {_storage(each) for each in (*parameters, *compute_copies, *gradients)}
-            if not in_state and known is not None and _storage(tensor) in known:
+            if name is None or tensor.numel() <= 1 or (not in_state and _storage(tensor) in known()):
                 continue
             if in_state or name not in ("bf16", "fp16") or _elements(tensor) in sizes:
                 found[name] = found.get(name, 0) + tensor.numel()
