@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import gc
 import os
 import sys
 import types
@@ -21,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from mpguard.core.objects import objects_of
 from mpguard.policy import hardware
 from mpguard.policy.policy import Policy
 
@@ -217,9 +217,10 @@ def _empty_masks() -> None:
     A vocabulary-parallel embedding fills a mask that the reduction of its output empties; a trace that fails between
     the two leaves it full, and the next call of the embedding raises.
     """
-    for each in gc.get_objects():
-        if type(each).__name__ == "MaskBuffer" and type(each).__module__.startswith("torch.distributed.tensor"):
-            each.data, each.refcount = None, 0
+    for kind in type.__subclasses__(object):
+        if kind.__name__ == "MaskBuffer" and kind.__module__.startswith("torch.distributed.tensor"):
+            for each in objects_of(kind):
+                each.data, each.refcount = None, 0  # type: ignore[attr-defined]
 
 
 def by_block(model: nn.Module) -> str:

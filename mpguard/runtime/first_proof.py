@@ -53,7 +53,19 @@ class FirstProof(LaterChecks):
         if state.pending is not None and self.proof is not None and progress.applied & (progress.applied - 1):
             self._close_round()
             return  # it was observed; other ranks may never step it: they are asked at its steps 2, 4, 8, ...
-        recorded = self.recorder.active and (self._whole or progress.recording == self._recording)
+        with program_threads.reading:
+            recorded = self.recorder.active and (self._whole or progress.recording == self._recording)
+            if recorded:
+                self._under_check.add(progress)  # no other thread stops to record
+        try:
+            self._prove_step(optimizer, progress, model, recorded=recorded)
+        finally:
+            self._under_check.discard(progress)
+        if progress.failed:
+            self._close_round()
+
+    def _prove_step(self, optimizer: Any, progress: Progress, model: nn.Module | None, *, recorded: bool) -> None:
+        state = self.state_of(optimizer)
         if not recorded and state.pending is None:
             progress.unrecorded = True
             self._observe_unrecorded(optimizer, progress)

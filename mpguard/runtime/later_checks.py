@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.progress import Progress
-from mpguard.runtime.proof import consensus
+from mpguard.runtime.proof import consensus, program_threads
 from mpguard.runtime.proof.collectives import number_of_calls
 from mpguard.runtime.proof.observe import updated_by
 from mpguard.runtime.step_counter import StepCounter
@@ -46,9 +46,10 @@ class LaterChecks(StepCounter):
 
     def _await(self, progress: Progress, *, in_step: bool = False) -> None:
         """Record the next step of an optimizer that has not been proven, for a few steps of the others."""
-        self._newcomer_steps = NEWCOMER_STEPS
-        self.record(whole=False, in_step=in_step)
-        progress.recording = self._recording
+        with program_threads.reading:
+            self._newcomer_steps = NEWCOMER_STEPS
+            self.record(whole=False, in_step=in_step)
+            progress.recording = self._recording
 
     def _open_check(self, optimizer: Any, progress: Progress, *, in_step: bool = False) -> None:
         """Record the next step if it is to be checked."""
@@ -57,9 +58,10 @@ class LaterChecks(StepCounter):
             due = self.budget.allows(progress.cost, free=AWAITED_SECONDS if progress.awaited_steps else None)
         if due:
             progress.switches = self.switches
-            self._under_check.add(progress)
-            self.record(whole=False, in_step=in_step, again=True)
-            self.recorder.begin_gap(optimizer, updated_by(optimizer))
+            with program_threads.reading:  # no other thread stops to record in between
+                self._under_check.add(progress)
+                self.record(whole=False, in_step=in_step, again=True)
+                self.recorder.begin_gap(optimizer, updated_by(optimizer))
 
     def _compare_regions(self, progress: Progress, *, checked: bool) -> None:
         """Have the following steps checked after one in autocast regions that no checked step had.
@@ -82,8 +84,9 @@ class LaterChecks(StepCounter):
     def _close_round(self) -> None:
         """Stop to record, unless a step is checked, or the first step of a new optimizer is still expected."""
         self._newcomer_steps = max(0, self._newcomer_steps - 1)
-        if self.recorder.active and not self._under_check and not self._newcomer_steps:
-            self.recorder.stop()
+        with program_threads.reading:
+            if self.recorder.active and not self._under_check and not self._newcomer_steps:
+                self.recorder.stop()
 
     def _check_step(self, optimizer: Any, progress: Progress, model: nn.Module | None) -> None:
         """Check a step that was just applied: observe, compare, agree with the other ranks. Raises `NotInForce`."""
@@ -92,9 +95,9 @@ class LaterChecks(StepCounter):
             self._check_again(progress, agreed=agreed)
             return  # there was no gradient to apply
         progress.empty = 0
-        self._under_check.discard(progress)
         with self.recorder.ignoring_collectives():
             inspection = self.inspect(optimizer, progress, model)
+            self._under_check.discard(progress)  # until here no other thread stops to record
             failures, unknown = inspection.failures, self.recorder.account.unknown
             self.budget.spent += progress.cost
             if agreed and progress.agrees:

@@ -155,9 +155,10 @@ class RunState:
         later check of an optimizer that was proven.
         """
         if not self.recorder.active:
-            self.recorder = Recorder(self.recorder, self.optimizers)
-            self.recorder.start(self.plan.policy, in_step=in_step, again=again)
+            recorder = Recorder(self.recorder, self.optimizers)
+            recorder.start(self.plan.policy, in_step=in_step, again=again)
             self._recording, self._whole = self._recording + 1, whole
+            self.recorder = recorder  # last: other threads may step now
         elif not again:
             self.recorder.account.trusts_graphs(False)
 
@@ -223,8 +224,6 @@ class RunState:
         first = self.proof is None
         if first or not proof.in_force:
             self.proof = self.reporter.of_run(proof)
-        if proof.failures:
-            self.recorder.stop()
         progress.failed = bool(proof.failures)
         if proof.in_force:
             progress.checks.append(inspection.applied)
@@ -306,8 +305,8 @@ class RunState:
     def fail(self, refusal: Refusal) -> None:
         """Raise `NotInForce`; with `enforce` warn or off, report the failures and return."""
         if self.plan.enforce == "error":
-            self.recorder.stop()  # a profiler that still runs crashes the process at its end
             self.refusal, self.refused = refusal, self.refused or refusal
+            self.recorder.stop()  # a profiler that still runs crashes the process at its end
             consensus.publish_end(refusal.published())
             raise not_in_force(refusal)
         self.reporter.warn_failure(refusal, self.plan.enforce, alone=self.alone)

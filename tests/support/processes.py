@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import faulthandler
 import functools
 import gc
 import itertools
@@ -158,8 +159,10 @@ def in_fork(
         child.start()
         child.join(limit)
         if child.exitcode is None:
+            os.kill(child.pid or 0, signal.SIGUSR1)  # it writes its stacks
+            child.join(2)
             child.kill()
-            raise subprocess.TimeoutExpired(words, limit, out.read_bytes(), err.read_bytes())
+            raise AssertionError(f"not ended after {limit:.0f} s:\n{out.read_text('utf-8')}{err.read_text('utf-8')}")
         return subprocess.CompletedProcess(words, child.exitcode, out.read_text("utf-8"), err.read_text("utf-8"))
 
 
@@ -189,7 +192,10 @@ def ranks_in_fork(
         return in_fork(arguments, cwd=cwd, timeout=timeout, program=program, **variables)
 
     with concurrent.futures.ThreadPoolExecutor(processes) as pool:
-        return list(pool.map(start, range(processes)))
+        runs = [pool.submit(start, rank) for rank in range(processes)]
+        errors = [f"rank {rank}: {error}" for rank, run in enumerate(runs) if (error := run.exception())]
+    assert not errors, "\n".join(errors)
+    return [run.result() for run in runs]
 
 
 def newer(library: str, folder: Path) -> str:
@@ -307,6 +313,7 @@ def _run(program: Program, words: list[str], cwd: str, variables: dict[str, str]
     for number, path in enumerate(output, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    faulthandler.register(signal.SIGUSR1)  # all threads, on the standard error
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(cwd)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from mpguard.runtime.proof import profiler, trace
+from mpguard.runtime.proof import profiler, program_threads, trace
 from mpguard.runtime.proof.autocast_regions import Autocast
 from mpguard.runtime.proof.compiled_graphs import NOT_RECORDED, CompiledGraphs
 from mpguard.runtime.proof.inferred import Inferred
@@ -40,6 +40,9 @@ OTHER_THREAD = (
     "torch's profiler records the thread in which the optimizer was created, and another one trains: create the "
     "optimizer in the thread that trains"
 )
+
+#: Why a backward pass was not recorded that began while one of another thread ran.
+AT_THE_SAME_TIME = "another thread computed gradients at the same time"
 
 #: Nodes of autograd's graph whose modules are remembered for backward passes that come later.
 REMEMBERED_NODES = 200_000
@@ -79,17 +82,21 @@ class _Pass:
     """A backward pass with the forward passes that belong to it.
 
     inferred: what its graph implies. number: it is the n-th that ended. missed: True if it should have been recorded.
+    reason: why it was not recorded, where that is known. scaled: None if nothing was recorded. thread: the program's
+    thread that computes it.
     """
 
     inferred: Inferred
     number: int = 0
+    reason: str = ""
     accumulates: bool = True
-    scaled: bool = False
+    scaled: bool | None = None
     looked_at: bool = False
     missed: bool = True
     trained: Counter[Work] = dataclasses.field(default_factory=Counter)
     frozen: Counter[Work] = dataclasses.field(default_factory=Counter)
     converted: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
+    thread: int = dataclasses.field(default_factory=threading.get_ident)
 
     def marked(self, work: Work, nodes: Iterable[GraphNode]) -> Work:
         """Return work, marked if its nodes are those of a matmul in the loss."""
@@ -425,7 +432,9 @@ class StepAccount:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 known.update((id(own), own.grad is not None or id(own) in self._applied) for own in group["params"])
-        self._passes = [each for each in self._passes if _still_counts(each, known)]
+        self._passes = [
+            each for each in self._passes if program_threads.is_another(each.thread) or _still_counts(each, known)
+        ]
 
     def end_pass(self, accumulates: bool, *, scaled: bool = False) -> None:
         """Record that the backward pass has ended.
@@ -460,10 +469,10 @@ class StepAccount:
                 self._casts[to, module] += elements
         self.overflows |= found.overflows
 
-    def imply(self, inferred: Inferred) -> None:
-        """Add a backward pass that was not recorded, of which the graph was read."""
+    def imply(self, inferred: Inferred, reason: str = "") -> None:
+        """Add a backward pass that was not recorded, of which the graph was read. reason: why it was not recorded."""
         self._ended += 1
-        self._passes.append(_Pass(inferred, number=self._ended))
+        self._passes.append(_Pass(inferred, number=self._ended, reason=reason))
 
     # -- the result --------------------------------------------------------------------------
 
@@ -492,11 +501,11 @@ class StepAccount:
         whole = Products(passes=len(passes))
         for each in passes:
             whole.looked_at += each.looked_at
-            whole.unscaled |= each.accumulates and not each.scaled
-            whole.scaled |= each.scaled
+            whole.unscaled |= each.accumulates and each.scaled is False
+            whole.scaled |= bool(each.scaled)
             whole.inferred.add(each.inferred)
         if self.unknown or any(each.missed for each in passes):  # the matmuls of a part of a step prove nothing
-            whole.reason = self._prevented()
+            whole.reason = next((each.reason for each in passes if each.reason), "") or self._prevented()
             return whole
         for each in passes:
             whole.trained += each.trained
@@ -530,7 +539,9 @@ class StepAccount:
     def _reaching(self, parameters: set[int]) -> list[_Pass]:
         begun = max((self._begun.get(parameter, 0) for parameter in parameters), default=0)
         passes = [each for each in self._passes if each.number > begun]
-        return [each for each in passes if each.inferred.leaves & parameters] or passes
+        own = [each for each in passes if not program_threads.is_another(each.thread)]
+        several = len({each.thread for each in passes}) > 1
+        return [each for each in passes if each.inferred.leaves & parameters] or (own if several else passes)
 
 
 def _still_counts(earlier: _Pass, known: dict[int, bool]) -> bool:
@@ -559,11 +570,12 @@ def _placed(work: Work, origin: Work | None) -> Work:
 # -- the steps of optimizers -----------------------------------------------------------------
 
 
-class _Steps:
+class _Steps(threading.local):
     """The ranges that torch opens around the steps of optimizers. cut: True if one was open when a profiler stopped.
 
     Until it is closed, no profiler may start: it holds a pointer into the events of the one that was stopped.
-    running: the optimizers whose steps run; one may call another's, which updates its parameters for it.
+    running: the optimizers whose steps run; one may call another's, which updates its parameters for it. Each thread
+    has its own.
     """
 
     def __init__(self) -> None:

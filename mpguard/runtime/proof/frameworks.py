@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from mpguard.core.objects import objects_of
 from mpguard.policy.policy import Policy
-from mpguard.runtime.proof.models import objects_of
 
 
 class Framework(NamedTuple):

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from mpguard.runtime.proof import program_threads
 from mpguard.runtime.proof.collectives import Collective
 from mpguard.runtime.proof.handoffs import HandOffs
 from mpguard.runtime.proof.inferred import is_leaf, nodes_behind
@@ -89,13 +90,15 @@ class Gradients:
         """
         watched = accumulates and not is_capturing()
         leaves = (safely(self._find_leaves, list(outputs)) or []) if watched else []
-        if not leaves or self._depth:  # activation checkpoints run passes within the pass
+        with program_threads.reading:
+            alone = bool(leaves) and not self._depth
+            self._depth += alone
+        if not alone:  # activation checkpoints run passes within the pass
             if leaves:
                 safely(self.handoffs.pass_not_sampled, leaves)  # or another thread's runs at the same time
             yield []
             return
         before = safely(self.handoffs.pass_begins, leaves)
-        self._depth += 1
         self._pass = {id(leaf) for leaf in leaves}
         try:
             with self.handoffs.before_hooks(leaves):

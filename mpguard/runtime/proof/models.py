@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+from mpguard.core.objects import objects_of
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.runtime.proof import trees
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-T = TypeVar("T")
 
 
 def models_of(parameters: list[torch.Tensor]) -> list[nn.Module]:
@@ -88,27 +86,3 @@ def existing_optimizers() -> list[torch.optim.Optimizer]:
     import torch
 
     return [each for each in objects_of(torch.optim.Optimizer) if "param_groups" in vars(each)]
-
-
-def objects_of(kind: type[T]) -> list[T]:
-    """Return the objects of a class among all of the garbage collector."""
-
-    # Not `isinstance`: it reads `__class__`, and lazy proxies of other libraries then load their objects.
-    kinds = {kind, *_subclasses(kind)}
-
-    def found() -> list[T]:
-        return [each for each in gc.get_objects() if type(each) in kinds]
-
-    objects = found()
-    if gc.get_freeze_count():  # `gc.get_objects` does not return frozen objects
-        gc.unfreeze()
-        objects = found()
-        gc.freeze()
-    return objects
-
-
-def _subclasses(kind: type) -> Iterator[type]:
-    subclasses: list[type] = type.__subclasses__(kind)
-    for each in subclasses:
-        yield each
-        yield from _subclasses(each)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mpguard.policy.policy import Policy
 from mpguard.runtime.containment import contained
 from mpguard.runtime.proof import attention_masks, fp8, graphs, program_threads
-from mpguard.runtime.proof.account import StepAccount, shapes_of
+from mpguard.runtime.proof.account import AT_THE_SAME_TIME, StepAccount, shapes_of
 from mpguard.runtime.proof.collectives import Collective, CollectiveListener
 from mpguard.runtime.proof.comm_hooks import CommHooks
 from mpguard.runtime.proof.gradients import Gradients
@@ -164,24 +164,27 @@ class Recorder:
                 self.backwards += 1
                 self.account.begin_pass(behind, here)
                 self._open, self._scaled, self._thread = behind, False, threading.get_ident()
-        if not begins:
-            if self._open is not None and not program_threads.is_another(self._thread):
+            elif program_threads.is_another(self._thread):
+                self.account.imply(behind, AT_THE_SAME_TIME)
+            elif self._open is not None:
                 self._open.add(behind)
+        if not begins:
             yield
             return
         try:
             yield
         finally:
-            self._open = None
-            self.account.te_dtype = "fp8" if self.te_recipes and all(self.te_recipes) else None
-            self.account.end_pass(accumulates, scaled=self._scaled)
+            with program_threads.reading:  # no other thread's pass begins before this one has ended
+                self._open = None
+                self.account.te_dtype = "fp8" if self.te_recipes and all(self.te_recipes) else None
+                self.account.end_pass(accumulates, scaled=self._scaled)
 
     def record_scaled_loss(self, loss: Any) -> None:
         """Record a loss that a GradScaler has scaled: a hook on it shows whether a backward pass goes through it."""
         from torch.utils._pytree import tree_leaves
 
         def mark_scaled(_gradient: Any) -> None:
-            self._scaled = True
+            self._scaled |= not program_threads.is_another(self._thread)
 
         for tensor in tree_leaves(loss):
             if getattr(tensor, "requires_grad", False):

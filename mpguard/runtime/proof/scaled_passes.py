@@ -7,6 +7,7 @@ A step divides by one scale. Gradients of another scaler's loss, of a loss that 
 from __future__ import annotations
 
 import dataclasses
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,10 @@ ADVICE = {
 }
 
 
+#: A node of autograd's graph: the thread that has created it, and its number there.
+_Node = tuple[int, int]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Pass:
     """A pass. scalers: the ids of those that have scaled its loss. twice: True if one of them a scaled loss."""
@@ -47,9 +52,10 @@ class ScaledPasses:
     def __init__(self) -> None:
         self._passes: dict[int, list[_Pass]] = {}
         self._unscaled: set[int] = set()  # parameters, since their gradients were set to zero
-        self._scaled: dict[int, Any] = {}  # the scalers of losses, by the numbers of their nodes
-        self._nested: dict[int, float] = {}  # of losses that were scaled again: by how much
+        self._scaled: dict[_Node, Any] = {}  # the scalers of losses
+        self._nested: dict[_Node, float] = {}  # of losses that were scaled again: by how much
         self._open: set[int] = set()
+        self._thread = 0  # of the pass that runs
         self._twice = False
 
     def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None:
@@ -60,31 +66,31 @@ class ScaledPasses:
         for before, after in zip(tree_leaves(loss), tree_leaves(scaled), strict=True):
             if getattr(after, "grad_fn", None) is None:
                 continue
-            inner = next((number for number in _behind(before) if number in self._scaled), None)
+            inner = next((node for node in _behind(before) if node in self._scaled), None)
             if inner is not None:
                 self._nested[inner] = scaler.get_scale()
-            number = after.grad_fn._sequence_nr()
-            self._scaled[number] = reference
-            after.register_hook(lambda gradient, number=number: self._reached(number, gradient))
+            node = _node(after.grad_fn)
+            self._scaled[node] = reference
+            after.register_hook(lambda gradient, node=node: self._reached(node, gradient))
         while len(self._scaled) > LOSSES:
             first = next(iter(self._scaled))
             del self._scaled[first]
             self._nested.pop(first, None)
 
-    def _reached(self, number: int, gradient: torch.Tensor) -> None:
-        """Record that a pass goes through a scaled loss."""
-        scaler = self._scaled[number]() if number in self._scaled else None
-        if scaler is None:
+    def _reached(self, node: _Node, gradient: torch.Tensor) -> None:
+        """Record that a pass goes through a scaled loss; the pass of another thread may run at the same time."""
+        scaler = self._scaled[node]() if node in self._scaled else None
+        if scaler is None or node[0] != self._thread:
             return
         self._open.add(id(scaler))
-        again = self._nested.get(number)
+        again = self._nested.get(node)
         # A script may have divided the loss by the first scale before the second one.
         if again is not None and not is_capturing():
             self._twice |= float(gradient.max()) * scaler.get_scale() > 1.5 * again
 
     def begin_pass(self, leaves: Iterable[torch.Tensor], optimizers: Iterable[Any]) -> list[int]:
         """Forget earlier passes of parameters whose gradients were set to zero. Return those that the pass reaches."""
-        self._open, self._twice = set(), False
+        self._open, self._twice, self._thread = set(), False, threading.get_ident()
         reached, own = {id(leaf) for leaf in leaves}, []
         for optimizer in optimizers:
             for each in _watched(optimizer):
@@ -136,12 +142,16 @@ def _watched(optimizer: Any) -> list[Any]:
     return own[:: max(1, len(own) // WATCHED)]
 
 
-def _behind(loss: Any) -> list[int]:
-    """Return the numbers of the first nodes behind a loss in autograd's graph."""
-    todo, found = [getattr(loss, "grad_fn", None)], list[int]()
+def _node(function: Any) -> _Node:
+    return threading.get_ident(), function._sequence_nr()
+
+
+def _behind(loss: Any) -> list[_Node]:
+    """Return the first nodes behind a loss in autograd's graph."""
+    todo, found = [getattr(loss, "grad_fn", None)], list[_Node]()
     while todo and len(found) < NODES:
         node = todo.pop(0)
         if node is not None:
-            found.append(node._sequence_nr())
+            found.append(_node(node))
             todo += [each for each, _ in node.next_functions]
     return found
