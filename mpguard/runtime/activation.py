@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -23,6 +24,7 @@ from mpguard.runtime.messages import OVERRIDE, header
 from mpguard.runtime.meter import Meter
 from mpguard.runtime.patches import import_hooks, windows
 from mpguard.runtime.patches.table import apply_patches
+from mpguard.runtime.patches.windows import InstalledLibrary
 from mpguard.runtime.plan import Plan, enforcement
 from mpguard.runtime.ranks import is_started_by_script, launcher_variable, rank
 from mpguard.targets.capabilities import require_supported
@@ -99,11 +101,12 @@ def _begin(guard: Guard, launched: bool) -> None:
     if launcher_variable("WORLD_SIZE", 1) > 1:
         enable_line_buffering()
     atexit.register(exit_hooks.drain_gloo_threads)
-    check_start(guard.plan, launched=launched or "WORLD_SIZE" in os.environ)
+    libraries = libraries_to_compare(guard.plan)
+    check_start(guard.plan, libraries, launched=launched or "WORLD_SIZE" in os.environ)
     if rank() == 0 and not guard.spawned:  # a process that the script has started does not know its rank yet
         if not guard.plan.announced:
             print_line(header(guard.plan))
-            for line in windows.lines(guard.plan.policy, guard.plan.strategy):
+            for line in windows.lines(libraries):
                 print_line(f"mpguard: {line}")
         guard.reporter.reset_proof_file(guard.plan)
     os.register_at_fork(after_in_child=guard.begin_again)
@@ -121,15 +124,23 @@ def _begin(guard: Guard, launched: bool) -> None:
         exit_hooks.patch_os_exit()
 
 
-def check_start(plan: Plan, *, launched: bool = True) -> None:
+def libraries_to_compare(plan: Plan) -> list[InstalledLibrary]:
+    """Return the installed libraries that are compared with a plan: none if the launcher has done it.
+
+    An engine that the plan does not name is left to the proof.
+    """
+    return [] if plan.announced else windows.of_run(plan.policy, plan.strategy)
+
+
+def check_start(plan: Plan, libraries: Sequence[InstalledLibrary] = (), *, launched: bool = True) -> None:
     """Check what a worker can know before it trains. Raises `NotInForce`.
 
-    launched: False if the number of processes is not known yet: the proof compares it.
+    libraries: those whose patches are compared with the plan. launched: False if the number of processes is not known
+    yet: the proof compares it.
     """
     if plan.enforce == "error" and (reason := compilation.conflict(plan.policy)):
         raise NotInForce(reason)
-    # The launcher has compared the libraries already. An engine that the plan does not name is left to the proof.
-    if plan.enforce == "error" and not plan.announced and (reasons := windows.refusals(plan.policy, plan.strategy)):
+    if plan.enforce == "error" and (reasons := windows.refusals(libraries, plan.policy, plan.strategy)):
         raise NotInForce("\n  ".join(reasons) + ".", override=OVERRIDE)
     started, requested = launcher_variable("WORLD_SIZE", 1), plan.processes
     if launched and requested is not None and started != requested and plan.enforce == "error":

@@ -133,13 +133,12 @@ def prepare(
     )
     changes = differences(config, policy, "accelerate", plan.strategy)
     launch = preflight.PlannedLaunch(plan, document, kind, tuple(changes), has_accelerator())
-    outside = windows.of_run(policy, plan.strategy)
-    needed = [reason for each in outside for reason in each.refusals(policy, plan.strategy)]
-    _refuse(plan, [*preflight.refusals(launch), *needed])
+    libraries = windows.of_run(policy, plan.strategy)
+    _refuse(plan, [*preflight.refusals(launch), *windows.refusals(libraries, policy, plan.strategy)])
     require_supported("accelerate", policy, plan.strategy)
     flags = argv[: len(argv) - len(arguments) - 1]
     flags, header = _flags(flags, options, launch)
-    lines = [*preflight.ignored_keys(document), *(line for each in outside if (line := each.line()) is not None)]
+    lines = [*preflight.ignored_keys(document), *windows.lines(libraries)]
     header = "\n".join([header, *(f"mpguard: {line}" for line in lines)])
     environment = dict(plan.environment())
     if kind == "MULTI_CPU" and (plan.processes or 1) > 1 and not _uses_mpi(options, config):

@@ -9,7 +9,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mpguard.core.patches import ADJUSTMENTS, PATCHES, PROOF, Adjustment, Patch
@@ -119,14 +119,14 @@ def of_run(policy: Any, strategy: str | None) -> list[InstalledLibrary]:
     return inspect(installed_versions(), sys.path, needed_by(policy, strategy))
 
 
-def lines(policy: Any, strategy: str | None) -> list[str]:
+def lines(libraries: Iterable[InstalledLibrary]) -> list[str]:
     """Return the lines that a run prints next to its header: one for each library that was not tested, or not so."""
-    return [line for each in of_run(policy, strategy) if (line := each.line()) is not None]
+    return [line for each in libraries if (line := each.line()) is not None]
 
 
-def refusals(policy: Any, strategy: str | None) -> list[str]:
-    """Return a message for each patch of the installed libraries that a policy needs and that does not apply."""
-    return [reason for each in of_run(policy, strategy) for reason in each.refusals(policy, strategy)]
+def refusals(libraries: Iterable[InstalledLibrary], policy: Any, strategy: str | None) -> list[str]:
+    """Return a message for each patch of the libraries that a policy needs and that does not apply."""
+    return [reason for each in libraries for reason in each.refusals(policy, strategy)]
 
 
 def _table() -> Sequence[Patch | Adjustment]:
