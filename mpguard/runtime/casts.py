@@ -7,12 +7,12 @@ So are parameters that are replaced: the optimizer then trains tensors that the 
 
 from __future__ import annotations
 
-import functools
 import sys
-import sysconfig
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
+
+from mpguard.runtime.stacks import OWN, is_installed, relative, script_frame
 
 if TYPE_CHECKING:
     import torch
@@ -23,9 +23,6 @@ ADVICE = "Cast a copy (copy.deepcopy(model).half()), or evaluate under torch.aut
 
 #: What to do if `load_state_dict(assign=True)` has replaced the parameters that an optimizer has.
 REPLACED_ADVICE = "Load without assign=True, or create the optimizer after it"
-
-#: The folder of this package.
-_OWN = str(Path(__file__).parents[1])
 
 
 def is_engine(model: Any) -> bool:
@@ -74,11 +71,8 @@ def caller() -> tuple[str, str]:
     The place is in the user's own code, or in the library that is nearest to it if there is none.
     """
     method, frame = _called()
-    place = frame
-    while frame is not None and is_installed(frame.f_code.co_filename):
-        frame = frame.f_back
-    place = frame or place
-    return method, f"{_relative(place.f_code.co_filename)}:{place.f_lineno}" if place else "an unknown place"
+    place = script_frame(frame) or frame
+    return method, f"{relative(place.f_code.co_filename)}:{place.f_lineno}" if place else "an unknown place"
 
 
 def is_called_by_script() -> bool:
@@ -91,30 +85,8 @@ def _called() -> tuple[str, FrameType | None]:
     """Return the method of torch that is being called, and the frame that calls it."""
     import torch
 
-    inside = (str(Path(torch.__file__).parent), _OWN)
+    inside = (str(Path(torch.__file__).parent), OWN)
     method, frame = "", cast("FrameType | None", sys._getframe())
     while frame is not None and frame.f_code.co_filename.startswith(inside):
         method, frame = frame.f_code.co_name, frame.f_back
     return method, frame
-
-
-@functools.cache
-def _installed() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    return paths["stdlib"], paths["purelib"], paths["platlib"], "<"
-
-
-def is_installed(path: str) -> bool:
-    """True if a file of code is not of the script: it is in the standard library or an installed package, or generated.
-
-    Packages may be in another environment's folder: that of a virtual environment's base, a folder in PYTHONPATH.
-    """
-    return path.startswith(_installed()) or not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
-
-
-def _relative(path: str) -> str:
-    """Return a path relative to the current folder, if it is in there."""
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
-        return path

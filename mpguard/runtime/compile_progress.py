@@ -6,10 +6,6 @@ minute, the stacks of all threads are written to a file: they tell a slow compil
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +13,7 @@ from typing import Any
 
 from mpguard.core.console import print_line
 from mpguard.runtime.ranks import rank
+from mpguard.runtime.stacks import write_stacks
 
 #: Seconds of compilation before the first line; each further line comes after twice the time of the one before.
 FIRST_LINE = 10.0
@@ -62,6 +59,11 @@ class CompileProgress:
             self.graphs += 1
             self._began = None
 
+    @property
+    def compiles(self) -> bool:
+        """True between `begin` and `end`."""
+        return self._began is not None
+
     def so_far(self) -> float:
         """Return the seconds of all compilations, the present one included."""
         began = self._began
@@ -93,10 +95,7 @@ class CompileProgress:
         if self._wrote_stacks or began is None or time.monotonic() - began < STACKS_AFTER:
             return
         self._wrote_stacks = True
-        with contextlib.suppress(OSError):  # no room in the folder for temporary files
-            handle, path = tempfile.mkstemp(prefix=f"mpguard-stacks-rank{rank()}-", suffix=".txt")
-            with os.fdopen(handle, "w") as file:
-                faulthandler.dump_traceback(file)
+        if path := write_stacks():
             self.report_stacks(
                 f"mpguard: rank {rank()} has compiled one graph for {time.monotonic() - began:.0f} s; the stacks of "
                 f"all its threads are in {path}"
@@ -104,6 +103,11 @@ class CompileProgress:
 
 
 _progress: CompileProgress | None = None
+
+
+def is_compiling() -> bool:
+    """True while this process compiles, as far as it is watched."""
+    return _progress is not None and _progress.compiles
 
 
 def watch(report: Callable[[str], None]) -> None:

@@ -18,8 +18,8 @@ from mpguard.core.console import print_line
 from mpguard.core.errors import MpguardError
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.runtime import guard as guards
-from mpguard.runtime.casts import is_installed
 from mpguard.runtime.messages import with_page
+from mpguard.runtime.stacks import is_installed
 
 if TYPE_CHECKING:
     import torch

@@ -361,6 +361,11 @@ class Guard(FirstProof):
     # -- the end -------------------------------------------------------------------------
 
     @property
+    def is_unproven(self) -> bool:
+        """True until the first proof, or the end of the run without one."""
+        return self.proof is None and self.refusal is None and not self.finished
+
+    @property
     def trained(self) -> bool:
         """True if this process has computed gradients, and there is no first proof yet."""
         if is_idle() or (self.without_optimizer and self.script.is_idle()):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from limits import seconds
 
-from mpguard.runtime import compile_progress
+from mpguard.runtime import compile_progress, stacks
 from mpguard.runtime.compile_progress import CompileProgress
 
 
@@ -56,6 +56,7 @@ def test_the_stacks_of_one_long_compilation_are_in_a_file_of_the_rank(
     monkeypatch.setattr(compile_progress, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=time.sleep))
     monkeypatch.setattr(compile_progress, "POLL", 0.02)
     monkeypatch.setattr(compile_progress, "rank", lambda: 3)
+    monkeypatch.setattr(stacks, "rank", lambda: 3)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     lines: list[str] = []
     progress = CompileProgress(lambda _line: None, lines.append)

@@ -159,7 +159,8 @@ def in_fork(
         child.start()
         child.join(limit)
         if child.exitcode is None:
-            os.kill(child.pid or 0, signal.SIGUSR1)  # it writes its stacks
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid or 0, signal.SIGUSR1)  # it writes its stacks
             child.join(2)
             child.kill()
             raise AssertionError(f"not ended after {limit:.0f} s:\n{out.read_text('utf-8')}{err.read_text('utf-8')}")

@@ -1,4 +1,4 @@
-"""Exchange the plans of all ranks where a process group is created."""
+"""Exchange the plans of all ranks where a process group is created, and report ranks that stand still."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import functools
 from typing import Any
 
 from mpguard.core.patches import AnyFunction, patch
+from mpguard.runtime import compile_progress, plan_exchange, stacks
 from mpguard.runtime import guard as guards
-from mpguard.runtime import plan_exchange
 from mpguard.runtime.patches import checks
+from mpguard.runtime.proof.collectives import number_of_calls
+from mpguard.runtime.ranks import world_size
 
 
 @patch(
@@ -25,5 +27,12 @@ def _init_process_group(original: AnyFunction) -> AnyFunction:
         guard = guards.current()
         if guard is not None:
             plan_exchange.check(guard.plan, guard.refuse)
+            if guard.listening and world_size()[0] > 1:
+                stacks.report_standstill(lambda: not guard.is_unproven, functools.partial(_progress, guard))
 
     return init_process_group
+
+
+def _progress(guard: guards.Guard) -> object:
+    """Return something else after each backward pass and collective, and always while the process compiles."""
+    return object() if compile_progress.is_compiling() else (guard.recorder.backwards, number_of_calls())
