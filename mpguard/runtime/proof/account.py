@@ -35,11 +35,12 @@ EACH_PASS = 16
 #: recorded, so that a long evaluation before the first step costs neither memory nor time.
 LONG_CALLS = 5_000
 
-#: Why operators could not be recorded where several threads train.
+#: Why operators could not be recorded where another thread trains, and where several do.
 OTHER_THREAD = (
     "torch's profiler records the thread in which the optimizer was created, and another one trains: create the "
     "optimizer in the thread that trains"
 )
+SEVERAL_THREADS = "torch's profiler records one thread at a time, and several compute gradients"
 
 #: Why a backward pass was not recorded that began while one of another thread ran.
 AT_THE_SAME_TIME = "another thread computed gradients at the same time"
@@ -205,6 +206,7 @@ class StepAccount:
         self._blocked: bool = previous is not None and previous.has_open_ranges
         self._thread = 0
         self._open: _Pass | None = None if previous is None else previous._open  # the backward pass that runs
+        self._threads: set[int] = set() if previous is None else previous._threads  # of backward passes
         self._seconds = 0.0
         self._resume = False  # after the optimizer's step
         self._calls = 0  # of modules, since the profiler started
@@ -373,7 +375,7 @@ class StepAccount:
         began = time.monotonic()
         with self._reporting_failures():
             if not recording.is_of_this_thread:
-                self.reason = OTHER_THREAD
+                self.reason = SEVERAL_THREADS if len(self._threads) > 1 else OTHER_THREAD
                 return None
             opened = self._ranges.close()
             events, unfinished, begun = recording.stop()
@@ -428,6 +430,7 @@ class StepAccount:
         """
         profiler.record_on()
         self._open = _Pass(inferred)
+        self._threads.add(self._open.thread)
         known: dict[int, bool] = {}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -473,6 +476,7 @@ class StepAccount:
         """Add a backward pass that was not recorded, of which the graph was read. reason: why it was not recorded."""
         self._ended += 1
         self._passes.append(_Pass(inferred, number=self._ended, reason=reason))
+        self._threads.add(threading.get_ident())
 
     # -- the result --------------------------------------------------------------------------
 
