@@ -129,6 +129,17 @@ def ddp_compresses_in_a_hook() -> None:
     train(model, adam(model))
 
 
+@case()
+def ddp_rounds_after_the_reduction() -> None:
+    def hook(_state, bucket):  # type: ignore[no-untyped-def]
+        sent = bucket.buffer().div_(2)
+        return dist.all_reduce(sent, async_op=True).get_future().then(lambda each: each.value()[0].bfloat16().float())
+
+    model = DDP(net())
+    model.register_comm_hook(None, hook)
+    train(model, adam(model))
+
+
 @case(grad_reduce_in_fp32=False)
 def ddp_compresses_as_asked() -> None:
     ddp_compresses_in_a_hook()

@@ -1,7 +1,8 @@
 """`CommHooks`: gradients that a communication hook gets, compared with what it makes of them.
 
-A hook of DDP that rounds its bucket and sends it in FP32 leaves no other trace: the dtype that is sent is FP32. A hook
-of FSDP2 changes gradients that were reduced.
+A hook of DDP that rounds its bucket and sends it in FP32 leaves no other trace: the dtype that is sent is FP32. Nor
+does one that rounds what it has reduced: the gradients after the pass are compared with its bucket. A hook of FSDP2
+changes gradients that were reduced.
 """
 
 from __future__ import annotations
@@ -18,28 +19,30 @@ if TYPE_CHECKING:
     import torch
 
 WHEN = "in a communication hook of DDP, before the reduction"
+AFTER = "in a communication hook of DDP, after the reduction"
 IN_REDUCTION = "in an all-reduce hook of FSDP2"
 
 
 @dataclasses.dataclass
 class _Bucket:
-    """What a hook got. size: the elements of the bucket. places: the sampled ones. parts: of each sampled parameter its
-    id, the number of its samples, and its gradient in the bucket. ranks: by how many a hook divides.
+    """What a hook got. buffer: its elements. places: the sampled ones. left: their values. parts: of each sampled
+    parameter itself, the number of its samples, and its gradient in the bucket. ranks: by how many a hook divides.
     """
 
-    size: int
+    buffer: torch.Tensor
     places: torch.Tensor
     left: torch.Tensor
-    parts: list[tuple[int, int, torch.Tensor]]
+    parts: list[tuple[torch.Tensor, int, torch.Tensor]]
     ranks: int
 
 
 class CommHooks:
-    """The bucket of the hook that runs. found: where witnesses are added."""
+    """The bucket of the hook that runs, and those that were reduced in the pass. found: where witnesses are added."""
 
     def __init__(self, found: list[Witness]) -> None:
         self._found = found
         self._open: _Bucket | None = None
+        self._reduced: list[_Bucket] = []
 
     @contextlib.contextmanager
     def during(self, bucket: Any, ranks: int) -> Iterator[None]:
@@ -76,13 +79,29 @@ class CommHooks:
 
         known = self._open
         for sent in tensors if known is not None else ():
-            if known is not None and sent.numel() == known.size and sent.dtype is torch.float32:
+            if known is not None and sent.numel() == known.buffer.numel() and sent.dtype is torch.float32:
                 self._open = None  # what the hook sends after it is no gradient of its own
-                samples.safely(self._compare, known, sent)
+                samples.safely(self._compare, known, known.left, sent.detach().reshape(-1)[known.places], WHEN)
+                if sent.data_ptr() == known.buffer.data_ptr():  # it will have what the reduction makes of it
+                    self._reduced.append(known)
                 return
 
-    def _compare(self, known: _Bucket, sent: torch.Tensor) -> None:
-        left, found = known.left.cpu(), sent.detach().reshape(-1)[known.places].cpu()
+    def pass_ended(self) -> None:
+        """Compare the gradients after a backward pass with the buckets that were reduced in it."""
+        reduced, self._reduced = self._reduced, []
+        for known in reduced:
+            samples.safely(self._compare_gradients, known)
+
+    def _compare_gradients(self, known: _Bucket) -> None:
+        import torch
+
+        found = [samples.sample(own.grad) for own, _, _ in known.parts if own.grad is not None]
+        if len(found) == len(known.parts):
+            self._compare(known, known.buffer[known.places], torch.cat(found), AFTER)
+
+    def _compare(self, known: _Bucket, left: torch.Tensor, found: torch.Tensor, when: str) -> None:
+        """Record a witness if elements of a bucket were rounded. left, found: the sampled ones before and after."""
+        left, found = left.cpu(), found.cpu()
         if witness.same(left, found):
             return
         match = witness.rounded(left, found) or witness.rounded(left / known.ranks, found)
@@ -92,7 +111,7 @@ class CommHooks:
         for parameter, count, gradient in known.parts:
             if number < count:
                 place = tuple(samples.place(gradient, number))
-                self._found.append(Witness("gradients", WHEN, parameter, match, place))
+                self._found.append(Witness("gradients", when, id(parameter), match, place))
                 return
             number -= count
 
@@ -112,6 +131,6 @@ def _read(bucket: Any, ranks: int) -> _Bucket | None:
         for position, stride in zip(index.places, own.stride(), strict=True):
             at += position * stride
         places.append(at)
-        parts.append((id(parameters[number]), at.numel(), own.detach()))
-    known = torch.cat(places)
-    return _Bucket(buffer.numel(), known, buffer.detach()[known], parts, ranks)
+        parts.append((parameters[number], at.numel(), own.detach()))
+    known, elements = torch.cat(places), buffer.detach()
+    return _Bucket(elements, known, elements[known], parts, ranks)

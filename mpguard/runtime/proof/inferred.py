@@ -55,8 +55,9 @@ class Inferred:
     leaves: ids of the tensors that get gradients. weights: ids of leaves that operators of torch multiplied by
     something else; not inside of a `torch.autograd.Function`, as FP8 layers do. in_fp8_layers: ids of leaves that
     functions of the FP8 libraries took. in_functions: those that other functions took. matrix_functions: sequence
-    numbers of the nodes of these that took a matrix. in_the_loss: those of matmuls in FP32 whose factors are results of
-    the model, and whose result no weight multiplies: similarities. log_probabilities: the dtypes of those behind the
+    numbers of the nodes of these that took a matrix. in_the_loss: those of matmuls in FP32 whose result no weight
+    multiplies, and whose factors are results of the model (similarities), such a result and data, or weights (a
+    penalty). log_probabilities: the dtypes of those behind the
     loss. heads: ids of weights whose matmul alone becomes log-probabilities. matrices: ids of the leaves with more than
     one dimension. tables: those of leaves of which rows were read. compiled: True if a compiled region is part of it,
     whose matmuls are in dynamo's graph.
@@ -122,7 +123,7 @@ def products_behind(outputs: Iterable[Any]) -> Inferred:
     from torch.autograd.function import BackwardCFunction
 
     products = Inferred()
-    of_results: list[Any] = []
+    like_a_loss: list[Any] = []
     others: list[Any] = []  # all other nodes that may multiply
     softmaxes: list[Any] = []
     for node in nodes_behind(outputs):
@@ -154,16 +155,31 @@ def products_behind(outputs: Iterable[Any]) -> Inferred:
             operands = [] if function else _factors(node)
             factors = {_leaf(operand) for operand in operands}
             products.weights |= factors - {0} if len(factors) > 1 else set()  # W times W is no use of a layer
-            if factors == {0} and output.dtype.itemsize == 4 and all(source is not None for source, _ in operands):
-                of_results.append(node)
+            one_weight = 0 in factors and len(factors) > 1
+            if operands and not one_weight and output.dtype.itemsize == 4:
+                like_a_loss.append(node)
                 continue
         if work or function:
             others.append(node)
     products.heads = _head(softmaxes)
-    if of_results:
-        behind = set(_nodes_from([source for node in others for source, _ in node.next_functions]))
-        products.in_the_loss = {node._sequence_nr() for node in of_results if node not in behind}
+    products.in_the_loss = _in_the_loss(like_a_loss, others) if like_a_loss else set()
     return products
+
+
+def _in_the_loss(candidates: list[Any], others: list[Any]) -> set[int]:
+    """Return the sequence numbers of the matmuls whose result no weight multiplies.
+
+    candidates: nodes, none of which multiplies one weight by something else. others: those that do, or may.
+    """
+    multiplies, layers, found = set(others), list(others), list[Any]()
+    for node in candidates:
+        sources = [source for source, _ in _factors(node)]
+        results = [source for source in sources if source is not None]
+        # Data times what is made of weights alone, as a weight that is normalized, is a layer.
+        is_layer = len(results) < len(sources) and multiplies.isdisjoint(_nodes_from(results))
+        (layers if is_layer else found).append(node)
+    behind = set(_nodes_from([source for node in layers for source, _ in node.next_functions]))
+    return {node._sequence_nr() for node in found if node not in behind}
 
 
 def _head(softmaxes: list[Any]) -> set[int]:
@@ -282,6 +298,8 @@ def _leaf_node(operand: tuple[Any, int]) -> Any:
     for _ in range(8):
         if node is None or is_leaf(node):
             return node
+        if _kind(node) in FACTORS or _kind(node) in WEIGHTED:
+            return None
         sources = [source for source, _ in node.next_functions if source is not None]
         if len(sources) != 1:
             return None

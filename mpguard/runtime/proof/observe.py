@@ -55,10 +55,9 @@ class Computed:
     operator of torch. flops: floating-point operations. module: the qualified name of the module in which they ran;
     None if it is not known. place: the same for messages, with classes. attention: True for attention. inside: True if
     the module is a part of a trained model, and has no trained parameter of its own: without gradients, such a module
-    feeds trained ones, while the others are evaluated. by_script: True where the script has switched autocast off
-    around a part of the forward pass, or multiplies results of the model outside of it, as a loss does. evaluated: True
-    in calls of a trained model without gradients. wide_only: True in operators that have no 16 bits, such as an FFT.
-    untrained: True if the module has weights, none of which is trained.
+    feeds trained ones, while the others are evaluated. by_script: True where the script has switched autocast off, or
+    multiplies as a loss does: in_the_loss. evaluated: True in calls of a trained model without gradients. wide_only:
+    True in operators that have no 16 bits, such as an FFT. untrained: True if no weight of the module is trained.
     """
 
     trained: bool
@@ -72,6 +71,7 @@ class Computed:
     evaluated: bool = False
     wide_only: bool = False
     untrained: bool = False
+    in_the_loss: bool = False
 
 
 @dataclasses.dataclass
@@ -420,10 +420,10 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
                 inside = name is not None and not any(weights.get(module or 0, ()))
                 untrained = module is not None and (name is None or (inside and bool(weights.get(module))))
                 dtype = "fp8" if ran.compiled and module in emulated else work.dtype  # emulated experts: BF16
-                by_script = work.by_script or (work.in_the_loss and name is None)
+                in_the_loss = work.in_the_loss and name is None
                 found = Computed(
-                    trained, dtype, 0, name, work.name or place, work.attention, inside, by_script,
-                    evaluated=work.evaluated and not trained, wide_only=work.wide_only, untrained=untrained,
+                    trained, dtype, 0, name, work.name or place, work.attention, inside, work.by_script or in_the_loss,
+                    work.evaluated and not trained, work.wide_only, untrained, in_the_loss,
                 )  # fmt: skip
                 scripted = _scripted(work, module, part, recorder)
                 whole[dataclasses.replace(found, by_script=True)] += scripted

@@ -35,7 +35,7 @@ class Work:
     module: the number of the module in which they ran; None if unknown. name: of the kernel whose dtype is not known.
     by_script: True in a region in which the script has switched autocast off. evaluated: True in a call of a trained
     model without gradients. wide_only: True in an operator that has no 16 bits, see `is_wide_only`. in_the_loss:
-    True for a matmul of results of the model whose result no weight multiplies.
+    True for a matmul as a loss has, see `Inferred`.
     """
 
     dtype: str | None
@@ -164,8 +164,12 @@ OPERATORS: dict[str, Operator] = {
 OTHER_ATTENTION = re.compile(r"^(?!aten::)\w*(flash|attn|attention|fmha)\w*::\w+", re.IGNORECASE)
 
 #: Operators that torch computes in FP32 or wider where autocast is on: Fourier transforms, distances, matrix functions
-#: and decompositions. What they multiply inside is theirs. Autocast casts the operands of the others to 16 bits.
-WIDE_ONLY = re.compile(r"^aten::(_?fft_|stft|istft|_?cdist|matrix_exp|linalg_(?!multi_dot|vecdot))")
+#: and decompositions, also by their older names. What they multiply inside is theirs. Autocast casts the operands of
+#: the others to 16 bits.
+WIDE_ONLY = re.compile(
+    r"^aten::(_?fft_|stft|istft|_?cdist|matrix_exp|linalg_(?!multi_dot|vecdot)|cholesky|triangular_solve|lu_solve|"
+    r"lu_unpack|ormqr|orgqr|geqrf|svd|pinverse|inverse|(qr|(log|slog)?det)$)"
+)
 
 #: Matmul kernels that Inductor generates, by their names: the operands are the first tensors.
 TEMPLATE = re.compile(r"^triton_tem_.*?(mm|convolution|attention)")

@@ -49,6 +49,7 @@ def sent_by(hook: Any, state: Any = None, ranks: int = 1) -> tuple[list[Witness]
     listener.start()
     try:
         model(torch.randn(16, 24)).pow(2).mean().backward()
+        hooks.pass_ended()
     finally:
         listener.stop()
     return found, model
@@ -82,6 +83,29 @@ def test_a_hook_that_rounds_its_bucket_and_sends_fp32(
     assert "in a communication hook of DDP" in found[0].when
     own = {id(each): each for each in model.parameters()}[found[0].parameter]
     assert own.grad is not None and float(own.grad[found[0].place]) == pytest.approx(found[0].match.after)
+
+
+@pytest.mark.parametrize(
+    ("change", "to", "ranks"),
+    [
+        (lambda each: each.bfloat16().float(), "bf16", 1),
+        (lambda each: (each / 3).half().float(), "fp16 in a multiplication", 3),
+        (lambda each: each / 3, None, 3),
+        (lambda each: each / 3, None, 1),
+        (lambda each: each.clamp(-1e-3, 1e-3), None, 1),
+        (torch.zeros_like, None, 1),
+    ],
+)
+def test_a_hook_that_rounds_what_it_has_reduced(group: None, change: Changes, to: str | None, ranks: int) -> None:
+    def hook(_state: Any, bucket: Any) -> Any:
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda each: change(each.value()[0]))
+
+    found, model = sent_by(hook, ranks=ranks)
+    assert {(each.row, each.match.to) for each in found} == ({("gradients", to)} if to else set())
+    for each in found:
+        assert each.when == "in a communication hook of DDP, after the reduction"
+        own = {id(own): own for own in model.parameters()}[each.parameter]
+        assert own.grad is not None and float(own.grad[each.place]) == pytest.approx(each.match.after)
 
 
 @pytest.mark.parametrize("in_place", [True, False])

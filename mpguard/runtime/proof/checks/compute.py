@@ -38,6 +38,9 @@ WIDER_SHARE = 0.1
 #: At most this share may be in FP32 because the script has switched autocast off around a part of the forward pass.
 SCRIPTED_SHARE = 0.75
 
+#: At most this share may be in FP32 because the loss multiplies results of the model, or a penalty multiplies weights.
+LOSS_SHARE = 0.9
+
 #: The same where the matmuls are inferred from autograd's graph, which shows neither attention nor what functions do.
 INFERRED_SHARE = 0.5
 
@@ -109,11 +112,15 @@ def compute(seen: Observed, plan: Plan) -> Row:
 
 
 def _judged(products: list[Computed]) -> list[Computed]:
-    """Return the matmuls without those in FP32 of weights that are not trained, where the script switches autocast off.
+    """Return the matmuls without those in FP32 of a loss: up to `LOSS_SHARE`; all if there are no others.
 
-    A perceptual loss computes so, in a network that is larger than what is trained. All matmuls if there are no others.
+    A perceptual loss also computes in weights that are not trained, with autocast switched off, without a limit: in a
+    network that is larger than what is trained.
     """
-    others = [each for each in products if not (each.untrained and each.by_script and each.dtype == "fp32")]
+    of_loss = [each for each in products if each.in_the_loss and each.dtype == "fp32"]
+    left_out = of_loss if _share_in(of_loss, products) <= LOSS_SHARE else []
+    left_out += [each for each in products if each.untrained and each.by_script and each.dtype == "fp32"]
+    others = [each for each in products if each not in left_out]
     return others if any(each.flops for each in others) else products
 
 
@@ -252,7 +259,7 @@ def _advice(seen: Observed, plan: Plan) -> str:
         return causes.not_cast(seen, plan.policy)
     if by_script > SCRIPTED_SHARE:
         return (
-            f"The script switches autocast off (`enabled=False`) around {format_share(by_script)} of the matmuls; at "
+            f"The script has left autocast, or switched it off, around {format_share(by_script)} of the matmuls; at "
             f"most {100 * SCRIPTED_SHARE:.0f} % count as wanted: compute fewer of them in FP32"
         )
     return (

@@ -256,7 +256,7 @@ SCRIPTED = [Computed(True, "fp32", 900, "body", by_script=True)]
         (PLAN, {"reductions": {"bf16": 100}, "sent_by": {"bf16": ["hook"]}}, "remove the hook"),
         (PLAN, {"masters": {"bf16": 1}, "pretrained": True}, "`from_pretrained(NAME, dtype=torch.float32)`"),
         (PLAN, {"masters": {"bf16": 1}, "default_dtype": "bf16"}, "set torch's default dtype, which is bf16"),
-        (PLAN, {"computed": SCRIPTED}, "switches autocast off (`enabled=False`) around 100 % of the matmuls"),
+        (PLAN, {"computed": SCRIPTED}, "has left autocast, or switched it off, around 100 % of the matmuls"),
     ],
 )
 def test_advice_names_the_cause(plan: Plan, changes: dict[str, Any], advice: str) -> None:
