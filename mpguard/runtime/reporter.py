@@ -162,7 +162,8 @@ class Reporter:
     def report_check(self, proof: Proof | None, run: Sequence[Progress], unobserved: Sequence[Failure]) -> None:
         """Update the proof file after a check that found nothing wrong. unobserved: what it could not observe."""
         if unobserved:
-            self.print_once(f"mpguard: a check had no result: {'; '.join(map(str, unobserved))}")
+            lines = [each.line(NOT_PROVEN) for each in unobserved]  # what to do before a run is not what to do now
+            self.print_once(f"mpguard: a check had no result: {'; '.join(lines)}")
         if proof is not None:
             self.update_proof(proof, run)
 
