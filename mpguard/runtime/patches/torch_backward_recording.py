@@ -45,18 +45,18 @@ def _backward(original: AnyFunction) -> AnyFunction:
                 guard.backward_ended([], accumulates=accumulates)
             return result
         guard.check_limits()
-        applicable = _are_applicable(args, accumulates)
-        watched = guard.recorder.gradients.during_backward(t_outputs, accumulates)
-        with guard.recorder.record_backward(t_outputs, accumulates, list(guard.optimizers)), watched as leaves:
-            guard.recorder.by_hand.record_pass(leaves, guard.optimizers)
-            scaled = guard.recorder.scaled_passes
+        applicable, recorder = _are_applicable(args, accumulates), guard.recorder  # another thread may replace it
+        watched = recorder.gradients.during_backward(t_outputs, accumulates)
+        with recorder.record_backward(t_outputs, accumulates, list(guard.optimizers)), watched as leaves:
+            recorder.by_hand.record_pass(leaves, guard.optimizers)
+            scaled = recorder.scaled_passes
             own = safely(scaled.begin_pass, leaves, guard.optimizers) if guard.plan.policy.fp16 and leaves else None
             result = original(t_outputs, *args, **kwargs)
             scaled.end_pass(own or ())
-            guard.recorder.comm_hooks.pass_ended()
+            recorder.comm_hooks.pass_ended()
         cuda_graphs.backward_ended()
         if not accumulates and len(args) > INPUTS and args[INPUTS]:
-            leaves = guard.recorder.gradients.record_returned(args[INPUTS], result)
+            leaves = recorder.gradients.record_returned(args[INPUTS], result)
         if applicable:
             guard.backward_ended(leaves, accumulates=accumulates)
         return result

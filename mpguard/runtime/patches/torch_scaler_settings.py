@@ -73,9 +73,10 @@ def _scaler_step(original: AnyFunction) -> AnyFunction:
         guard.scaler_use.scale_found(self)
         if guard.waiting:
             facts, own = _scaler_facts(self), innermost(optimizer)
-            passes = guard.recorder.scaled_passes
+            recorder = guard.recorder  # another thread may replace it
+            passes = recorder.scaled_passes
             facts |= {"set": guard.scaler_use.set_by_script(self, own), "passes": safely(passes.step, self, own) or ""}
-            guard.recorder.scalers[id(own)] = facts
+            recorder.scalers[id(own)] = facts
         calls = guard.step_calls
         result = original(self, optimizer, *args, **kwargs)
         if self.is_enabled():

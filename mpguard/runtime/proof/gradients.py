@@ -92,7 +92,8 @@ class Gradients:
         leaves = (safely(self._find_leaves, list(outputs)) or []) if watched else []
         with program_threads.reading:
             alone = bool(leaves) and not self._depth
-            self._depth += alone
+            if alone:
+                self._depth += 1
         if not alone:  # activation checkpoints run passes within the pass
             if leaves:
                 safely(self.handoffs.pass_not_sampled, leaves)  # or another thread's runs at the same time
@@ -104,7 +105,8 @@ class Gradients:
             with self.handoffs.before_hooks(leaves):
                 yield leaves
         finally:
-            self._depth -= 1
+            with program_threads.reading:
+                self._depth -= 1
         if before is not None:
             safely(self._after, leaves, before)
 
