@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
-from mpguard.runtime.stacks import OWN, is_installed, relative, script_frame
+from mpguard.runtime.stacks import is_installed, relative, script_frame
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,9 @@ ADVICE = "Cast a copy (copy.deepcopy(model).half()), or evaluate under torch.aut
 
 #: What to do if `load_state_dict(assign=True)` has replaced the parameters that an optimizer has.
 REPLACED_ADVICE = "Load without assign=True, or create the optimizer after it"
+
+#: The folder of this package.
+_OWN = str(Path(__file__).parents[1])
 
 
 def is_engine(model: Any) -> bool:
@@ -85,7 +88,7 @@ def _called() -> tuple[str, FrameType | None]:
     """Return the method of torch that is being called, and the frame that calls it."""
     import torch
 
-    inside = (str(Path(torch.__file__).parent), OWN)
+    inside = (str(Path(torch.__file__).parent), _OWN)
     method, frame = "", cast("FrameType | None", sys._getframe())
     while frame is not None and frame.f_code.co_filename.startswith(inside):
         method, frame = frame.f_code.co_name, frame.f_back

@@ -19,7 +19,7 @@ from mpguard.core.errors import MpguardError
 from mpguard.nn.fp8.filters import plain_name
 from mpguard.runtime import guard as guards
 from mpguard.runtime.messages import with_page
-from mpguard.runtime.stacks import is_installed
+from mpguard.runtime.stacks import is_of_script
 
 if TYPE_CHECKING:
     import torch
@@ -157,9 +157,9 @@ def _nothing_to_update(frames: _Frames) -> Cause:
 def _different_dtypes(frames: _Frames) -> Cause:
     backward = next((number for number, frame in enumerate(frames) if frame.f_code.co_name == BACKWARD), None)
     inner = frames[:backward]  # what a backward pass calls: hooks, functions, recomputation
-    tensors: dict[str, torch.Tensor] = next(filter(None, map(_tensors, filter(_is_of_script, inner))), {})
+    tensors: dict[str, torch.Tensor] = next(filter(None, map(_tensors, filter(is_of_script, inner))), {})
     place = _innermost_module(inner)
-    script = next(filter(_is_of_script, inner), None)
+    script = next(filter(is_of_script, inner), None)
     if script is not None and place is not None and inner.index(script) < inner.index(place[0]):
         operands_of_script = _tensors(script)
         if len(set(map(_short, operands_of_script.values()))) > 1:  # of a function that the module calls
@@ -240,7 +240,7 @@ def _different_dtypes(frames: _Frames) -> Cause:
 
 def _tensors_of_script(frames: _Frames) -> dict[str, torch.Tensor]:
     """Return the tensors of the first function of the script that has some."""
-    return next(filter(None, map(_tensors, filter(_is_of_script, frames))), {})
+    return next(filter(None, map(_tensors, filter(is_of_script, frames))), {})
 
 
 def _beyond_range(frames: _Frames) -> Cause:
@@ -414,7 +414,7 @@ def _tensors(frame: FrameType) -> dict[str, torch.Tensor]:
     variadic = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + variadic]
     for name, value in frame.f_locals.items():
-        if name not in arguments and not _is_of_script(frame):
+        if name not in arguments and not is_of_script(frame):
             continue
         values = enumerate(value) if isinstance(value, (tuple, list)) and name != "self" else [("", value)]
         for number, each in values:
@@ -425,11 +425,5 @@ def _tensors(frame: FrameType) -> dict[str, torch.Tensor]:
 
 def _line(frames: _Frames) -> str:
     """Return ` at train.py:12`, the innermost line that is not in an installed package; empty if there is none."""
-    frame = next(filter(_is_of_script, frames), None)
+    frame = next(filter(is_of_script, frames), None)
     return f", at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
-
-
-def _is_of_script(frame: FrameType) -> bool:
-    """True if the code of a frame is not in an installed package."""
-    own = frame.f_globals.get("__name__", "").startswith("mpguard.")
-    return not own and not is_installed(frame.f_code.co_filename)

@@ -26,9 +26,6 @@ from mpguard.runtime.ranks import rank
 #: Seconds at one place after which a rank says where it is, and seconds between two looks at it.
 STANDSTILL, POLL = 60.0, 2.0
 
-#: The folder of this package.
-OWN = str(Path(__file__).parents[1])
-
 
 def write_stacks() -> str | None:
     """Write the stacks of all threads to a file of this rank, and return its path; None if that is not possible."""
@@ -84,9 +81,15 @@ def _line(frame: FrameType, seconds: float) -> str:
 def script_frame(innermost: FrameType | None) -> FrameType | None:
     """Return the innermost frame of the user's own code; None if there is none."""
     frame = innermost
-    while frame is not None and (frame.f_code.co_filename.startswith(OWN) or is_installed(frame.f_code.co_filename)):
+    while frame is not None and not is_of_script(frame):
         frame = frame.f_back
     return frame
+
+
+def is_of_script(frame: FrameType) -> bool:
+    """True if the code of a frame is neither mpguard's own nor in an installed package."""
+    own = frame.f_globals.get("__name__", "").startswith("mpguard.")
+    return not own and not is_installed(frame.f_code.co_filename)
 
 
 @functools.cache

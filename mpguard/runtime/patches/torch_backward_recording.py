@@ -53,7 +53,6 @@ def _backward(original: AnyFunction) -> AnyFunction:
             own = safely(scaled.begin_pass, leaves, guard.optimizers) if guard.plan.policy.fp16 and leaves else None
             result = original(t_outputs, *args, **kwargs)
             scaled.end_pass(own or ())
-            recorder.comm_hooks.pass_ended()
         cuda_graphs.backward_ended()
         if not accumulates and len(args) > INPUTS and args[INPUTS]:
             leaves = recorder.gradients.record_returned(args[INPUTS], result)

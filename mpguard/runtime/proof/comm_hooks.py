@@ -81,7 +81,7 @@ class CommHooks:
         for sent in tensors if known is not None else ():
             if known is not None and sent.numel() == known.buffer.numel() and sent.dtype is torch.float32:
                 self._open = None  # what the hook sends after it is no gradient of its own
-                samples.safely(self._compare, known, known.left, sent.detach().reshape(-1)[known.places], WHEN)
+                samples.safely(self._compare_sent, known, sent)
                 if sent.data_ptr() == known.buffer.data_ptr():  # it will have what the reduction makes of it
                     self._reduced.append(known)
                 return
@@ -91,6 +91,9 @@ class CommHooks:
         reduced, self._reduced = self._reduced, []
         for known in reduced:
             samples.safely(self._compare_gradients, known)
+
+    def _compare_sent(self, known: _Bucket, sent: torch.Tensor) -> None:
+        self._compare(known, known.left, sent.detach().reshape(-1)[known.places], WHEN)
 
     def _compare_gradients(self, known: _Bucket) -> None:
         import torch

@@ -11,7 +11,8 @@ import threading
 import weakref
 from typing import Any
 
-#: Held while gradients of several optimizers are read: no other thread's pass or step begins then.
+#: Held while gradients of several optimizers are read, and while a recording starts or ends: no other thread's pass or
+#: step begins then.
 reading = threading.RLock()
 
 #: The thread that has created an optimizer, or stepped it last.

@@ -160,13 +160,13 @@ class Recorder:
         behind = products_behind(outputs)
         with self.gradients.handoffs.optimizers_here(optimizers) as here:
             begins = self._open is None
-            if begins:
+            if self._open is None:
                 self.backwards += 1
                 self.account.begin_pass(behind, here)
                 self._open, self._scaled, self._thread = behind, False, threading.get_ident()
             elif program_threads.is_another(self._thread):
                 self.account.imply(behind, AT_THE_SAME_TIME)
-            elif self._open is not None:
+            else:
                 self._open.add(behind)
         if not begins:
             yield
@@ -176,6 +176,7 @@ class Recorder:
         finally:
             with program_threads.reading:  # no other thread's pass begins before this one has ended
                 self._open = None
+                self.comm_hooks.pass_ended()
                 self.account.te_dtype = "fp8" if self.te_recipes and all(self.te_recipes) else None
                 self.account.end_pass(accumulates, scaled=self._scaled)
 
