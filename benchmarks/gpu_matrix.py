@@ -36,7 +36,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS, RESULT = ROOT / "benchmarks/gpu_programs", ROOT / "benchmarks/results/gpu_matrix.json"
 PAGE, TABLES = ROOT / "docs/gpu.md", ROOT / "docs/gpu_tables.md"
-COMPILED, PARALLEL = ROOT / "benchmarks/results/compile_auto.json", ROOT / "benchmarks/results/parallel.json"
 LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "torchao", "transformer-engine", "mpguard")
 
 FRAMEWORKS = {"accelerate": "accelerated.py", "own loop": "loop.py", "Trainer": "trainer.py"}
@@ -431,8 +430,8 @@ def main() -> int:
     if options.page:
         from gpu_page import page, tables
 
-        result, *others = (json.loads(path.read_text("utf-8")) for path in (options.output, COMPILED, PARALLEL))
-        PAGE.write_text(page(result, *others), encoding="utf-8")
+        result = json.loads(options.output.read_text("utf-8"))
+        PAGE.write_text(page(result), encoding="utf-8")
         TABLES.write_text(tables(result), encoding="utf-8")
         return 0
     sys.path[:0] = [str(ROOT)]

@@ -1,10 +1,17 @@
-"""Write docs/gpu.md and docs/gpu_tables.md from the result file of gpu_matrix.py."""
+"""Write docs/gpu.md and docs/gpu_tables.md from the result files of gpu_matrix.py, parallel.py and compile_auto."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+COMPILED = RESULTS / "compile_auto.json"
+#: Title -> the result of parallel.py on so many GPUs.
+PARALLEL = {"Four GPUs": RESULTS / "parallel.json", "Two GPUs": RESULTS / "parallel_two_gpus.json"}
 
 #: The columns. DDP has two processes, since accelerate and the Trainer do not wrap a single one; the others have one.
 STRATEGIES = ("plain", "DDP, 2 GPUs", "FSDP1", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3")
@@ -31,11 +38,12 @@ KEPT = (
 )  # fmt: skip
 
 
-def page(result: dict[str, Any], compiled: dict[str, Any], parallel: dict[str, Any]) -> str:
-    """Return docs/gpu.md: what was proven on a GPU, what it means, four GPUs, and what `compile: auto` rests on."""
+def page(result: dict[str, Any]) -> str:
+    """Return docs/gpu.md: what was proven on a GPU, what it means, several GPUs, and what `compile: auto` rests on."""
     found = result["cells"]
     states = Counter(cell["state"] for cell in found)
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if name != "mpguard")
+    sections = [line for title, path in PARALLEL.items() for line in (*_parallel(title, path), "")]
     lines = [
         "# FP8 on a real GPU", "",
         "<!-- written by `python benchmarks/gpu_matrix.py --page` from benchmarks/results/gpu_matrix.json -->", "",
@@ -51,7 +59,7 @@ def page(result: dict[str, Any], compiled: dict[str, Any], parallel: dict[str, A
         "scaling). The model is a small Llama of four blocks, whose output head stays in BF16.", "",
         *_summary(found), "",
         "[All combinations, with the share of FP8 and the distance of the loss, and the reasons of what was "
-        "refused](gpu_tables.md).", "", *_parallel(parallel), "", *KEPT, "", *_compiled(compiled),
+        "refused](gpu_tables.md).", "", *sections, *KEPT, "", *_compiled(json.loads(COMPILED.read_text("utf-8"))),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
@@ -102,26 +110,27 @@ def tables(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-#: What the programs of gpu_programs/parallel.py are called.
+#: What the programs of gpu_programs/parallel.py are called. MESH: how the GPUs are divided.
 NAMES = {
-    "ddp": "DDP", "fsdp2": "FSDP2", "hsdp": "HSDP (FSDP2, 2 x 2)", "tp": "tensor and sequence parallel",
-    "fsdp_tp": "tensor parallel in FSDP2 (2 x 2)", "cp": "context parallel in FSDP2 (2 x 2)", "pp": "pipeline (GPipe)",
-    "pp_fsdp": "pipeline (1F1B) of FSDP2 (2 x 2)", "ep": "expert parallel, DDP for the rest",
+    "ddp": "DDP", "fsdp2": "FSDP2", "hsdp": "HSDP (FSDP2, MESH)", "tp": "tensor and sequence parallel",
+    "fsdp_tp": "tensor parallel in FSDP2 (MESH)", "cp": "context parallel in FSDP2 (MESH)", "pp": "pipeline (GPipe)",
+    "pp_fsdp": "pipeline (1F1B) of FSDP2 (MESH)", "ep": "expert parallel, DDP for the rest",
 }  # fmt: skip
 
 
-def _parallel(result: dict[str, Any]) -> list[str]:
-    """Return the section about each kind of parallelism on several GPUs."""
+def _parallel(title: str, path: Path) -> list[str]:
+    """Return the section about each kind of parallelism on several GPUs. path: of the result."""
+    result = json.loads(path.read_text("utf-8"))
     found = {(row["program"], row["recipe"]): row for row in result["rows"]}
     recipes = list(dict.fromkeys(recipe for _, recipe in found))
     states = Counter(row["state"] for row in result["rows"])
     others = "; ".join(f"{number} {state}" for state, number in states.items() if state != "proven")
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if name != "mpguard")
     lines = [
-        "## Four GPUs", "",
+        f"## {title}", "",
         f"Loops of one's own of each kind of parallelism on {result['gpus']} x {result['device']}, {result['cores']} "
         f"cores, {result['date']}, {versions}: a Llama-like model of 120 million parameters, 40 steps (`python "
-        "benchmarks/parallel.py`, [parallel.json](../benchmarks/results/parallel.json)). "
+        f"benchmarks/parallel.py`, [{path.name}](../benchmarks/results/{path.name})). "
         f"{states['proven']} of {len(found)} are proven to the end{f'; {others}' if others else ''}: each had "
         f"{result['limit_s']:.0f} s, and {result['at_once']} ran at the same time, so that the seconds of the first "
         "step, with compilation, are an upper bound.", "",
@@ -129,7 +138,8 @@ def _parallel(result: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
     for program in dict.fromkeys(program for program, _ in found):
         cells = [_parallel_cell(found[program, recipe]) for recipe in recipes]
-        lines.append(f"| {NAMES[program]} | {' | '.join(cells)} |")
+        name = NAMES[program].replace("MESH", f"{result['gpus'] // 2} x 2")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 

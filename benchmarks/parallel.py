@@ -2,6 +2,7 @@
 
     python benchmarks/parallel.py --output benchmarks/results/parallel.json                 # four GPUs, 5 minutes
     python benchmarks/parallel.py --only ddp "ep, hopper" --output FILE --merge             # some rows
+    python benchmarks/parallel.py --gpus 2 --output benchmarks/results/parallel_two_gpus.json
 
 Each row is a program of gpu_programs/parallel.py with a recipe, started by torchrun with a config of `mpguard init`
 (`tp` and `pp`, which have no strategy there, by `mpguard.activate`). Some run at the same time, so that `first_step_s`,
