@@ -425,8 +425,8 @@ def _add_computed(seen: Observed, recorder: Recorder, roots: list[nn.Module], pr
                     trained, dtype, 0, name, work.name or place, work.attention, inside, work.by_script or in_the_loss,
                     work.evaluated and not trained, work.wide_only, untrained, in_the_loss,
                 )  # fmt: skip
-                scripted = _scripted(work, module, part, recorder)
-                whole[dataclasses.replace(found, by_script=True)] += scripted
+                if scripted := _scripted(work, module, part, recorder):
+                    whole[dataclasses.replace(found, by_script=True)] += scripted
                 whole[found] += part - scripted
         seen.computed += [dataclasses.replace(found, flops=flops) for found, flops in whole.most_common() if flops]
     recorded = products.looked_at == products.passes > 0

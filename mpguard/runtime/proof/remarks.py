@@ -288,8 +288,9 @@ def _frozen(roots: list[nn.Module], products: Products, policy: Policy) -> Itera
         yield Remark(
             "frozen",
             f"{100 * wide / total:.0f} % of the parameters are frozen and FP32. No optimizer updates them, and "
-            f"autocast casts them to {dtype.short} for each matmul: load them in {dtype.short} "
-            f"(`dtype={dtype.torch}`), which halves their memory and saves the casts",
+            f"autocast casts them to {dtype.short} for each matmul. If they are never trained, and nothing is "
+            f"merged into them, load them in {dtype.short} (`dtype={dtype.torch}`): it halves their memory, and saves "
+            "the casts",
             "refused",
         )
 

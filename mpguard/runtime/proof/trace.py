@@ -271,7 +271,7 @@ def read(
     for call in calls:
         place = call.event.place
         for work, flops in graphs.replayed(call, shapes=shapes):
-            here = dataclasses.replace(work, module=place.module, by_script=place.by_script, evaluated=place.evaluated)
+            here = _moved(work, place.module, place.by_script, place.evaluated)
             _add_work(here, flops, call.event, trace, creators)
         trace.converted += graphs.converted_in(call) if place.inside else Counter()
     for node, event in creators.items():
@@ -280,6 +280,12 @@ def read(
         if place.backward is not None:
             trace.derived[node] = place.backward
     return trace
+
+
+@functools.lru_cache(maxsize=8192)  # a compiled model has hundreds that are equal
+def _moved(work: Work, module: int | None, by_script: bool, evaluated: bool) -> Work:
+    """Return the work of a compiled graph, in the place of its call."""
+    return dataclasses.replace(work, module=module, by_script=by_script, evaluated=evaluated)
 
 
 def _is_known(graphs: CompiledGraphs, event: _Event) -> bool:
