@@ -7,11 +7,12 @@ than those of the checked ones: a warm-up in FP32, or each tenth step in FP16.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from mpguard.runtime.plan import Plan
 from mpguard.runtime.progress import Progress
-from mpguard.runtime.proof import consensus, program_threads
+from mpguard.runtime.proof import consensus, program_threads, trees
 from mpguard.runtime.proof.collectives import number_of_calls
 from mpguard.runtime.proof.observe import updated_by
 from mpguard.runtime.step_counter import StepCounter
@@ -100,6 +101,9 @@ class LaterChecks(StepCounter):
             self._under_check.discard(progress)  # until here no other thread stops to record
             failures, unknown = inspection.failures, self.recorder.account.unknown
             self.budget.spent += progress.cost
+            if agreed and progress.agrees and _stops_early(optimizer, self.models_of(optimizer)):
+                progress.agrees = False
+                self.reporter.report_uneven(progress)
             if agreed and progress.agrees:
                 proposal = progress.propose(self.budget)
                 proposal = progress.applied + 1 if unknown else proposal
@@ -138,3 +142,10 @@ class LaterChecks(StepCounter):
     def switch_to_evaluation(self) -> None:
         """Check the step after the next: a model was switched to evaluation."""
         self.switches += 1
+
+
+def _stops_early(optimizer: Any, models: Iterable[nn.Module]) -> bool:
+    """True in torch's `Join`: a rank with fewer batches stops earlier, and its steps are not those of other ranks."""
+    every = (optimizer, *(module for root in models for module in trees.modules(root)))
+    configs = [getattr(each, "_join_config", None) for each in every]
+    return any(each is not None and each.enable and not each.throw_on_early_termination for each in configs)

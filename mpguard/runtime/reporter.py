@@ -209,6 +209,13 @@ class Reporter:
             "each rank checks its steps for itself"
         )
 
+    def report_uneven(self, progress: Progress) -> None:
+        """Print that steps of this rank are not those of the others."""
+        self.print_once(
+            f"mpguard: the ranks have uneven data (`Join`): from applied step {progress.applied} of {progress.name} on "
+            "each rank checks its steps for itself"
+        )
+
     def report_not_finite(self, progress: Progress, step: int, ranks: Sequence[int]) -> None:
         """Print which other ranks had a loss at an applied step that is NaN or infinite."""
         if ranks:

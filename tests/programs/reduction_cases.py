@@ -426,6 +426,35 @@ def models_of_their_own_that_exchange_gradients_of_activations() -> None:
     _tensor_parallel(same_data=False)
 
 
+def _parallel_layers_between_whole_ones(same_data: bool) -> None:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.Linear(32, 8))
+    parallelize_module(model, dist.init_device_mesh("cpu", (2,)), {"1": ColwiseParallel(), "3": RowwiseParallel()})
+    divided = [own for own in model.parameters() if isinstance(own, DTensor)]
+    whole = [own for own in model.parameters() if not isinstance(own, DTensor)]
+    optimizer = adam([{"params": divided}, {"params": whole}], foreach=False)
+    torch.manual_seed(7 if same_data else 7 + rank)
+    for inputs in torch.randn(4, 16, 32):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(inputs)
+        outputs.float().pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case()
+def parallel_layers_between_whole_ones() -> None:
+    _parallel_layers_between_whole_ones(same_data=True)
+
+
+@case()
+def parallel_layers_between_whole_ones_that_are_not_reduced() -> None:
+    _parallel_layers_between_whole_ones(same_data=False)
+
+
 # -- what is not seen ----------------------------------------------------------------------------
 
 

@@ -508,8 +508,8 @@ for epoch in range(3):
 """
 UNEVEN = """
 from torch.distributed.algorithms.join import Join
-from mpguard.runtime.proof import consensus; consensus.CHECK_TIMEOUT = 2.0
-with Join([m]): train(m, o, 9 if rank else 20)
+for epoch in range(2):
+    with Join([m]): train(m, o, 9 if rank else 20)
 """
 ONE_RANK = "train(m, o, 10); train(m, o, 10, enabled=rank == 0)"
 
@@ -518,7 +518,7 @@ ONE_RANK = "train(m, o, 10); train(m, o, 10, enabled=rank == 0)"
     ("script", "status", "expected"),
     [
         (RANK_0_EVALUATES, 0, "in force at steps 1-16 of 18 (6 checks)"),
-        (UNEVEN, 0, "rank 1 did not reach applied step 16 of SGD; from here each rank checks its steps for itself"),
+        (UNEVEN, 0, "uneven data (`Join`): from applied step 2 of SGD on each rank checks its steps for itself"),
         (ONE_RANK, 1, "rank 1 (NODE) was refused: not in force: step 12: compute: fp32; asked: bf16"),
     ],
 )

@@ -378,7 +378,7 @@ class StepAccount:
                 self.reason = SEVERAL_THREADS if len(self._threads) > 1 else OTHER_THREAD
                 return None
             opened = self._ranges.close()
-            events, unfinished, begun = recording.stop()
+            events, unfinished, begun = recording.stop(opened)
             of_program = [name for name in unfinished if not name.startswith(trace.IGNORED)]
             self._blocked, self._open_ranges = bool(of_program), profiler.ranges_named(of_program)
             _steps.cut = bool(unfinished)

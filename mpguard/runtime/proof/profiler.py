@@ -12,15 +12,18 @@ import functools
 import gc
 import os
 import threading
-import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from mpguard.runtime.ranks import is_forked_after_cuda
 
 #: The variable with which Kineto prints no lines when it starts and stops.
 QUIET = ("KINETO_LOG_LEVEL", "99")
+
+#: The name of a range that is opened where the profiler stops. What is not finished has its end, or that of the range
+#: around it that was closed; another clock does not tell, because that of the profiler is some microseconds off.
+END = "mpguard::end"
 
 #: The level of errors in torch's C++ code (`c10/util/Logging.h`).
 ERROR = 2
@@ -41,13 +44,16 @@ class Recording:
     def is_of_this_thread(self) -> bool:
         return self.thread == threading.get_ident()
 
-    def stop(self) -> tuple[list[Any], list[str], list[int]]:
-        """Stop the profiler. Return its events, and the names and starts of those that are not finished."""
+    def stop(self, closed: Collection[str] = ()) -> tuple[list[Any], list[str], list[int]]:
+        """Stop the profiler. Return its events, and the names and starts of those that are not finished.
+
+        closed: names of ranges that were closed before: what is open in them has ended with them for the profiler.
+        """
         global _running  # noqa: PLW0603  see there
         self.running = False
         record_on()
         try:
-            return _disable()
+            return _disable(closed)
         finally:
             _running = None
 
@@ -178,19 +184,26 @@ def _enable(shapes: bool) -> None:
     torch.autograd.profiler._run_on_profiler_start()  # type: ignore[no-untyped-call]  # compiled code names its regions
 
 
-def _disable() -> tuple[list[Any], list[str], list[int]]:
+def _disable(closed: Collection[str] = ()) -> tuple[list[Any], list[str], list[int]]:
     import torch
+    from torch.autograd.profiler import record_function
 
-    now = time.time_ns()
+    # Not `_RecordFunctionFast`, which writes into the memory of its event when it is closed without a profiler.
+    marker: Any = record_function(END)
+    marker.__enter__()
     torch.autograd.profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]
     with _quiet_torch() if _leaves_out_cuda() else contextlib.nullcontext():
         result = torch._C._autograd._disable_profiler()
-    events = list(result.events())
+    marker.__exit__(None, None, None)
+    events, own = list(result.events()), {END, *closed}
+    ends = {event.end_ns() for event in events if event.name() in own}
     unfinished = [
-        (event.name(), event.start_ns()) for event in events if event.end_ns() >= now and not event.is_async()
+        (event.name(), event.start_ns()) for event in events if event.end_ns() in ends and not event.is_async()
     ]
     if not _has_unfinished_events():
         unfinished += _without_end(result.experimental_event_tree())
+    unfinished = [(name, start) for name, start in unfinished if name not in own]
+    events = [event for event in events if event.name() != END]
     return events, [name for name, _ in unfinished], [start for _, start in unfinished]
 
 

@@ -465,10 +465,10 @@ def compare_ranks(fingerprints: Sequence[Fingerprint]) -> list[Failure]:
     outside = set(fingerprints[0].outside)
     parts = outside if outside & own_starts and _have_parts_of_their_own(fingerprints) else set()
     shared = [name for name in fingerprints[0].alone if name not in (parts if name in outside else own_starts)]
-    if len({each.loss for each in fingerprints}) > 1:  # from other data follow the same gradients only if exchanged
+    # What is the same on all ranks needs no reduction where tensor parallelism divides the layers, and not the data; if
+    # the data are other ones, it was reduced in a way that was not seen.
+    if len({each.loss for each in fingerprints}) > 1 or not any(each.gradients for each in fingerprints):
         shared = [name for name in shared if _differ([sums.get(name) for sums in alone])]
-    if nothing_reduced:  # they are the same on all ranks: the script has reduced them, in hooks or buffers of its own
-        shared = []
     if shared:
         text = (
             f"coverage: the gradients of {_names(shared)} are not reduced: they belong to no engine, and no collective "

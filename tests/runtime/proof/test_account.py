@@ -466,6 +466,28 @@ def test_ranges_of_the_program_are_closed_before_the_profiler_starts_again() -> 
     assert trace.read([], set(), None).forward == []
 
 
+def test_a_range_that_is_open_inside_of_a_module_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP's forward has one, in which a meta-learner computes gradients; the range of the module is closed before."""
+    running: list[bool] = []
+
+    class Inner(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.profiler.record_function("inside"):
+                assert whole._cut(resume=True) is not None
+                running.append(whole.running)
+            return x
+
+    for _ in range(20):  # the difference of two clocks told it at times
+        monkeypatch.setattr(account._steps, "cut", False)
+        whole = StepAccount()
+        whole.start()
+        try:
+            nn.Sequential(Inner())(torch.randn(4, 16))
+        finally:
+            whole.stop()
+    assert running == [False] * 20, "a range that is open points into the events of the last profiler"
+
+
 @pytest.mark.parametrize("around", [False, True])
 def test_a_range_around_each_backward_pass_ends_the_record_of_one_step_only(around: bool) -> None:
     """A pipeline's schedule has one for each microbatch; the forward pass of the second one is no frozen part."""

@@ -48,6 +48,7 @@ RIGHT = (
     "ddp_over_one_rank_in_a_pipeline", "a_probe_on_rank_0", "a_probe_on_rank_1", "a_probe_for_which_no_rank_waits",
     "main_gradients_reduced_each", "main_gradients_added_up_in_hooks", "own_zero1_of_a_flat_sum",
     "own_zero1_of_whole_parameters", "tensor_parallel_by_hand", "a_bias_of_one_element_is_reduced",
+    "parallel_layers_between_whole_ones",
 )  # fmt: skip
 
 WRONG = {
@@ -62,6 +63,7 @@ WRONG = {
     "main_gradients_added_up_in_bf16": "accumulation: rounded to bf16 in the sum of the script",
     "main_gradients_reduced_and_thrown_away": "reduction: the gradients differ between ranks",
     "models_of_their_own_that_exchange_gradients_of_activations": "reduction: the gradients differ between ranks",
+    "parallel_layers_between_whole_ones_that_are_not_reduced": "coverage: the gradients of 0.weight",
     "gradients_sent_as_bytes": "the script exchanges integers (",
     "models_of_their_own": "engine: no wrapper around the model",
 }
