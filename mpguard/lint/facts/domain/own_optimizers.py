@@ -9,6 +9,7 @@ import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour.events.event import is_scaler
+from mpguard.lint.facts.program import api_names
 from mpguard.lint.facts.program.lattice import Atom, Class, Object
 from mpguard.lint.facts.program.mappings import is_changed
 from mpguard.lint.facts.syntax.nodes import dotted
@@ -126,8 +127,15 @@ class _Weights:
             return self.of(node.elements[0].value, at, facts)
         call = facts.call_of(node)
         if call is not None and call.name in ("parameters", "named_parameters") and call.receiver is not None:
-            return [], self._cast(call.receiver, call, facts)
+            made = facts.bindings(dotted(call.receiver), call) if dotted(call.receiver) else []
+            copies = (facts.call_of(each.value) for each in made)
+            return [each for each in copies if each is not None and each.name == "deepcopy"], self._cast(
+                call.receiver, call, facts
+            )
         if call is not None:
+            returns = [each for function in facts.functions(call) for each in function.scope.returns]
+            if len(returns) == 1:
+                return self.of(returns[0].value, returns[0], facts.of(returns[0]))
             return self.of(call.argument(0) if call.path == "list" else None, call, facts)
         bindings = facts.bindings(dotted(node), at) if dotted(node) else []
         bound = bindings[0] if len(bindings) == 1 and not is_changed(dotted(node), facts) else None
@@ -164,7 +172,13 @@ class _Weights:
     def _cast(self, model: cst.BaseExpression, at: Call, facts: DomainView) -> Event | None:
         """Return the load or cast that gives a model its dtype, if each that is known gives it this one."""
         records = set(facts.flow.backward(model, at))
-        events = [event for event in (*facts.events("load"), *facts.events("cast")) if event.dtypes]
+        homes = dict.fromkeys((facts, *map(facts.of, records)))
+        events = [event for each in homes for event in (*each.events("load"), *each.events("cast")) if event.dtypes]
+        others = [each.call for each in events if {dtype for _, dtype in each.dtypes} != {self.dtype}]
+        others += [call for each in homes for name in api_names.UPCASTS for call in each.calls.get(name, ())]
+        scopes = {at.scope, *(each.scope for each in records)}
+        if any(each in records or (each.is_statement and each.scope in scopes) for each in others):
+            return None
         found = [
             each
             for each in events
@@ -176,5 +190,4 @@ class _Weights:
                 and each.order < at.order
             )
         ]
-        low = all({dtype for _, dtype in each.dtypes} == {self.dtype} for each in found)
-        return found[-1] if found and low and not facts.is_inference(at) else None
+        return found[-1] if found and not facts.is_inference(at) else None

@@ -620,8 +620,6 @@ def _starred(facts: ProgramView) -> list[ProgramView]:
 
 
 _BUILTINS = frozenset(dir(builtins))
-#: Calls that give the items of their argument.
-_SAME_ITEMS = ("reversed", "list", "tuple", "iter")
 
 
 def _asks_for_bf16(test: cst.CSTNode) -> bool:
@@ -678,7 +676,7 @@ def _layers(values: Values, binding: Binding) -> Alternatives:
     value, index = binding.value, binding.index
     while (call := values.facts.call_of(value)) is not None:
         place = index[0] if call.path == "zip" and index else 0
-        same = call.path in _SAME_ITEMS
+        same = call.path in ("reversed", "list", "tuple", "iter")
         known = same or (call.path == "zip" and index) or (call.path == "enumerate" and index[:1] == (1,))
         if not known or place >= len(call.positional):
             return NOTHING_KNOWN

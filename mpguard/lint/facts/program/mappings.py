@@ -43,10 +43,7 @@ class Mappings:
         self._items: dict[Call, tuple[Nodes, bool]] = {}
 
     def items_of(self, call: Call) -> tuple[Nodes, bool]:
-        """Return the items of each `**mapping` of a call, as far as they are known, and True if all are.
-
-        One that the statement of the call does not contain is a literal, or `mapping["key"]`; its place is the mapping.
-        """
+        """Return the items of each `**mapping` of a call, as far as they are known, and True if all are."""
         if call not in self._items:
             self._items[call] = {}, False  # while it is evaluated: it may be made of the call's result
             items = [_items(arg.value, call, self._facts) for arg in call.node.args if arg.star == "**"]
@@ -85,7 +82,7 @@ def _items(mapping: cst.BaseExpression, at: Call, facts: ProgramView) -> Nodes |
 
 
 def _stand_in(mapping: cst.BaseExpression, key: str, values: Alternatives, at: Call) -> cst.BaseExpression:
-    """Return an expression for an item that the statement of a call does not contain."""
+    """Return an expression for an item that the code of a call does not contain, at the place of the mapping."""
     atom = values[0].atom if len(values) == 1 and not values[0].guard else None
     if type(atom) is Constant:
         node = cst.parse_expression(repr(atom.value))
@@ -174,10 +171,8 @@ def is_intact(node: cst.BaseExpression | None, at: Record, facts: ProgramView, d
         returns = ((each, facts.of(f.scope)) for f in made for each in f.scope.returns)
         return all(is_intact(each.value, each, home, depth - 1) for each, home in returns)
     path = dotted(node)
-    bindings = facts.bindings(path, at) if path else []
-    root = path.partition(".")[0]
-    if not bindings and root != path:
-        bindings = [each for each in facts.bindings(root, at) if each.kind == "import"]
+    modules = (each for each in facts.bindings(path.partition(".")[0], at) if each.kind == "import")
+    bindings = facts.bindings(path, at) or list(modules)
     return (
         bool(bindings) and not is_changed(path, facts) and all(_binds_intact(b, path, facts, depth) for b in bindings)
     )
@@ -190,8 +185,7 @@ def _binds_intact(binding: Binding, path: str, facts: ProgramView, depth: int) -
         calls = facts.callers(binding.scope)
         if len(calls) != 1 or facts.escapes(binding.scope):
             return False
-        given = facts.argument_for(calls[0], binding)
-        return is_intact(given, calls[0], facts.of(calls[0]), depth - 1)
+        return is_intact(facts.argument_for(calls[0], binding), calls[0], facts.of(calls[0]), depth - 1)
     if binding.kind in ("import", "from") and (home := facts.module_of(binding)) is not None:
         name = binding.name if binding.kind == "from" else path.rpartition(".")[2]
         home.need_uses(name)

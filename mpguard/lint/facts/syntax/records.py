@@ -149,9 +149,7 @@ class Call(Record):
     @property
     def keywords(self) -> dict[str, cst.BaseExpression]:
         """The keyword arguments by name, with the items of each `**mapping` whose items are known."""
-        if not self._unpacks:
-            return self._written
-        items, _ = self.chunk.source.items_of(self)
+        items = self.chunk.source.items_of(self)[0] if self._unpacks else {}
         return {**items, **self._written} if items else self._written
 
     @functools.cached_property

@@ -9,8 +9,7 @@ class CopiesKeepDtype(Rule, form_of="MPG107"):
     """An optimizer updates copies of 16-bit weights that have the dtype of the weights.
 
     `clone`, `detach`, `deepcopy` and `.data` keep the dtype: master weights are copies in FP32,
-    `p.detach().clone().float()`. They are followed through lists, attributes, parameters of functions and other files,
-    to a model that is cast to, or loaded in, one 16-bit dtype.
+    `p.detach().clone().float()`. They are followed through lists, functions and files to a model in one 16-bit dtype.
     """
 
     message = "`{expr}` copies {dtype} weights in {dtype}, and a plain optimizer updates the copies"
@@ -23,9 +22,8 @@ class CopiesKeepDtype(Rule, form_of="MPG107"):
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if facts.declared == "inference" or any(
-            policy.master_dtype is not Dtype.FP32 for policy in facts.project.policies(facts.path)
-        ):
+        policies = facts.project.policies(facts.path)
+        if facts.declared == "inference" or any(each.master_dtype is not Dtype.FP32 for each in policies):
             return
         for dtype in HALF_DTYPES:
             for copy, optimizer, source in own_optimizers.copied_weights(facts, dtype):

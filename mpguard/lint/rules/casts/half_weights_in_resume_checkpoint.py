@@ -78,15 +78,12 @@ def convert(path):
         for cast, dtype in casts:
             passed = [(facts.of(call), call) for call in facts.checkpoints.passed_through(cast)]
             for home, call in [(facts, cast.call), *passed]:
-                written = self._written(home, call)
-                if written is None:
+                if (written := self._written(home, call)) is None:
                     continue
                 write, saved = written
                 other = facts.elsewhere(write)
-                notes = (
-                    Note("the optimizer's state in the same checkpoint", saved.span, other),
-                    Note("written here", write.span, other),
-                )
+                kept = Note("the optimizer's state in the same checkpoint", saved.span, other)
+                notes = (kept, Note("written here", write.span, other))
                 yield self.at(cast, expr=facts.short(cast.call.node), dtype=dtype.label, notes=notes)
                 break
 
