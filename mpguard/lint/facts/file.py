@@ -18,6 +18,7 @@ from mpguard.lint.facts.domain.optimizers import Optimizers
 from mpguard.lint.facts.domain.training_use import TrainingUse
 from mpguard.lint.facts.domain.view import DomainView
 from mpguard.lint.facts.domain.wrappers import WrapperFacts
+from mpguard.lint.facts.program.mappings import Mappings
 from mpguard.lint.facts.syntax.constant_flags import SUPPORTS_BF16, apply_constant_flags
 from mpguard.lint.project.api import ProjectApi
 from mpguard.lint.project.questions import settings
@@ -59,6 +60,7 @@ class Facts(DomainView):
         names that they bind is needed.
         """
         super().__init__(source, project, imported)
+        source.items_of = self.part(Mappings).items_of
         self.wrappers = self.part(WrapperFacts)
         self.casts = self.part(CastFacts)
         self.training_use = self.part(TrainingUse)

@@ -44,7 +44,10 @@ def without_method(call: Call, instead: str = "") -> Edit:
 def without_argument(call: Call, value: cst.BaseExpression) -> Edit:
     """Remove one argument of a call, with its keyword and one comma."""
     spans = [(arg.value, call.chunk.outer_span(arg)) for arg in call.node.args]
-    place = next(i for i, (each, _) in enumerate(spans) if each is value)
+    place = next((i for i, (each, _) in enumerate(spans) if each is value), None)
+    if place is None:  # an item of a mapping: the engine drops the fix
+        call.chunk.places.setdefault(value, value)
+        return Edit(*call.chunk.span(value), "")
     first, last = spans[place][1]
     if place + 1 < len(spans):
         return Edit(first, spans[place + 1][1][0], "")

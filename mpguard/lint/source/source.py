@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Callable
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import libcst as cst
 
@@ -54,6 +54,8 @@ class Chunk:
     def __init__(self, source: Source, start: int, end: int) -> None:
         self.source, self.start, self.end = source, start, end
         self.skipped: tuple[MethodText, ...] = ()
+        #: Nodes that are not in the code -> the node at whose place they are.
+        self.places: dict[cst.CSTNode, cst.CSTNode] = {}
 
     @cached_property
     def text(self) -> str:
@@ -102,21 +104,22 @@ class Chunk:
 
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
         """Return the span of a node of this chunk in `Source.text`, without the parentheses around it."""
-        first, last, _, _ = self._tree.spans(node)
+        first, last, _, _ = self._tree.spans(self.places.get(node, node))
         return self.source.offset(self.start + first), self.source.offset(self.start + last)
 
     def outer_span(self, node: cst.CSTNode) -> tuple[int, int]:
         """Return the span of a node with its parentheses; of a statement, with the comments above and the line end."""
-        _, _, first, last = self._tree.spans(node)
+        _, _, first, last = self._tree.spans(self.places.get(node, node))
         return self.source.offset(self.start + first), self.source.offset(self.start + last)
 
 
 class Source(Text):
-    """A file's text and its statements. tree_of: parses a statement."""
+    """A file's text and its statements. tree_of: parses a statement. items_of: see `mappings.Mappings`."""
 
     def __init__(self, data: bytes, path: str) -> None:
         super().__init__(data, path)
         self.tree_of: Callable[[str], Tree] = incremental.parse
+        self.items_of: Callable[[Any], tuple[dict[str, cst.BaseExpression], bool]] = lambda _: ({}, False)
 
     @classmethod
     def parse(cls, data: bytes, path: str, check_syntax: bool = True) -> Source:
@@ -135,6 +138,11 @@ class Source(Text):
         """The top-level statements in order; each decorated definition is one, with its comments above."""
         bounds = _bounds(self.normal)
         return tuple(Chunk(self, *pair) for pair in itertools.pairwise(bounds))
+
+    def in_mapping(self, start: int, end: int) -> bool:
+        """True if a span overlaps a `**mapping` at whose place are items that the code of the call does not contain."""
+        places = (chunk.span(node) for chunk in self.chunks for node in dict.fromkeys(chunk.places.values()))
+        return any(start < last and end > first for first, last in places)
 
     @cached_property
     def whole(self) -> Chunk:

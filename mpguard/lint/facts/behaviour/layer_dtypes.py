@@ -9,7 +9,6 @@ import libcst as cst
 
 from mpguard.lint.facts.program import api_names
 from mpguard.lint.facts.program.dtypes import AnyDtype, PossibleDtypes
-from mpguard.lint.facts.program.keywords import item_given
 from mpguard.lint.facts.program.lattice import Object
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, PathCondition
@@ -27,7 +26,7 @@ _QUANTIZES = ("quantization_config", "load_in_8bit", "load_in_4bit")
 
 def of_layer(call: Call, facts: BehaviourView) -> PossibleDtypes:
     """Return the dtypes in which a call of a layer of torch creates its weights; nothing without the argument."""
-    given = call.keywords.get("dtype") or item_given(call, "dtype", facts)
+    given = call.keywords.get("dtype")
     return _of(given, call, facts) if given is not None else ()
 
 

@@ -12,8 +12,8 @@ import libcst as cst
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.program import api_names
 from mpguard.lint.facts.program.dtypes import AnyDtype, only_dtype
-from mpguard.lint.facts.program.keywords import is_changed
 from mpguard.lint.facts.program.lattice import Constant, DtypeValue
+from mpguard.lint.facts.program.mappings import is_changed
 from mpguard.lint.facts.program.option_values import ADD_OPTION, literal_choices, option_defaults, option_names
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import Flag, Not, PathCondition, holds

@@ -17,6 +17,7 @@ import libcst as cst
 from mpguard.lint.facts.behaviour.precision import TensorDtypes
 from mpguard.lint.facts.program.dtypes import only_dtype
 from mpguard.lint.facts.program.lattice import Constant, Function, Object, Ref, TupleValue
+from mpguard.lint.facts.program.mappings import is_intact
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.records import Binding, Call, Record
 from mpguard.policy.dtype import Dtype
@@ -112,6 +113,9 @@ class Scalars:
             return self._arithmetic(node, at, depth)
         if isinstance(node, cst.Call):
             return self._called(node, at, depth)
+        if isinstance(node, cst.Subscript):
+            items = set(self.facts.constants(node, at)) if is_intact(node.value, at, self.facts) else set()
+            return self._number(cst.parse_expression(repr(items.pop())), at, depth) if len(items) == 1 else None
         if isinstance(node, cst.Attribute):
             limit = self._limit(node)
             if limit is not None:

@@ -15,7 +15,7 @@ from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.behaviour.events.event import Event, is_optimizer, is_scaler, last_name
 from mpguard.lint.facts.program import project_words, roles
 from mpguard.lint.facts.program.lattice import Constant, Object
-from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
+from mpguard.lint.facts.syntax.nodes import constant, dotted, iterated, text_of
 from mpguard.lint.facts.syntax.path_condition import PathCondition, compatible, equality
 from mpguard.lint.facts.syntax.records import Call, Record, Scope, Use
 from mpguard.lint.reachability import Reachability
@@ -249,11 +249,23 @@ class Checkpoints:
                 return True
         return False
 
-    def writes(self, event: Event) -> list[Call]:
-        """Return the calls that write the state of an event: `torch.save(...)`, or a function that saves."""
-        return [
-            sink.call for sink in self.facts.flow.forward(event.call.node, event.call).sinks if sink.kind == "saved"
-        ]
+    def writes(self, state: Event | Call) -> list[Call]:
+        """Return the calls that write a state, or the result of a call: `torch.save(...)`, or a function that saves."""
+        call = state if isinstance(state, Call) else state.call
+        return [sink.call for sink in self.facts.flow.forward(call.node, call).sinks if sink.kind == "saved"]
+
+    def passed_through(self, cast: Event) -> list[Call]:
+        """Return the calls of a function that returns the values of its argument cast: `shrink(model.state_dict())`."""
+        scope = cast.scope
+        bindings = self.facts.bindings(cast.key, cast.call) if cast.key and scope.kind == "function" else []
+        given = iterated(bindings[0].value) if len(bindings) == 1 and bindings[0].kind == "for" else None
+        sources = self.facts.bindings(dotted(given), bindings[0]) if given is not None and dotted(given) else []
+        if len(sources) != 1 or sources[0].kind != "param" or sources[0].scope is not scope:
+            return []
+        names = self.facts.flow.forward(cast.call.node, cast.call).names
+        start = cast.call.span[0]
+        returned = any(each.span[0] < start < each.span[1] or dotted(each.value) in names for each in scope.returns)
+        return self.facts.callers(scope) if returned else []
 
     def _written(self, event: Event) -> bool:
         parents = self.facts.index.parents

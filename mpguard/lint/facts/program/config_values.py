@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
+from mpguard.lint.facts.program import mappings
 from mpguard.lint.facts.program.lattice import Alternative, Alternatives, ConfigValue, Constant, DictValue
 from mpguard.lint.facts.program.option_values import option_defaults
 from mpguard.lint.facts.syntax.nodes import constant, dotted
@@ -40,6 +41,8 @@ def of_call(path: str, call: Call, facts: ProgramView) -> Alternatives:
         names = dict.fromkeys(_files(call.argument(0, "stream", "fp", "s", "file_"), call, facts, _DEPTH))
         files = [facts.project.config_named(facts.path, name) for name in names]
         return tuple(_mapping(each.require()) for each in files if each is not None)
+    if path == "dict" and (made := mappings.of_dict_call(call, facts)):
+        return made
     if _VIEWS.search(path):
         starred = [arg.value for arg in call.node.args if arg.star == "**"]
         given = starred[0] if len(starred) == 1 else call.argument(0, "content", "obj")

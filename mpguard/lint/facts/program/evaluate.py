@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from mpguard.lint.facts.program import api_names, config_values
+from mpguard.lint.facts.program import api_names, config_values, mappings
 from mpguard.lint.facts.program.call_results import CallResults, condition_of
-from mpguard.lint.facts.program.keywords import item_given
 from mpguard.lint.facts.program.lattice import (
     ANOTHER_CONFIG,
     NOTHING_KNOWN,
@@ -102,6 +101,11 @@ class _Attributes:
         """Return the values of the file that contains a record or a scope."""
         return self.facts.of(record).part(Values)
 
+    @property
+    def is_active(self) -> bool:
+        """True while an expression is being evaluated."""
+        return bool(self._search.active)
+
     def known(self, node: cst.CSTNode | None) -> Alternatives | None:
         """Return the alternatives of an expression that was evaluated before, or None."""
         return self._known.get(node) if node is not None else None
@@ -162,7 +166,7 @@ class _Attributes:
         if place is not None and place < len(call.positional):
             return call.positional[place]
         if call.starred:
-            return item_given(call, name, self.facts.of(call))
+            return None
         param: Param | None = next((p for p in scope.params if p.name == name), None)
         return param.default if param is not None else None
 
@@ -237,12 +241,7 @@ class _Attributes:
         by_place = dict(zip(_fields(cls), call.positional, strict=False))
         if name in by_place:
             return values.evaluate(by_place[name], call.scope, call.order)
-        if not call.starred:
-            return None
-        mappings = [arg.value for arg in call.node.args if arg.star == "**"]
-        if len(mappings) != 1:
-            return NOTHING_KNOWN
-        return values.item(mappings[0], cst.SimpleString(repr(name)), call.scope, call.order) or None
+        return NOTHING_KNOWN if call.starred else None
 
 
 class Values(_Attributes):
@@ -333,8 +332,8 @@ class Values(_Attributes):
             return self.evaluate(node.value, scope, order)
         if type(node) is cst.Subscript and len(node.slice) == 1 and type(node.slice[0].slice) is cst.Index:
             return self.item(node.value, node.slice[0].slice.value, scope, order) or NOTHING_KNOWN
-        if type(node) is cst.Dict and len(node.elements) <= _MAX_ALTERNATIVES:
-            return _table(self, node, scope, order)
+        if type(node) is cst.Dict and len(node.elements) <= mappings.MOST_ITEMS:
+            return mappings.display(self, node, scope, order)
         return NOTHING_KNOWN
 
     def item(self, owner: cst.CSTNode, key: cst.BaseExpression, scope: Scope, order: int) -> Alternatives:
@@ -637,16 +636,6 @@ def _fields(cls: Scope) -> list[str]:
     return [dotted(part.target) for part in lines if isinstance(part, cst.AnnAssign)]
 
 
-def _table(values: Values, node: cst.Dict, scope: Scope, order: int) -> Alternatives:
-    parts = []
-    for element in node.elements:
-        key = constant(element.key) if isinstance(element, cst.DictElement) else None
-        if key is None:
-            return NOTHING_KNOWN
-        parts.append((key[0], functools.partial(values.evaluate, element.value, scope, order)))
-    return (Alternative(ALWAYS, DictValue(tuple(parts))),)
-
-
 def _anonymous(values: Values, node: cst.Lambda, scope: Scope, order: int) -> Alternatives:
     """Return what a `lambda` without parameters gives that only creates an autocast; other ones are unknown."""
     params = node.params
@@ -684,15 +673,17 @@ def _compared(values: Values, test: cst.Comparison, scope: Scope, order: int) ->
 
 def _layers(values: Values, binding: Binding) -> Alternatives:
     """Return the layers over which a loop runs: those of a `ModuleList` that one expression creates."""
-    value = binding.value
-    call = values.facts.index.call_of.get(value) if isinstance(value, cst.Call) else None
-    if call is not None and call.path == "enumerate" and binding.index == (1,) and call.positional:
-        value = call.positional[0]
-    elif binding.index or call is not None:
-        return NOTHING_KNOWN
+    value, index = binding.value, binding.index
+    while (call := values.facts.call_of(value)) is not None:
+        place = index[0] if call.path == "zip" and index else 0
+        same = call.path in ("reversed", "list", "tuple", "iter")
+        known = same or (call.path == "zip" and index) or (call.path == "enumerate" and index[:1] == (1,))
+        if not known or place >= len(call.positional):
+            return NOTHING_KNOWN
+        value, index = call.positional[place], index if same else index[1:]
     made = [each.atom for each in values.evaluate(value, binding.scope, binding.order)]
     atom = made[0] if len(made) == 1 else None
-    if not isinstance(atom, Object) or atom.call is None or atom.path != "torch.nn.ModuleList":
+    if index or not isinstance(atom, Object) or atom.call is None or atom.path != "torch.nn.ModuleList":
         return NOTHING_KNOWN
     given = atom.call.argument(0, "modules")
     if not isinstance(given, (cst.ListComp, cst.GeneratorExp)):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.lint.facts.program.lattice import Alternatives, DictValue
-from mpguard.lint.facts.syntax.nodes import constant, dotted
+from mpguard.lint.facts.program.mappings import additions
+from mpguard.lint.facts.syntax.nodes import dotted
 
 if TYPE_CHECKING:
     from mpguard.lint.facts.program.view import ProgramView
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
 #: How many functions that pass on their `**kwargs` are followed, and the most ways in which a call is followed.
 _DEPTH, _MOST_WAYS = 4, 16
-#: Methods that change a dict.
-_CHANGES = ("update", "pop", "setdefault", "clear", "popitem")
 
 #: Keyword arguments by name; each is evaluated on demand.
 Keywords = dict[str, Callable[[], Alternatives]]
@@ -47,33 +46,10 @@ def passed(call: Call, facts: ProgramView, depth: int = _DEPTH) -> list[Keywords
 def _items(mapping: cst.BaseExpression, at: Record, facts: ProgramView, depth: int) -> list[Keywords] | None:
     """Return the items of a mapping, for each value that it may have."""
     path = dotted(mapping)
-    added = _added(path, at, facts) if path else {}
-    known = _unchanged(mapping, at, facts, depth) if added is not None else None
+    bound = additions(path, at, facts) if path else {}
+    known = _unchanged(mapping, at, facts, depth) if bound is not None else None
+    added: Keywords = {key: functools.partial(facts.evaluate, each.value, each) for key, each in (bound or {}).items()}
     return [*known, *({**each, **added} for each in known)] if known and added else known
-
-
-def _added(path: str, at: Record, facts: ProgramView) -> Keywords | None:
-    """Return the items that the function adds to a mapping by name, each once.
-
-    None if the file changes it in another way, or may do so by another name.
-    """
-    found: Keywords = {}
-    if any(dotted(call.receiver) == path for name in _CHANGES for call in facts.calls.get(name, ())):
-        return None
-    for scope in facts.scopes:
-        for each in scope.bindings.get(path, ()):
-            if each.kind != "item":
-                continue
-            node = each.node
-            index = node.slice[0].slice if isinstance(node, cst.Subscript) and dotted(node.value) == path else None
-            key = constant(index.value) if isinstance(index, cst.Index) else None
-            if scope is not at.scope or key is None or not isinstance(key[0], str) or each.value is None or each.index:
-                return None
-            if key[0] in found:
-                return None
-            found[key[0]] = functools.partial(facts.evaluate, each.value, each)
-    bound = (each for scope in facts.scopes if found for bindings in scope.bindings.values() for each in bindings)
-    return None if any(dotted(each.value) == path for each in bound) else found
 
 
 def _unchanged(mapping: cst.BaseExpression, at: Record, facts: ProgramView, depth: int) -> list[Keywords] | None:
@@ -124,30 +100,3 @@ def alternatives_of(call: Call, name: str, facts: ProgramView) -> Alternatives:
     mappings = [arg.value for arg in call.node.args if arg.star == "**"]
     key = cst.SimpleString(repr(name))
     return tuple(p for each in mappings for p in facts.values.item(each, key, call.scope, call.order))
-
-
-def item_given(call: Call, name: str, facts: ProgramView) -> cst.BaseExpression | None:
-    """Return what the only `**mapping` of a call has for a name, if it is a dict literal that the file does not change.
-
-    Also by the one name that the function binds it to.
-    """
-    starred = [arg for arg in call.node.args if arg.star]
-    if len(starred) != 1 or starred[0].star != "**":
-        return None
-    mapping: cst.CSTNode | None = starred[0].value
-    path = dotted(mapping)
-    if path:
-        bindings = facts.bindings(path, call)
-        known = len(bindings) == 1 and bindings[0].kind == "assign" and bindings[0].scope is call.scope
-        mapping = bindings[0].value if known and not is_changed(path, facts) else None
-    if not isinstance(mapping, cst.Dict):
-        return None
-    items = (each for each in mapping.elements if isinstance(each, cst.DictElement))
-    return next((each.value for each in items if constant(each.key) == (name,)), None)
-
-
-def is_changed(path: str, facts: ProgramView) -> bool:
-    """True if the file changes the items of a mapping."""
-    return any(each.kind == "item" for scope in facts.scopes for each in scope.bindings.get(path, ())) or any(
-        dotted(call.receiver) == path for name in _CHANGES for call in facts.calls.get(name, ())
-    )

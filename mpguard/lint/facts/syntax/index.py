@@ -269,6 +269,8 @@ class Indexer(_ExpressionIndexer):
                 key = dotted(statement.target)
                 if key:
                     self._bind(key, "augmented", statement, value=statement.value)
+                elif isinstance(statement.target, cst.Subscript) and (base := dotted(statement.target.value)):
+                    self._bind(base, "item", statement, value=statement.value)
             elif type(statement) is cst.Return:
                 if statement.value is not None:
                     self._expr(statement.value, statement)

@@ -143,9 +143,18 @@ class Call(Record):
         return found
 
     @functools.cached_property
-    def keywords(self) -> dict[str, cst.BaseExpression]:
-        """The keyword arguments by name."""
+    def _written(self) -> dict[str, cst.BaseExpression]:
         return {arg.keyword.value: arg.value for arg in self.node.args if arg.keyword is not None}
+
+    @property
+    def keywords(self) -> dict[str, cst.BaseExpression]:
+        """The keyword arguments by name, with the items of each `**mapping` whose items are known."""
+        items = self.chunk.source.items_of(self)[0] if self._unpacks else {}
+        return {**items, **self._written} if items else self._written
+
+    @functools.cached_property
+    def _unpacks(self) -> bool:
+        return any(arg.star == "**" for arg in self.node.args)
 
     @property
     def is_statement(self) -> bool:
@@ -154,8 +163,10 @@ class Call(Record):
 
     @property
     def starred(self) -> bool:
-        """True if arguments come from `*args` or `**kwargs`."""
-        return any(arg.star for arg in self.node.args)
+        """True if arguments come from `*args`, or from a `**mapping` whose items are not all known."""
+        if self._unpacks and not self.chunk.source.items_of(self)[1]:
+            return True
+        return any(arg.star == "*" for arg in self.node.args)
 
     def argument(self, position: int | None, *names: str) -> cst.BaseExpression | None:
         """Return an argument by position or by one of its names; None if it is not given."""

@@ -39,9 +39,9 @@ class HalfWeightsInOptimizer(Rule):
 
     ## Known limits
     Silent for adapters (LoRA, a `peft_config`), quantized loads, frozen models, and for arguments that are passed as
-    `**kwargs`. Silent in a file that mentions DeepSpeed, FSDP, Megatron or an FP16 optimizer of its own, which may keep
-    masters. The optimizers of torch, bitsandbytes, torchao and transformers are recognized; a Trainer is checked if its
-    `TrainingArguments` are in the file. A cast by hand is reported by MPG101.
+    `**kwargs` whose items are not known. Silent in a file that mentions DeepSpeed, FSDP, Megatron or an FP16 optimizer
+    of its own, which may keep masters. The optimizers of torch, bitsandbytes, torchao and transformers are recognized;
+    a Trainer is checked if its `TrainingArguments` are in the file. A cast by hand is reported by MPG101.
     """
 
     code, name = "MPG103", "half-weights-in-optimizer"

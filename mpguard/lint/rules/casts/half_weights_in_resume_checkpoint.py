@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import HALF_DTYPES, Bad, Diagnostic, Facts, Good, Note, Rule, any_of
+from mpguard.lint import HALF_DTYPES, Bad, Call, Diagnostic, Event, Facts, Good, Note, Rule, any_of
 
 
 class HalfWeightsInResumeCheckpoint(Rule):
@@ -10,7 +10,8 @@ class HalfWeightsInResumeCheckpoint(Rule):
 
     ## What it does
     Reports a cast to FP16 or BF16 whose result is written by the same call as an optimizer's `state_dict()`: a
-    checkpoint with an optimizer's state is written to resume from.
+    checkpoint with an optimizer's state is written to resume from. Also a cast in a helper, of this file or another,
+    that returns the values of its argument cast: `shrink(model.state_dict())`.
 
     ## Why is this bad
     The run trains FP32 master weights, and every resume rounds them to 11 (FP16) or 8 (BF16) bits. Updates that were
@@ -20,7 +21,7 @@ class HalfWeightsInResumeCheckpoint(Rule):
     ## Known limits
     Preview: some projects save a half copy on purpose, to save space, and document what a resume loses. Weights and
     optimizer in separate files are not recognized, nor is a checkpoint that another function writes than the one that
-    casts: a model that is cast where it is created trains in that dtype.
+    casts, or calls the helper that does: a model that is cast where it is created trains in that dtype.
     """
 
     code, name = "MPG111", "half-weights-in-resume-checkpoint"
@@ -30,10 +31,9 @@ class HalfWeightsInResumeCheckpoint(Rule):
     help = "save the FP32 weights in it, and a half copy for inference in a separate file"
     triggers = (
         any_of(b".half(", b".bfloat16(", b"float16", b".half", b" half"),
-        any_of(b".state_dict("),
-        any_of(b"save"),
-        any_of(b"ptim"),
+        any_of(b".state_dict(", b".items()", b".values()"),
     )
+    triggers_nearby = (any_of(b".state_dict("), any_of(b"save"), any_of(b"ptim"))
     examples = (
         Bad(
             """\
@@ -75,18 +75,24 @@ def convert(path):
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         casts = [(cast, dtype) for cast in facts.events("cast") for dtype in HALF_DTYPES if cast.may_be(dtype)]
-        if not casts or not facts.events("state"):
-            return
+        for cast, dtype in casts:
+            passed = [(facts.of(call), call) for call in facts.checkpoints.passed_through(cast)]
+            for home, call in [(facts, cast.call), *passed]:
+                if (written := self._written(home, call)) is None:
+                    continue
+                write, saved = written
+                other = facts.elsewhere(write)
+                kept = Note("the optimizer's state in the same checkpoint", saved.span, other)
+                notes = (kept, Note("written here", write.span, other))
+                yield self.at(cast, expr=facts.short(cast.call.node), dtype=dtype.label, notes=notes)
+                break
+
+    @staticmethod
+    def _written(facts: Facts, value: Call) -> tuple[Call, Event] | None:
+        """Return the call that writes a value and an optimizer's state, and that state."""
         resumed = {
             write: saved for saved in facts.checkpoints.saved("optimizer") for write in facts.checkpoints.writes(saved)
         }
-        for cast, dtype in casts if resumed else ():
-            # A model that is cast where it is created trains in that dtype: its checkpoint rounds nothing.
-            writes = (write for write in facts.checkpoints.writes(cast) if write.scope is cast.call.scope)
-            written = next((write for write in writes if write in resumed), None)
-            if written is not None:
-                notes = (
-                    Note("the optimizer's state in the same checkpoint", resumed[written].span),
-                    Note("written here", written.span),
-                )
-                yield self.at(cast, expr=facts.short(cast.call.node), dtype=dtype.label, notes=notes)
+        # A model that is cast where it is created trains in that dtype: its checkpoint rounds nothing.
+        writes = facts.checkpoints.writes(value) if resumed else ()
+        return next(((each, resumed[each]) for each in writes if each in resumed and each.scope is value.scope), None)

@@ -34,7 +34,7 @@ class BackwardOutsideLightning(Rule, form_of="MPG501"):
     message = "`{expr}` bypasses the GradScaler of Lightning's FP16 mixed precision, which `step` uses"
     help = "call `{through}`, which scales the loss"
     triggers = (any_of(b".backward("), any_of(b"optimizers(", b".setup", b"abric"))
-    triggers_nearby = (any_of(b"lightning"), any_of(b"precision"))
+    triggers_nearby = (any_of(b"lightning"), any_of(b"precision", b"(**"))
     fixes = True
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:

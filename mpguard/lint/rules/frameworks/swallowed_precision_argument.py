@@ -2,14 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Call, Constant, Diagnostic, Facts, Rule, Scope, any_of, lattice, lazy_pattern
+from mpguard.lint import Call, Constant, Diagnostic, Facts, Rule, Scope, any_of, lazy_pattern
 
 _NAME = lazy_pattern(
     r"(?:use_|enable_)?(?:mixed_precision|(?:amp|autocast|compute|train|training)_precision|fp16|bf16|amp)"
 )
 _LOW = lazy_pattern(r"True|fp16|bf16|fp8|float16|bfloat16|half|16-mixed|bf16-mixed")
-#: An item of a dict that asks for low precision.
-_ITEM = lazy_pattern(rf"[\"']{_NAME.pattern}[\"']\s*:\s*[\"']?(?:{_LOW.pattern})\b")
 
 
 class SwallowedPrecisionArgument(Rule, form_of="MPG518"):
@@ -31,10 +29,7 @@ class SwallowedPrecisionArgument(Rule, form_of="MPG518"):
     triggers_nearby = (any_of(b"**kw", b"**_", b"**opt", b"**extra", b"**other"), any_of(b".backward("))
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        has_item = _ITEM.search(facts.file_text) is not None
         for call in [call for calls in facts.calls.values() for call in calls]:
-            if not (has_item and call.starred) and not any(map(_NAME.fullmatch, call.keywords)):
-                continue
             for name in self._precisions(call, facts):
                 functions = [each.scope for each in facts.functions(call)]
                 swallowing = [kwargs for each in functions if (kwargs := self._swallows(each, name))]
@@ -44,10 +39,6 @@ class SwallowedPrecisionArgument(Rule, form_of="MPG518"):
     def _precisions(self, call: Call, facts: Facts) -> list[str]:
         """Return the names of arguments that ask for low precision, as keywords or in `**config`."""
         given = {name: facts.evaluate(each, call) for name, each in call.keywords.items() if _NAME.fullmatch(name)}
-        for arg in call.node.args if call.starred else ():
-            for each in facts.evaluate(arg.value, call) if arg.star == "**" else ():
-                items = each.atom.parts if isinstance(each.atom, lattice.DictValue) else ()
-                given |= {str(key): part() for key, part in items if _NAME.fullmatch(str(key))}
         return [
             name
             for name, values in given.items()

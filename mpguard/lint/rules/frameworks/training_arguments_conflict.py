@@ -48,7 +48,8 @@ class TrainingArgumentsConflict(Rule):
     in_tests = True
     message = "`{one}=True` and `{other}=True`: {reason}"
     help = "keep one of the two"
-    triggers = (any_of(b"TrainingArguments(", b"from trl", b"import trl"), any_of(b"fp16"), any_of(b"bf16"))
+    triggers = (any_of(b"TrainingArguments(", b"from trl", b"import trl"),)
+    triggers_nearby = (any_of(b"fp16"), any_of(b"bf16"))
     yields_to = ("MPG862", "MPG863", "MPG864")
     examples = (
         Bad(
@@ -75,8 +76,9 @@ args = TrainingArguments(output_dir="out", bf16=True)
                 ]
                 if any(compatible(made.guard, a, b) for a, b in both):
                     written = [made.call.keywords[name] for name in (one, other) if name in made.call.keywords]
-                    if len(written) == 2:
-                        first, last = sorted(facts.span(place, made.call) for place in written)
+                    places = sorted({facts.span(place, made.call) for place in written})
+                    if len(places) == 2:
+                        first, last = places
                         notes = (Note("the other argument", first),)
                     else:
                         last, notes = made.call.span, (Note("`**` passes the items of a dict"),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Container
 from typing import TYPE_CHECKING
@@ -69,6 +70,7 @@ def _check(data: bytes, context: Context) -> FileCheck:
             source.tree_of = context.project.parser_of(source.path, len(data))
         facts = Facts(source, context.project)
         diagnostics, defects = context.run_rules(rules, facts, (Unparsable,))
+        diagnostics = [_without_blind_fix(each, source) for each in diagnostics]
         about_training = [rule for rule in rules if not rule.in_tests]
         codes = {rule.code for rule in about_training}
         if any(each.code in codes for each in diagnostics) and facts.measures.only_measures:
@@ -88,6 +90,13 @@ def _check(data: bytes, context: Context) -> FileCheck:
     if (diagnostics or checked.findings) and not strict:  # findings are reported for programs that Python accepts
         source.check_syntax()
     return checked
+
+
+def _without_blind_fix(diagnostic: Diagnostic, source: Source) -> Diagnostic:
+    """Return a diagnostic without a fix that would edit an argument which is an item of a `**mapping`."""
+    edits = diagnostic.fix.edits if diagnostic.fix is not None else ()
+    blind = any(source.in_mapping(edit.start, edit.end) for edit in edits)
+    return dataclasses.replace(diagnostic, fix=None) if blind else diagnostic
 
 
 class _Unused:

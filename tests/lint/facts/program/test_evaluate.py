@@ -9,6 +9,7 @@ import pytest
 from lint_facts import facts_of
 
 from mpguard.lint.facts.program.dtypes import AnyDtype
+from mpguard.lint.facts.program.lattice import Object
 from mpguard.lint.facts.syntax.path_condition import (
     Condition,
     Flag,
@@ -166,3 +167,46 @@ def test_values_do_not_depend_on_earlier_requests() -> None:
     first = asked(range(4))
     assert "accelerator" in first[2]
     assert all(asked(order) == first for order in itertools.permutations(range(4)))
+
+
+@pytest.mark.parametrize(
+    ("loop", "layer", "expected"),
+    [
+        ("for layer in self.two", "layer", ["B"]),
+        ("for a, b in zip(self.one, self.two)", "a", ["A"]),
+        ("for a, b in zip(self.one, self.two)", "b", ["B"]),
+        ("for i, (a, b) in enumerate(zip(self.one, self.two))", "b", ["B"]),
+        ("for a, (i, b) in zip(self.one, enumerate(self.two))", "b", ["B"]),
+        ("for layer in reversed(self.two)", "layer", ["B"]),
+        ("for i, layer in enumerate(list(reversed(self.two)))", "layer", ["B"]),
+        ("for a, b in zip(reversed(self.one), self.two, strict=True)", "a", ["A"]),
+        ("for i, b in enumerate(self.two)", "i", []),
+        ("for a, b in zip(*self.pairs)", "b", []),
+        ("for a, b in zip(self.one)", "b", []),
+        ("for a, b in reversed(self.two)", "b", []),
+    ],
+)
+def test_a_loop_yields_the_layers_of_lists(loop: str, layer: str, expected: list[str]) -> None:
+    facts = facts_of(
+        f"""
+        from torch import nn
+
+        class A(nn.Module):
+            pass
+
+        class B(nn.Module):
+            pass
+
+        class Net(nn.Module):
+            def __init__(self):
+                self.one = nn.ModuleList(A() for _ in range(3))
+                self.two = nn.ModuleList([B() for _ in range(3)])
+
+            def forward(self, x):
+                {loop}:
+                    use({layer})
+        """
+    )
+    (call,) = facts.calls["use"]
+    atoms = [each.atom for each in facts.evaluate(call.argument(0), call)]
+    assert [atom.cls.name for atom in atoms if isinstance(atom, Object) and atom.cls is not None] == expected

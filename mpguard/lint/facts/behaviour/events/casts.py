@@ -10,7 +10,6 @@ from mpguard.lint.facts.behaviour import layer_dtypes
 from mpguard.lint.facts.behaviour.events.event import Event, finds, last_name
 from mpguard.lint.facts.program import api_names
 from mpguard.lint.facts.program.dtypes import PossibleDtypes
-from mpguard.lint.facts.program.keywords import item_given
 from mpguard.lint.facts.program.lattice import Class, Constant, Function, Object, Ref
 from mpguard.lint.facts.syntax.nodes import constant
 from mpguard.lint.facts.syntax.path_condition import ALWAYS
@@ -119,8 +118,6 @@ def _loads(facts: BehaviourView) -> Iterator[Event]:
     """Yield calls of `from_pretrained` and similar loaders, with the dtype of the weights."""
     for call in called(facts, *api_names.LOADERS):
         given = call.argument(None, "dtype", "torch_dtype")
-        if given is None:
-            given = item_given(call, "dtype", facts) or item_given(call, "torch_dtype", facts)
         yield Event(
             "load", call, facts, call.node, facts.dtypes(given, call, strings=True) if given is not None else ()
         )
