@@ -86,6 +86,12 @@ class WrapperFacts:
         return self._kinds
 
     @cached_property
+    def shards(self) -> list[Wrap]:
+        """The calls of the file that shard a model by FSDP, in order."""
+        calls = [(call, kind) for call, kind in self.calls.items() if kind in ("fsdp1", "fsdp2")]
+        return [Wrap(kind, call, self.facts, self.facts.guard_of(call)) for call, kind in calls]
+
+    @cached_property
     def may_shard_elsewhere(self) -> bool:
         """True if the file imports a function from another file that may shard a model, by its name."""
         return any(
