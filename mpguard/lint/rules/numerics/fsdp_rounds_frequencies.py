@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from mpguard.lint import (
+    HALF_DTYPES,
+    Bad,
+    Call,
+    Diagnostic,
+    Event,
+    Facts,
+    Good,
+    Note,
+    Rule,
+    Scope,
+    Wrap,
+    any_of,
+    compatible,
+    constant,
+    dotted,
+    own_models,
+    text_of,
+    wrappers,
+)
+
+#: Functions whose results differ by orders of magnitude for the integers of an `arange`.
+_SPREADS = frozenset({"exp", "exp2", "pow", "float_power"})
+#: Functions whose results are a table that may be rounded, and arguments that leave modules to themselves.
+_TABLES = frozenset({"cos", "sin", "tril", "triu", "polar"})
+_EXEMPTS = ("ignored_modules", "ignored_states", "ignored_parameters")
+
+
+class FsdpRoundsFrequencies(Rule):
+    """FSDP1's `buffer_dtype` rounds the frequencies of a rotary or sinusoidal embedding.
+
+    ## What it does
+    Reports a `MixedPrecision` with a `buffer_dtype` of 16 bits, if FSDP1 wraps a model of the project with it in which
+    a module registers a buffer of frequencies (powers, or `exp`, of an `arange`) in FP32, and computes with it.
+
+    ## Why is this bad
+    FSDP1 casts all floating-point buffers of the wrapped modules to `buffer_dtype`, also those that are not persistent
+    (torch 2.13, `_runtime_utils.py`; those of batch norms are left out where a wrap policy is given). A `.float()` in
+    the forward pass restores no bits. The angle is the frequency times the position: with frequencies in BF16, and a
+    base of 10,000, angles at position 4096 are wrong by up to 1.8. Without `buffer_dtype`, buffers keep their dtype.
+
+    ## Known limits
+    Not reported: models of other packages, frequencies that are computed in the forward pass, tables of cosines and
+    sines, and wraps with `ignored_modules` or `ignored_states`. MPG616 is about casts of a whole model.
+    """
+
+    code, name = "MPG619", "fsdp-rounds-frequencies"
+    severity = "warning"
+    message = "FSDP casts the buffer `{buffer}` of `{owner}` to {dtype}: positions far out get wrong angles"
+    help = "leave `buffer_dtype` out, or set it to `torch.float32`"
+    triggers = (any_of(b"buffer_dtype"), any_of(b"MixedPrecision"))
+    examples = (
+        Bad(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+class Rotary(torch.nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, dim, 2).float() / dim), persistent=False)
+
+    def forward(self, length):
+        return torch.outer(torch.arange(length).float(), self.inv_freq.float()).cos()
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rotary = Rotary(64)
+
+policy = MixedPrecision(
+    param_dtype=torch.bfloat16,
+    reduce_dtype=torch.float32,
+    buffer_dtype=torch.bfloat16,  # !
+)
+model = FullyShardedDataParallel(Net(), mixed_precision=policy)
+"""
+        ),
+        Good(
+            """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+class Rotary(torch.nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, dim, 2).float() / dim), persistent=False)
+
+    def forward(self, length):
+        return torch.outer(torch.arange(length).float(), self.inv_freq.float()).cos()
+
+policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+model = FullyShardedDataParallel(Rotary(64), mixed_precision=policy)
+"""
+        ),
+    )
+
+    def check(self, facts: Facts) -> Iterator[Diagnostic]:
+        for policy in facts.events("policy"):
+            given = policy.call.argument(2, "buffer_dtype")
+            found = [dtype for _, dtype in facts.dtypes(given, policy.call)] if given is not None else []
+            low = [dtype for dtype in HALF_DTYPES if dtype in found]
+            if given is None or not low or len(found) > len(low):
+                continue
+            for wrap in self._wraps(policy, facts):
+                cls = own_models.class_of(wrap.call.argument(0, "module"), wrap.call, wrap.facts)
+                buffer = _frequencies(cls, facts) if cls is not None else None
+                if buffer is not None:
+                    name = str((constant(buffer.argument(0, "name")) or ("",))[0])
+                    notes = (
+                        Note("the buffer is registered here", buffer.span, facts.elsewhere(buffer)),
+                        Note("wrapped here", wrap.call.span, facts.elsewhere(wrap.call)),
+                    )
+                    owner = buffer.scope.owner.name if buffer.scope.owner is not None else ""
+                    place = facts.span(given, policy.call)
+                    yield self.at(place, buffer=name, owner=owner, dtype=low[0].label, notes=notes)
+                    break
+
+    def _wraps(self, policy: Event, facts: Facts) -> Iterator[Wrap]:
+        """Yield the calls of FSDP1 that get a policy, in its file and in those that take a name of it."""
+        names = [name for name in facts.module.bindings if facts.project.imported_elsewhere(facts.path, name)]
+        users = [other for name in names for other in facts.users(name) or ()]
+        for home in dict.fromkeys((facts, *users)):
+            for wrap in home.wrappers.shards:
+                given = any(
+                    each.call is policy.call and compatible(guard, wrap.guard)
+                    for each, guard in wrappers.policies_of(wrap)
+                )
+                if wrap.kind == "fsdp1" and given and not set(_EXEMPTS) & set(wrap.call.keywords):
+                    yield wrap
+
+
+def _frequencies(cls: Scope, facts: Facts) -> Call | None:
+    """Return the call that registers a buffer of frequencies in a model, and computes with it."""
+    for each in own_models.classes_of(cls, facts):
+        home = facts.of(each)
+        for call in (call for scope in each.descendants() for call in scope.calls if call.name == "register_buffer"):
+            given, name = call.argument(1, "tensor"), constant(call.argument(0, "name"))
+            if given is None or name is None or not _is_spread(given, call, home):
+                continue
+            used = f"self.{name[0]}"
+            methods = (scope for scope in each.descendants() if scope.name != "__init__")
+            paths = (use.path for scope in methods for use in scope.uses.get("self", ()))
+            if any(f"{path}.".startswith(f"{used}.") for path in paths):
+                return call
+    return None
+
+
+def _is_spread(given: cst.BaseExpression, call: Call, facts: Facts) -> bool:
+    """True if a tensor has powers of the numbers of an `arange` in FP32, and nothing that a table is made by."""
+    if any(dtype.dtype in HALF_DTYPES for dtype in facts.precision.of(given, call)):
+        return False
+    made = [each for each in facts.flow.backward(given, call) if isinstance(each, Call)]
+    names = {each.name for each in made}
+    if "arange" not in names or names & _TABLES:
+        return False
+    path = dotted(given)
+    values = [given, *(each.value for each in (facts.bindings(path, call) if path else ()))]
+    return bool(names & _SPREADS) or any("**" in text_of(each) for each in values if each is not None)
