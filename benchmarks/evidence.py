@@ -61,7 +61,6 @@ _KEPT = {
     "MPG603": _TEST,
     "MPG617": _TEST,
     "MPG618": _TEST,
-    "MPG619": _TEST,
     "MPG865": "what `mpguard apply` would change",
 }
 

@@ -1,6 +1,6 @@
 """The failures that rules name, where neither public code nor docs/findings.md shows them: each as a small program.
 
-MPG102, MPG417, MPG506, MPG529, MPG603, MPG617, MPG618 and MPG619 are on by default because of these.
+MPG102, MPG417, MPG506, MPG529, MPG603, MPG617 and MPG618 are on by default because of these.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def test_rounded_times_are_few_and_other_ones() -> None:
 
 
 def test_fsdp_casts_buffers_of_frequencies() -> None:
-    """MPG619: the buffer is BF16 in the forward pass, and at position 4096 angles are wrong by more than one."""
+    """MPG512: the buffer is BF16 in the forward pass, and at position 4096 angles are wrong by more than one."""
     from torch import distributed
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 

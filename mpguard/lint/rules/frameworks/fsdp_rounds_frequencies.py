@@ -6,12 +6,10 @@ import libcst as cst
 
 from mpguard.lint import (
     HALF_DTYPES,
-    Bad,
     Call,
     Diagnostic,
     Event,
     Facts,
-    Good,
     Note,
     Rule,
     Scope,
@@ -32,74 +30,21 @@ _TABLES = frozenset({"cos", "sin", "tril", "triu", "polar"})
 _EXEMPTS = ("ignored_modules", "ignored_states", "ignored_parameters")
 
 
-class FsdpRoundsFrequencies(Rule):
+class FsdpRoundsFrequencies(Rule, form_of="MPG512"):
     """FSDP1's `buffer_dtype` rounds the frequencies of a rotary or sinusoidal embedding.
 
-    ## What it does
-    Reports a `MixedPrecision` with a `buffer_dtype` of 16 bits, if FSDP1 wraps a model of the project with it in which
-    a module registers a buffer of frequencies (powers, or `exp`, of an `arange`) in FP32, and computes with it.
-
-    ## Why is this bad
     FSDP1 casts all floating-point buffers of the wrapped modules to `buffer_dtype`, also those that are not persistent
-    (torch 2.13, `_runtime_utils.py`; those of batch norms are left out where a wrap policy is given). A `.float()` in
-    the forward pass restores no bits. The angle is the frequency times the position: with frequencies in BF16, and a
-    base of 10,000, angles at position 4096 are wrong by up to 1.8. Without `buffer_dtype`, buffers keep their dtype.
+    (torch 2.13). A `.float()` in the forward pass restores no bits. The angle is the frequency times the position: with
+    frequencies in BF16, and a base of 10,000, angles at position 4096 are wrong by up to 1.8.
 
-    ## Known limits
-    Not reported: models of other packages, frequencies that are computed in the forward pass, tables of cosines and
-    sines, and wraps with `ignored_modules` or `ignored_states`. MPG616 is about casts of a whole model.
+    Reported for models of the project in which a module registers powers, or `exp`, of an `arange` in FP32, and
+    computes with them. Not with `ignored_modules` or `ignored_states`.
     """
 
-    code, name = "MPG619", "fsdp-rounds-frequencies"
     severity = "warning"
     message = "FSDP casts the buffer `{buffer}` of `{owner}` to {dtype}: positions far out get wrong angles"
     help = "leave `buffer_dtype` out, or set it to `torch.float32`"
     triggers = (any_of(b"buffer_dtype"), any_of(b"MixedPrecision"))
-    examples = (
-        Bad(
-            """\
-import torch
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
-
-class Rotary(torch.nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, dim, 2).float() / dim), persistent=False)
-
-    def forward(self, length):
-        return torch.outer(torch.arange(length).float(), self.inv_freq.float()).cos()
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rotary = Rotary(64)
-
-policy = MixedPrecision(
-    param_dtype=torch.bfloat16,
-    reduce_dtype=torch.float32,
-    buffer_dtype=torch.bfloat16,  # !
-)
-model = FullyShardedDataParallel(Net(), mixed_precision=policy)
-"""
-        ),
-        Good(
-            """\
-import torch
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
-
-class Rotary(torch.nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, dim, 2).float() / dim), persistent=False)
-
-    def forward(self, length):
-        return torch.outer(torch.arange(length).float(), self.inv_freq.float()).cos()
-
-policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
-model = FullyShardedDataParallel(Rotary(64), mixed_precision=policy)
-"""
-        ),
-    )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         for policy in facts.events("policy"):
