@@ -64,12 +64,9 @@ def _is_later(back: Call, cast: Event) -> bool:
 
 
 def _is_restored(cast: Event, facts: Facts) -> bool:
-    """True if the weights may be put back: by a state, or in a function of which a loop does it."""
-    return any(
-        call.scope is cast.scope or call.scope.owner is cast.scope.owner is not None
-        for name in _RESTORES
-        for call in facts.calls.get(name, ())
-    )
+    """True if the function, or the object, may put the weights back."""
+    calls = [call for name in _RESTORES for call in facts.calls.get(name, ())]
+    return any(call.scope is cast.scope or call.scope.owner is cast.scope.owner is not None for call in calls)
 
 
 def _optimizer_of(key: str, at: Record, facts: Facts, repeated: bool = False, depth: int = _MAX_CALLS) -> Call | None:
@@ -78,31 +75,19 @@ def _optimizer_of(key: str, at: Record, facts: Facts, repeated: bool = False, de
     The name is followed from parameters, and attributes that are set from parameters, to what callers give.
     """
     home = facts.of(at)
-    repeated = repeated or any(_trains(loop, at, home) for loop in at.loops)
-    bindings = home.bindings(key, at)
-    if not bindings or depth == 0:
-        return None
+    bindings = home.bindings(key, at) if depth else []
+    places = [at]
     if key.startswith("self."):
-        within = (call for call in home.callers(at.scope) if call.scope.owner is at.scope.owner)
-        repeated = repeated or any(_trains(loop, call, home) for call in within for loop in call.loops)
-        if repeated and (found := _built(key, at, home)) is not None:
-            return found
-    if key.startswith("self.") and len(bindings) == 1 and bindings[0].kind == "assign":
-        name = dotted(bindings[0].value)
-        params = home.bindings(name, bindings[0]) if name and "." not in name else []
-        bindings = params if all(each.kind == "param" for each in params) else bindings
-    if any(each.kind == "param" for each in bindings):
-        if repeated and (found := _built(key, at, home)) is not None:
-            return found
-        for binding in bindings if len(bindings) == 1 else ():
-            for call in home.callers(binding.scope):
-                given = dotted(home.argument_for(call, binding))
-                # An object is used where it was made: its class tells nothing about loops.
-                found = _optimizer_of(given, call, home, repeated, depth - 1) if given else None
-                if found is not None:
-                    return found
-        return None
-    return _built(key, at, home) if repeated else None
+        places += [call for call in home.callers(at.scope) if call.scope.owner is at.scope.owner]
+        if len(bindings) == 1 and (name := dotted(bindings[0].value)):
+            bindings = home.bindings(name, bindings[0])
+    repeated = repeated or any(_trains(loop, each, home) for each in places for loop in each.loops)
+    found = _built(key, at, home) if repeated and depth else None
+    if found is None and len(bindings) == 1 and bindings[0].kind == "param":
+        for call in home.callers(bindings[0].scope):
+            given = dotted(home.argument_for(call, bindings[0]))
+            found = found or (_optimizer_of(given, call, home, repeated, depth - 1) if given else None)
+    return found
 
 
 def _built(key: str, at: Record, facts: Facts, depth: int = 2) -> Call | None:
@@ -127,10 +112,7 @@ def _built(key: str, at: Record, facts: Facts, depth: int = 2) -> Call | None:
 
 
 def _trains(loop: cst.CSTNode, at: Record, facts: Facts) -> bool:
-    """True if a loop around a place has a backward pass, or calls a function that has one and takes steps."""
+    """True if a loop around a place has a backward pass, or calls a function that has one."""
     inside = [call for call in at.scope.calls if loop in call.loops]
-    return any(call.name == "backward" for call in inside) or any(
-        any(each.name == "backward" for each in function.scope.calls)
-        for call in inside
-        for function in facts.functions(call)
-    )
+    called = [call for each in inside for function in facts.functions(each) for call in function.scope.calls]
+    return any(call.name == "backward" for call in (*inside, *called))
