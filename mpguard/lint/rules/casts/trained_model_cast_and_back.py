@@ -8,7 +8,6 @@ from mpguard.lint import HALF_DTYPES, Call, Diagnostic, Dtype, Event, Facts, Not
 
 #: Calls that put the weights back that a cast has rounded.
 _RESTORES = frozenset({"load_state_dict", "copy_", "restore"})
-_MAX_CALLS = 6
 
 
 class TrainedModelCastAndBack(Rule, form_of="MPG117"):
@@ -26,10 +25,7 @@ class TrainedModelCastAndBack(Rule, form_of="MPG117"):
     severity = "error"
     message = "`{cast}` rounds the weights of `{model}`, which is cast back and trained on: small updates are lost"
     help = "validate under autocast, or cast a copy: `copy.deepcopy(model).half()`"
-    triggers = (
-        any_of(b".half()", b".bfloat16()", b"float16", b".to("),
-        any_of(b".float()", b".to(", b".type("),
-    )
+    triggers = (any_of(b".half()", b".bfloat16()", b"float16"), any_of(b".float()", b".to(", b".type("))
     triggers_nearby = (any_of(b".backward("), any_of(b".parameters()"))
     yields_to = ("MPG117",)
 
@@ -46,10 +42,8 @@ class TrainedModelCastAndBack(Rule, form_of="MPG117"):
                 continue
             optimizer = _optimizer_of(cast.key, cast.call, facts)
             if optimizer is not None:
-                notes = (
-                    Note("cast back here", back.span),
-                    Note("trained by this optimizer", optimizer.span, facts.elsewhere(optimizer)),
-                )
+                where = facts.elsewhere(optimizer)
+                notes = (Note("cast back here", back.span), Note("trained by this optimizer", optimizer.span, where))
                 yield self.at(cast, cast=facts.short(cast.call.node), model=cast.key, notes=notes)
 
 
@@ -69,7 +63,7 @@ def _is_restored(cast: Event, facts: Facts) -> bool:
     return any(call.scope is cast.scope or call.scope.owner is cast.scope.owner is not None for call in calls)
 
 
-def _optimizer_of(key: str, at: Record, facts: Facts, repeated: bool = False, depth: int = _MAX_CALLS) -> Call | None:
+def _optimizer_of(key: str, at: Record, facts: Facts, repeated: bool = False, depth: int = 6) -> Call | None:
     """Return the optimizer of the model of a name, if a loop that trains contains a place, or a call that leads to it.
 
     The name is followed from parameters, and attributes that are set from parameters, to what callers give.

@@ -27,7 +27,7 @@ from mpguard.lint import (
 _SPREADS = frozenset({"exp", "exp2", "pow", "float_power"})
 #: Functions whose results are a table that may be rounded, and arguments that leave modules to themselves.
 _TABLES = frozenset({"cos", "sin", "tril", "triu", "polar"})
-_EXEMPTS = ("ignored_modules", "ignored_states", "ignored_parameters")
+_EXEMPTS = frozenset({"ignored_modules", "ignored_states", "ignored_parameters"})
 
 
 class FsdpRoundsFrequencies(Rule, form_of="MPG512"):
@@ -42,7 +42,7 @@ class FsdpRoundsFrequencies(Rule, form_of="MPG512"):
     """
 
     severity = "warning"
-    message = "FSDP casts the buffer `{buffer}` of `{owner}` to {dtype}: positions far out get wrong angles"
+    message = "FSDP casts the buffer `{buffer}` to {dtype}: positions far out get wrong angles"
     help = "leave `buffer_dtype` out, or set it to `torch.float32`"
     triggers = (any_of(b"buffer_dtype"), any_of(b"MixedPrecision"))
 
@@ -62,9 +62,8 @@ class FsdpRoundsFrequencies(Rule, form_of="MPG512"):
                         Note("the buffer is registered here", buffer.span, facts.elsewhere(buffer)),
                         Note("wrapped here", wrap.call.span, facts.elsewhere(wrap.call)),
                     )
-                    owner = buffer.scope.owner.name if buffer.scope.owner is not None else ""
                     place = facts.span(given, policy.call)
-                    yield self.at(place, buffer=name, owner=owner, dtype=low[0].label, notes=notes)
+                    yield self.at(place, buffer=name, dtype=low[0].label, notes=notes)
                     break
 
     def _wraps(self, policy: Event, facts: Facts) -> Iterator[Wrap]:
@@ -73,11 +72,8 @@ class FsdpRoundsFrequencies(Rule, form_of="MPG512"):
         users = [other for name in names for other in facts.users(name) or ()]
         for home in dict.fromkeys((facts, *users)):
             for wrap in home.wrappers.shards:
-                given = any(
-                    each.call is policy.call and compatible(guard, wrap.guard)
-                    for each, guard in wrappers.policies_of(wrap)
-                )
-                if wrap.kind == "fsdp1" and given and not set(_EXEMPTS) & set(wrap.call.keywords):
+                given = [each.call for each, guard in wrappers.policies_of(wrap) if compatible(guard, wrap.guard)]
+                if wrap.kind == "fsdp1" and policy.call in given and _EXEMPTS.isdisjoint(wrap.call.keywords):
                     yield wrap
 
 
