@@ -43,7 +43,6 @@ from mpguard.lint.facts.domain import bridge_configs as bridge_configs
 from mpguard.lint.facts.domain import compiled_functions as compiled_functions
 from mpguard.lint.facts.domain import fp8 as _fp8
 from mpguard.lint.facts.domain import input_casts as input_casts
-from mpguard.lint.facts.domain import own_models as own_models
 from mpguard.lint.facts.domain import own_optimizers as own_optimizers
 from mpguard.lint.facts.domain import scaler_dtype as scaler_dtype
 from mpguard.lint.facts.domain import unscaled_steps as unscaled_steps

@@ -7,6 +7,7 @@ from mpguard.lint import (
     Binding,
     Call,
     Diagnostic,
+    Dtype,
     Facts,
     Note,
     Object,
@@ -14,7 +15,6 @@ from mpguard.lint import (
     any_of,
     compatible,
     dotted,
-    own_models,
     text_of,
     wrappers,
 )
@@ -54,7 +54,11 @@ class FsdpRootWithoutPolicy(Rule, form_of="MPG512"):
                 given = policies[0].call.argument(2, "output_dtype") if len(policies) == 1 else None
                 low = policies[0].dtypes[0][1] if len(policies) == 1 and len(policies[0].dtypes) == 1 else None
                 layer = _after(parts, key, root.call, facts) if low in HALF_DTYPES and given is None else ""
-                if layer and low and not any(layer[5:] in text_of(each.call.node.args[0]) for each in near):
+                if (
+                    layer
+                    and isinstance(low, Dtype)
+                    and not any(layer[5:] in text_of(each.call.node.args[0]) for each in near)
+                ):
                     notes = (Note("the blocks have a policy here", wrap.call.span),)
                     yield self.at(root.call, layer=layer, dtype=low.label, notes=notes)
                     break
@@ -66,7 +70,7 @@ def _after(parts: str, key: str, root: Call, facts: Facts) -> str:
     places = [(root.argument(0, "module"), root)]
     if params:
         places = [(facts.argument_for(call, params[0]), call) for call in facts.callers(params[0].scope)]
-    classes = {own_models.class_of(node, at, facts.of(at)) for node, at in places}
+    classes = {wrappers.class_of(node, at, facts.of(at)) for node, at in places}
     cls = classes.pop() if len(classes) == 1 else None
     forward = cls.method("forward") if cls is not None else None
     files = {facts, *(facts.of(at) for _, at in places), *([facts.of(forward)] if forward is not None else ())}

@@ -18,7 +18,6 @@ from mpguard.lint import (
     compatible,
     constant,
     dotted,
-    own_models,
     text_of,
     wrappers,
 )
@@ -54,7 +53,7 @@ class FsdpRoundsFrequencies(Rule, form_of="MPG512"):
             if given is None or not low or len(found) > len(low):
                 continue
             for wrap in self._wraps(policy, facts):
-                cls = own_models.class_of(wrap.call.argument(0, "module"), wrap.call, wrap.facts)
+                cls = wrappers.class_of(wrap.call.argument(0, "module"), wrap.call, wrap.facts)
                 buffer = _frequencies(cls, facts) if cls is not None else None
                 if buffer is not None:
                     name = str((constant(buffer.argument(0, "name")) or ("",))[0])
@@ -79,7 +78,7 @@ class FsdpRoundsFrequencies(Rule, form_of="MPG512"):
 
 def _frequencies(cls: Scope, facts: Facts) -> Call | None:
     """Return the call that registers a buffer of frequencies in a model, and computes with it."""
-    for each in own_models.classes_of(cls, facts):
+    for each in wrappers.classes_of(cls, facts):
         home = facts.of(each)
         for call in (call for scope in each.descendants() for call in scope.calls if call.name == "register_buffer"):
             given, name = call.argument(1, "tensor"), constant(call.argument(0, "name"))
