@@ -14,8 +14,7 @@ class TrainedModelCastAndBack(Rule, form_of="MPG117"):
     """A model is cast in place for each validation or checkpoint, and cast back to go on training.
 
     `Module.half`, `bfloat16` and `to` change the parameters that the optimizer holds: `float()` after it restores
-    their dtype, and none of the bits that 16-bit weights lack. Each validation undoes the small updates since the last
-    one.
+    their dtype, and none of the bits that 16-bit weights lack. Each time undoes the small updates since the last one.
 
     Reported where a loop that trains calls what casts the model of its optimizer, and casts it back: in one function,
     around the `yield` of a context manager, or in `__enter__` and `__exit__`. A copy may be cast, as may a model whose
@@ -77,6 +76,8 @@ def _optimizer_of(key: str, at: Record, facts: Facts, repeated: bool = False, de
             bindings = home.bindings(name, bindings[0])
     repeated = repeated or any(_trains(loop, each, home) for each in places for loop in each.loops)
     found = _built(key, at, home) if repeated and depth else None
+    if found is None and repeated and places[1:] and bindings:  # built in `__init__`, from its parameter
+        found = _built(bindings[0].key, bindings[0], home)
     if found is None and len(bindings) == 1 and bindings[0].kind == "param":
         for call in home.callers(bindings[0].scope):
             given = dotted(home.argument_for(call, bindings[0]))
