@@ -115,6 +115,12 @@ class ProjectApi:
         """True if other code may use a top-level name of a module; without a name, the module itself."""
         return True
 
+    def is_left_over(self, path: str, name: str, is_program: bool) -> bool:
+        """True if no other code uses a top-level name of a program, or of a module of which it uses other names."""
+        if not is_program and not self._ask(path, uses.may_use, whole=True):
+            return False
+        return not self._ask(path, uses.may_use, name, otherwise=not is_program, whole=True)
+
     def all_users_of(self, path: str, name: str) -> list[Any] | None:  # noqa: ARG002
         """Return the facts of all other modules that may use a top-level name of a file; None if they are not known."""
         return None

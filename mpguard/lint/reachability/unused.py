@@ -72,15 +72,18 @@ def _is_preparation(call: Call, facts: ProgramView) -> bool:
     return bool(_HARMLESS.match(path)) or (root in sys.stdlib_module_names and root not in _RUNS)
 
 
-def is_unused_value(call: Call, facts: ProgramView) -> bool:
-    """True if a call's result is assigned to a top-level name that neither the file nor its project mentions again."""
+def is_unused_value(call: Call, facts: ProgramView, is_program: bool = False) -> bool:
+    """True if a call's result is assigned to a top-level name that neither the file nor its project mentions again.
+
+    In a folder that is no project the same is true for a program, and for a module of which other names are used.
+    """
     names = [key for key, bound in facts.module.bindings.items() if any(each.value is call.node for each in bound)]
-    return (
-        len(names) == 1
-        and facts.path.endswith(".py")
-        and len(re.findall(rf"\b{re.escape(names[0])}\b", facts.file_text)) == 1
-        and not facts.project.used_elsewhere(facts.path, names[0])
-    )
+    if len(names) != 1 or not facts.path.endswith(".py"):
+        return False
+    if len(re.findall(rf"\b{re.escape(names[0])}\b", stripped(facts.file_text))) != 1:
+        return False
+    project, path = facts.project, facts.path
+    return not project.used_elsewhere(path, names[0]) or project.is_left_over(path, names[0], is_program)
 
 
 class UnusedDefinitions:

@@ -113,3 +113,29 @@ def test_rounded_times_are_few_and_other_ones() -> None:
     assert drawn.bfloat16().unique().numel() <= 129
     steps = torch.arange(1_000)
     assert float((steps.bfloat16().long() != steps).float().mean()) > 0.4
+
+
+def test_fsdp_casts_buffers_of_frequencies() -> None:
+    """MPG512: the buffer is BF16 in the forward pass, and at position 4096 angles are wrong by more than one."""
+    from torch import distributed
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+    exact = 1.0 / 10_000 ** (torch.arange(0, 64, 2).float() / 64)
+
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("inv_freq", exact.clone(), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.linear(x), self.inv_freq.float()  # type: ignore[operator, union-attr]
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+        model = FullyShardedDataParallel(Rotary(), mixed_precision=policy, device_id=torch.device("cpu"))
+        _, used = model(torch.ones(2, 4))
+    finally:
+        distributed.destroy_process_group()
+    assert float((4096 * (used - exact)).abs().max()) > 1

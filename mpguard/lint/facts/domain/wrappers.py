@@ -18,10 +18,10 @@ import libcst as cst
 from mpguard.core.lazy_pattern import lazy_pattern
 from mpguard.lint.facts.program import api_names
 from mpguard.lint.facts.program.keywords import alternatives_of
-from mpguard.lint.facts.program.lattice import Constant, Object
+from mpguard.lint.facts.program.lattice import Class, Constant, Object
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible
-from mpguard.lint.facts.syntax.records import Binding, Call, Record, Return
+from mpguard.lint.facts.syntax.records import Binding, Call, Record, Return, Scope
 
 if TYPE_CHECKING:
     from mpguard.document import Document
@@ -32,6 +32,8 @@ _MAX_DEPTH = 8
 #: Expressions followed for one request, and bindings of one name.
 _MAX_EXPRESSIONS = 200
 _MAX_BINDINGS = 16
+#: Classes of one model.
+_MAX_CLASSES = 40
 #: Functions whose `return` is not the result of calling the object.
 _NO_RESULT = frozenset({"__init__", "forward", "__call__"})
 #: Methods that return the object, or its parameters.
@@ -84,6 +86,12 @@ class WrapperFacts:
                 found[event.call] = api_names.kind_of(self.facts.called_path(event.call))
             self._kinds = found
         return self._kinds
+
+    @cached_property
+    def shards(self) -> list[Wrap]:
+        """The calls of the file that shard a model by FSDP, in order."""
+        calls = [(call, kind) for call, kind in self.calls.items() if kind in ("fsdp1", "fsdp2")]
+        return [Wrap(kind, call, self.facts, self.facts.guard_of(call)) for call, kind in calls]
 
     @cached_property
     def may_shard_elsewhere(self) -> bool:
@@ -368,6 +376,26 @@ class _Search:
         key = dotted(node)
         bindings = self.facts.values.reaching(key, at.scope, at.order, at.guard) if key else []
         return any(isinstance(binding.value, (cst.List, cst.Tuple)) for binding in bindings)
+
+
+def class_of(node: cst.CSTNode | None, at: Record, facts: DomainView) -> Scope | None:
+    """Return the class of the project that an expression is certain to be an object of, or None."""
+    found = {each.atom.cls if isinstance(each.atom, Object) else None for each in facts.evaluate(node, at)}
+    return found.pop() if len(found) == 1 else None
+
+
+def classes_of(cls: Scope, facts: DomainView) -> list[Scope]:
+    """Return a class of the project, its base classes, and the classes of which they create objects, in any file."""
+    found = [cls]
+    for each in found:  # which grows
+        home = facts.of(each)
+        atoms = [base for base in home.classes.bases(each) if isinstance(base, Class)]
+        for call in (call for scope in each.descendants() for call in scope.calls):
+            atoms += [made.atom for made in home.evaluate(call.func, call) if isinstance(made.atom, Class)]
+        found += [atom.scope for atom in dict.fromkeys(atoms) if atom.scope not in found]
+        if len(found) > _MAX_CLASSES:
+            break
+    return list(dict.fromkeys(found))
 
 
 def policies_of(wrap: Wrap) -> list[tuple[Event, PathCondition]]:

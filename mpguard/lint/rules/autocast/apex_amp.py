@@ -49,26 +49,13 @@ for x in loader:
         Good(
             """\
 import apex
-from apex.optimizers import FusedAdam
 from apex.normalization import FusedLayerNorm
-from apex.parallel import DistributedDataParallel
 
 try:
     from torch.cuda import amp
 except ImportError:
     from apex import amp
 
-if not hasattr(torch, "amp"):
-    from apex import amp as old
-    old.initialize(model, optimizer)
-
-try:
-    from apex import amp as unused
-    has_apex = True
-except ImportError:
-    has_apex = False
-
-amp.autocast()
 optimizer = apex.optimizers.FusedAdam(model.parameters())
 """
         ),

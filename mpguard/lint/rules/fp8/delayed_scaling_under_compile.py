@@ -47,44 +47,13 @@ def step(x):
         ),
         Good(
             """\
-import re
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import DelayedScaling
 
-class Block(torch.nn.Module):
-    def __init__(self, recipe):
-        super().__init__()
-        self.fc, self.recipe = te.Linear(1024, 1024), recipe
-
-    def forward(self, x):
-        with te.autocast(recipe=self.recipe):
-            return self.fc(x)
-
-compiled = torch.compile(Block(Float8CurrentScaling()))
 model = torch.compile(torch.nn.Linear(8, 8))
 with te.autocast(recipe=DelayedScaling()):
     model(x)
-
-def eager(x):
-    with te.autocast(recipe=DelayedScaling()):
-        return model(x)
-
-@torch.compile
-def off(x):
-    with te.autocast(enabled=False, recipe=DelayedScaling()):
-        return model(x)
-
-@torch.compiler.disable
-def apart(x):
-    with te.autocast(recipe=DelayedScaling()):
-        return model(x)
-
-@torch.compile
-def calls(x):
-    return apart(x)
-
-pattern = re.compile("eager")
 """
         ),
     )

@@ -74,19 +74,6 @@ import torch
 def scaled(layer):
     scale = layer.weight.abs().max() / 448
     return (layer.weight / scale).to(torch.float8_e4m3fn), scale
-
-def stored(layer):
-    return layer.weight_scale.to(torch.float8_e4m3fn)
-
-def unknown(x):
-    return x.to(torch.float8_e4m3fn)
-
-def computed(layer):
-    rotated = layer.weight @ rotation
-    return rotated.to(torch.float8_e4m3fn)
-
-probe = torch.ones(4).to(torch.float8_e4m3fn)
-same = layer.weight.to(other.dtype)
 """
         ),
     )

@@ -54,8 +54,9 @@ class LowPrecisionReduction(Rule):
     is one whose default, for `param_dtype` and `reduce_dtype`, is FP32, if no script of the project passes the option.
     Policies of models that are frozen or only evaluated, under `torch.no_grad`, in tests, and policies that are only
     compared, or from which `dataclasses.replace` makes others, are not reported, nor is one in a config that is only
-    launched with `--eval-only`, or whose name nothing in its project mentions, nor one in a copy of transformers'
-    Trainer in a project of which nothing asks for FSDP. If the use of the policy is not visible
+    launched with `--eval-only`, nor one in a copy of transformers' Trainer in a project of which nothing asks for FSDP,
+    nor one whose name nothing mentions: in its project, in a program that shards with another policy, or in a module of
+    a program that takes another one from it. If the use of the policy is not visible
     otherwise, it is assumed to train.
     """
 
@@ -90,13 +91,14 @@ fully_shard(model, mp_policy=policy)
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         if self._only_evaluates(facts) or self._is_copied_trainer(facts):
             return
+        shards = any(map(wrappers.policies_of, facts.wrappers.shards)) if facts.events("policy") else False
         for policy in facts.events("policy"):
             above = facts.parent(policy.call.node)
             if policy.call.starred or facts.is_inference(policy.call):
                 continue
             if isinstance(above, (cst.Comparison, cst.ComparisonTarget)) or self._only_frozen(policy, facts):
                 continue
-            if reachability.is_unused_value(policy.call, facts) or self._only_replaced(policy, facts):
+            if reachability.is_unused_value(policy.call, facts, shards) or self._only_replaced(policy, facts):
                 continue
             given = policy.call.argument(1, "reduce_dtype")
             if given is None or constant(given) == (None,):

@@ -38,30 +38,16 @@ class FftInHalf(Rule):
 import torch
 from torch import nn
 
-class Mixing(nn.Module):
-    def forward(self, x):
-        return torch.fft.fft(torch.fft.fft(x, dim=-1), dim=-2).real  # !
-
-class Layer(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.mixing, self.dense = Mixing(), nn.Linear(dim, dim)
-
-    def forward(self, x):
-        return self.mixing(self.dense(x))
-
 class Net(nn.Module):
-    def __init__(self, dim):
+    def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(Layer(dim) for _ in range(12))
+        self.dense = nn.Linear(768, 768)
 
     def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return torch.fft.fft(self.dense(x), dim=-1).real  # !
 
 def train(loader):
-    model = Net(768).cuda()
+    model = Net().cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("cuda")
     for x in loader:
@@ -80,14 +66,6 @@ from torch import nn
 class Mixing(nn.Module):
     def forward(self, x):
         return torch.fft.fft(torch.fft.fft(x.float(), dim=-1), dim=-2).real
-
-class Layer(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.mixing, self.dense = Mixing(), nn.Linear(dim, dim)
-
-    def forward(self, x):
-        return self.mixing(self.dense(x))
 """
         ),
     )
