@@ -21,7 +21,7 @@ from mpguard.lint.facts.behaviour.scalers import Scalers
 from mpguard.lint.facts.behaviour.trace_steps import ENDS, StepKind, Trace, TraceStep, before, between, chosen
 from mpguard.lint.facts.program import roles
 from mpguard.lint.facts.program.api_names import CLIPS
-from mpguard.lint.facts.program.lattice import Function
+from mpguard.lint.facts.program.lattice import Class, Function
 from mpguard.lint.facts.syntax.nodes import dotted, is_super
 from mpguard.lint.facts.syntax.path_condition import (
     ALWAYS,
@@ -63,6 +63,10 @@ _USES_SCALER = lazy_pattern(rb"(?i)\w\.\w*scaler\b")
 #: Steps of one trace, and depth of calls.
 _MAX_STEPS = 3_000
 _MAX_DEPTH = 6
+#: Operations after which it is known what code with a scaler does.
+_PROTOCOL = frozenset({"scale", "backward", "framework", "unscale", "scaler_step", "step", "update", "get_scale"})
+#: Words of modules whose functions may change, or read, gradients.
+_CHANGES_GRADIENTS = (b".backward(", b".unscale_(", b"clip_grad", b".grad", b".step(", b".update(")
 
 
 class Traces:
@@ -73,6 +77,7 @@ class Traces:
         self._relevant: dict[Scope, bool] = {}
         self._items: dict[Scope, list[TraceStep | Call]] = {}
         self._leaves_between = 0
+        self._inside: dict[Call, list[TraceStep]] = {}
 
     @cached_property
     def all(self) -> tuple[Trace, ...]:
@@ -155,14 +160,14 @@ class Traces:
         stack: tuple[Scope, ...],
     ) -> Iterator[TraceStep]:
         for item in self._items_of(scope):
-            record = item if isinstance(item, Call) else item.record
-            both = guard.joined(record.guard)
+            record = item if isinstance(item, Call) else item.here
+            both = guard.joined(record.guard) if isinstance(item, Call) else guard.joined(record.guard, item.guard)
             if len(both) > MOST_CONDITIONS or not both.possible or self._leaves_between <= 0:
                 continue
             self._leaves_between -= 1
             around = (*loops, *(loop for loop in record.loops if not self._runs_once(loop, record)))
             if isinstance(item, TraceStep):
-                yield dataclasses.replace(item, guard=both, loops=around, via=via)
+                yield dataclasses.replace(item, guard=both, loops=(*around, *item.loops), via=via)
                 continue
             helpers = [each for each in self._helpers(item) if each.scope not in stack]
             for number, helper in enumerate(helpers if len(stack) < _MAX_DEPTH else ()):
@@ -210,7 +215,7 @@ class Traces:
                 if any(self._has_steps(each.scope, (scope,)) for each in self._helpers(call))
             ]
             found: list[tuple[int, int, TraceStep | Call]] = [(c.order, 0, c) for c in calls]
-            found += [(m.record.order, 1, m) for m in self._steps_of.get(scope, ())]
+            found += [(m.here.order, 1, m) for m in self._steps_of.get(scope, ())]
             if found:
                 found += [(e.order, 2, TraceStep("exit", e)) for e in (*scope.exits, *scope.returns)]
             self._items[scope] = [item for _, _, item in sorted(found, key=lambda each: each[:2])]
@@ -222,8 +227,8 @@ class Traces:
         found: dict[Scope, list[TraceStep]] = {}
         for kind in _OPERATIONS:
             for event in facts.events(kind):
-                if kind == "framework" and self._helpers(event.call):
-                    continue  # a method of the file: its operations are visible
+                if kind == "framework" and (self._helpers(event.call) or self._elsewhere(event.call)):
+                    continue  # a method of the tree: its operations are visible
                 scale = self.facts.part(Scalers).scaled.get(event.call) if kind == "backward" else None
                 may_scale = self.facts.part(Scalers).may_scale.get(event.call) if kind == "backward" else None
                 found.setdefault(event.scope, []).append(
@@ -245,15 +250,56 @@ class Traces:
             for use in self._gradient_aliases(scope):
                 found.setdefault(scope, []).append(TraceStep("read", use))
             for call in scope.calls:
-                if "clip" in call.name and self.clips_elsewhere(call):
-                    event = Event("clip", call, facts, call.argument(0))
-                    found.setdefault(scope, []).append(TraceStep("clip", call, event))
-                if _READS_GRADIENTS.search(call.name) and any(f.facts is not facts for f in facts.functions(call)):
-                    found.setdefault(scope, []).append(TraceStep("read", call))
-            for call in scope.calls:
-                if self._may_use_scaler(call):
-                    found.setdefault(scope, []).append(TraceStep("passed", call))
+                for step in self._steps_of_call(call):
+                    found.setdefault(scope, []).append(step)
         return found
+
+    def _steps_of_call(self, call: Call) -> Iterator[TraceStep]:
+        """Yield what a call of code outside of the file does, as far as it is known."""
+        inside = self._elsewhere(call)
+        kinds = {step.kind for step in inside}
+        if "clip" in call.name and self.clips_elsewhere(call):
+            inside = [step for step in inside if step.kind != "clip"]
+            yield TraceStep("clip", call, Event("clip", call, self.facts, call.argument(0)))
+        reads = _READS_GRADIENTS.search(call.name) and "read" not in kinds
+        if reads and any(function.facts is not self.facts for function in self.facts.functions(call)):
+            yield TraceStep("read", call)
+        yield from inside
+        if kinds.isdisjoint(_PROTOCOL) and self._may_use_scaler(call):
+            yield TraceStep("passed", call)
+
+    def _elsewhere(self, call: Call) -> list[TraceStep]:
+        """Return the steps of the one function of another module that a call runs, if it has some.
+
+        Those of functions that this one calls in a third module are left out.
+        """
+        if call in self._inside:
+            return self._inside[call]
+        found = self._inside[call] = []
+        atoms = [each.atom for each in self.facts.evaluate(call.func, call)] if self._may_be_elsewhere(call) else []
+        functions = self.facts.functions(call) if len(atoms) == 1 and not isinstance(atoms[0], Class) else []
+        if len(functions) == 1 and functions[0].facts is not self.facts:
+            scope = functions[0].scope
+            other = self.facts.of(scope)
+            if other is not self.facts and any(word in other.source.data for word in _CHANGES_GRADIENTS):
+                other.need_all()
+                for step in other.part(_OwnTraces).of(scope):
+                    if step.kind != "exit" and len(step.guard) <= MOST_CONDITIONS:
+                        found.append(dataclasses.replace(step, at=call, via=()))
+        return found
+
+    def _may_be_elsewhere(self, call: Call) -> bool:
+        """True if the callee may be of another module of the tree: it is no name of an import of a library."""
+        root = call.path.split(".", 1)[0]
+        if not root or call.name[:2] == "__":
+            return False
+        bound = next((found for place in call.scope.chain() if (found := place.bindings.get(root))), [])
+        return any(
+            each.kind not in ("import", "from") or self.facts.imported(each.target) is not None
+            if each.kind != "def"
+            else False
+            for each in bound
+        )
 
     def clips_elsewhere(self, call: Call) -> bool:
         """True if a call runs a function of another module that clips with torch's functions, and knows no scaler."""
@@ -427,6 +473,17 @@ class Traces:
             for use in place.uses.get(key.split(".", 1)[0], ())
             if use.path == key
         )
+
+
+class _OwnTraces(Traces):
+    """The traces of a module, as the code of other files sees them: without what it calls in further modules."""
+
+    def of(self, scope: Scope) -> Trace:
+        """Return the steps of one function."""
+        return self._trace(scope) if self._has_steps(scope, ()) else ()
+
+    def _elsewhere(self, _: Call) -> list[TraceStep]:
+        return []
 
 
 def _may_use_scaler(method: Scope) -> bool:
