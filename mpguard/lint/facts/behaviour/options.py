@@ -14,7 +14,13 @@ from mpguard.lint.facts.program import api_names
 from mpguard.lint.facts.program.dtypes import AnyDtype, only_dtype
 from mpguard.lint.facts.program.keywords import is_changed
 from mpguard.lint.facts.program.lattice import Constant, DtypeValue
-from mpguard.lint.facts.program.option_values import ADD_OPTION, literal_choices, option_defaults, option_names
+from mpguard.lint.facts.program.option_values import (
+    ADD_OPTION,
+    destination,
+    literal_choices,
+    option_defaults,
+    option_names,
+)
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import Flag, Not, PathCondition, holds
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
@@ -196,3 +202,34 @@ def _dtype(node: cst.BaseExpression, at: Record, facts: BehaviourView) -> AnyDty
         else:
             found.add(None)
     return found.pop() if len(found) == 1 else None
+
+
+def is_set_later(name: str, facts: BehaviourView) -> bool:
+    """True if code of a file, or of what it imports, sets an attribute of this name: `args.dtype = torch.half`."""
+    return any(
+        key.endswith(f".{name}") and any(each.kind != "param" for each in bindings)
+        for other in (facts, *facts.imported_modules())
+        for scope in other.scopes
+        for key, bindings in scope.bindings.items()
+    ) or any("setattr" in other.calls for other in (facts, *facts.imported_modules()))
+
+
+def is_text_option(path: str, at: Record, facts: BehaviourView) -> bool:
+    """True if a name of a namespace is an option of argparse whose values are text: it has no other `type`."""
+    root, _, name = path.rpartition(".")
+    sources = [each.value for each in facts.bindings(root, at) if each.kind in ("assign", "element")]
+    parsed = [value for value in sources if isinstance(value, cst.Call) and dotted(value.func).endswith("_args")]
+    if not parsed or len(parsed) != len(sources) or not dotted(parsed[0].func).rpartition(".")[2].startswith("parse_"):
+        return False
+    calls = [
+        call
+        for other in (facts, *facts.imported_modules())
+        for call in other.calls.get("add_argument", ())
+        if destination(call) == name
+    ]
+    return bool(calls) and all(
+        dotted(call.keywords.get("type", cst.Name("str"))) == "str"
+        and not call.keywords.keys() & {"action", "nargs"}
+        and isinstance((constant(call.keywords.get("default")) or ("",))[0], str)
+        for call in calls
+    )
