@@ -204,32 +204,35 @@ def _dtype(node: cst.BaseExpression, at: Record, facts: BehaviourView) -> AnyDty
     return found.pop() if len(found) == 1 else None
 
 
+def only_default(name: str, facts: BehaviourView) -> object:
+    """Return the default of an option of argparse, in a file or in what it imports; None if it has none, or several."""
+    found = {constant(call.keywords.get("default")) for call in _definitions(name, facts)}
+    value = found.pop() if len(found) == 1 else None
+    return value[0] if value is not None else None
+
+
 def is_set_later(name: str, facts: BehaviourView) -> bool:
-    """True if code of a file, or of what it imports, sets an attribute of this name: `args.dtype = torch.half`."""
-    return any(
-        key.endswith(f".{name}") and any(each.kind != "param" for each in bindings)
-        for other in (facts, *facts.imported_modules())
-        for scope in other.scopes
-        for key, bindings in scope.bindings.items()
-    ) or any("setattr" in other.calls for other in (facts, *facts.imported_modules()))
+    """True if code of a file, or of what it imports, may set an attribute of this name: `args.dtype = torch.half`."""
+    files = (facts, *facts.imported_modules())
+    keys = (key for other in files for scope in other.scopes for key in scope.bindings)
+    return any(key.endswith(f".{name}") for key in keys) or any("setattr" in other.calls for other in files)
 
 
 def is_text_option(path: str, at: Record, facts: BehaviourView) -> bool:
     """True if a name of a namespace is an option of argparse whose values are text: it has no other `type`."""
     root, _, name = path.rpartition(".")
-    sources = [each.value for each in facts.bindings(root, at) if each.kind in ("assign", "element")]
-    parsed = [value for value in sources if isinstance(value, cst.Call) and dotted(value.func).endswith("_args")]
-    if not parsed or len(parsed) != len(sources) or not dotted(parsed[0].func).rpartition(".")[2].startswith("parse_"):
-        return False
-    calls = [
-        call
-        for other in (facts, *facts.imported_modules())
-        for call in other.calls.get("add_argument", ())
-        if destination(call) == name
-    ]
-    return bool(calls) and all(
-        dotted(call.keywords.get("type", cst.Name("str"))) == "str"
-        and not call.keywords.keys() & {"action", "nargs"}
-        and isinstance((constant(call.keywords.get("default")) or ("",))[0], str)
-        for call in calls
-    )
+    bound = [each.value for each in facts.bindings(root, at)]
+    names = {dotted(each.func).rpartition(".")[2] if isinstance(each, cst.Call) else "" for each in bound}
+    defined = _definitions(name, facts) if names in ({"parse_args"}, {"parse_known_args"}) else []
+    return bool(defined) and all(map(_is_text, defined))
+
+
+def _definitions(name: str, facts: BehaviourView) -> list[Call]:
+    files = (facts, *facts.imported_modules())
+    return [call for other in files for call in other.calls.get("add_argument", ()) if destination(call) == name]
+
+
+def _is_text(option: Call) -> bool:
+    default, given = constant(option.keywords.get("default")), option.keywords
+    known = "default" not in given or (default is not None and isinstance(default[0], (str, type(None))))
+    return known and given.keys().isdisjoint(("action", "nargs")) and dotted(given.get("type")) in ("", "str")

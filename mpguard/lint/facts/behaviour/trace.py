@@ -294,11 +294,9 @@ class Traces:
         if not root or call.name[:2] == "__":
             return False
         bound = next((found for place in call.scope.chain() if (found := place.bindings.get(root))), [])
-        return any(
-            each.kind not in ("import", "from") or self.facts.imported(each.target) is not None
-            if each.kind != "def"
-            else False
-            for each in bound
+        imports = (each for each in bound if each.kind in ("import", "from"))
+        return any(each.kind not in ("import", "from", "def") for each in bound) or any(
+            self.facts.imported(each.target) is not None for each in imports
         )
 
     def clips_elsewhere(self, call: Call) -> bool:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
+from mpguard.lint.facts.behaviour import options
 from mpguard.lint.facts.program import api_names
 from mpguard.lint.facts.program.keywords import alternatives_of
 from mpguard.lint.facts.program.lattice import Constant, Object
-from mpguard.lint.facts.program.option_values import option_defaults
 from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import ALWAYS, Flag, PathCondition, compatible
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Return
@@ -498,7 +498,6 @@ def engine_config(facts: DomainView, call: Call, defaults: bool = False) -> Docu
     atoms = [each.atom for each in facts.evaluate(given, call)] if given is not None else []
     named = {atoms[0].value} if len(atoms) == 1 and isinstance(atoms[0], Constant) else set()
     if defaults and not named and "." in dotted(given):
-        options = option_defaults(dotted(given).rpartition(".")[2], facts)
-        named = {each[0] for each in options if each is not None} if None not in options else set()
+        named = {options.only_default(dotted(given).rpartition(".")[2], facts)}
     name = named.pop() if len(named) == 1 else None
     return facts.project.config_named(facts.path, name) if isinstance(name, str) else None

@@ -4,21 +4,10 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import (
-    Diagnostic,
-    Facts,
-    Record,
-    Rule,
-    Use,
-    any_of,
-    dotted,
-    lattice,
-    options,
-    text_of,
-)
+from mpguard.lint import Diagnostic, Facts, Record, Rule, any_of, dotted, lattice, options, text_of
 
-_EQUAL = (cst.Equal, cst.Is, cst.In)
-_UNEQUAL = (cst.NotEqual, cst.IsNot, cst.NotIn)
+_EQUAL, _UNEQUAL = (cst.Equal, cst.Is, cst.In), (cst.NotEqual, cst.IsNot, cst.NotIn)
+_SEVERAL = (cst.Tuple, cst.List, cst.Set)
 
 
 class TextComparedWithDtype(Rule, form_of="MPG310"):
@@ -34,65 +23,46 @@ class TextComparedWithDtype(Rule, form_of="MPG310"):
     message = "`{expr}` is always {value}: `{option}` is text, which equals no `torch.dtype`"
     help = "compare with the text, or with `getattr(torch, {option})`"
     triggers = (
-        any_of(
-            b"= torch.", b"is torch.", b"is not torch.", b"in (torch.", b"in [torch.", b"in {torch.", b"torch.float16 ="
-        ),
+        any_of(b"= torch.", b"is torch.", b"not torch.", b"in (torch.", b"in [torch.", b"in {torch.", b"6 =="),
         any_of(b"torch.float16", b"torch.bfloat16", b"torch.half", b"torch.float32"),
     )
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         seen: set[cst.CSTNode] = set()
-        for scope in facts.scopes:
-            for use in scope.uses.get("torch", ()):
-                compared = self._compared(use, facts)
-                if compared is None or compared in seen:
-                    continue
-                seen.add(compared)
-                target = compared.comparisons[0]
-                option = next(
-                    (each for each in (compared.left, target.comparator) if self._is_text(each, use, facts)), None
-                )
-                dtypes = target.comparator if option is compared.left else compared.left
-                if option is None or not self._are_dtypes(dtypes, use, facts) or self._takes_both(compared, facts):
-                    continue
-                value = not isinstance(target.operator, _EQUAL)
-                yield self.at(
-                    facts.span(compared, use),
-                    expr=facts.short(compared),
-                    value=value,
-                    option=facts.short(option),
-                    help=self.help.format(option=facts.short(option)),
-                )
+        for use in [use for scope in facts.scopes for use in scope.uses.get("torch", ())]:
+            node = facts.parent(use.node)
+            while isinstance(node, (cst.Element, *_SEVERAL, cst.ComparisonTarget)):
+                node = facts.parent(node)
+            if node in seen or not isinstance(node, cst.Comparison) or len(node.comparisons) != 1:
+                continue
+            seen.add(node)
+            how, other = node.comparisons[0].operator, node.comparisons[0].comparator
+            sides = ((node.left, other), (other, node.left)) if isinstance(how, (*_EQUAL, *_UNEQUAL)) else ()
+            for option, dtypes in sides:
+                if _is_text(option, use, facts) and _are_dtypes(dtypes, use, facts) and not _takes_both(node, facts):
+                    name, value, expr = facts.short(option), isinstance(how, _UNEQUAL), facts.short(node)
+                    help = self.help.format(option=name)
+                    yield self.at(facts.span(node, use), expr=expr, value=value, option=name, help=help)
 
-    def _compared(self, use: Use, facts: Facts) -> cst.Comparison | None:
-        """Return the comparison of one value with this dtype, or with a list that it is in."""
-        node: cst.CSTNode | None = facts.parent(use.node)
-        while isinstance(node, (cst.Element, cst.Tuple, cst.List, cst.Set, cst.ComparisonTarget)):
-            node = facts.parent(node)
-        if not isinstance(node, cst.Comparison) or len(node.comparisons) != 1:
-            return None
-        return node if isinstance(node.comparisons[0].operator, (*_EQUAL, *_UNEQUAL)) else None
 
-    def _are_dtypes(self, node: cst.BaseExpression, at: Record, facts: Facts) -> bool:
-        several = [each.value for each in node.elements] if isinstance(node, (cst.Tuple, cst.List, cst.Set)) else [node]
-        atoms = [each.atom for one in several for each in facts.evaluate(one, at)]
-        return bool(atoms) and all(isinstance(atom, lattice.DtypeValue) for atom in atoms)
+def _are_dtypes(node: cst.BaseExpression, at: Record, facts: Facts) -> bool:
+    several = [each.value for each in node.elements] if isinstance(node, _SEVERAL) else [node]
+    atoms = [each.atom for one in several for each in facts.evaluate(one, at)]
+    return bool(atoms) and all(isinstance(atom, lattice.DtypeValue) for atom in atoms)
 
-    def _is_text(self, node: cst.BaseExpression, at: Record, facts: Facts) -> bool:
-        """True if a name, or a field of an object, is text wherever it is set."""
-        path = dotted(node)
-        if not path:
-            return False
-        name, found = path.rpartition(".")[2], facts.evaluate(node, at)
-        if "." in path and options.is_set_later(name, facts):
-            return False
-        atoms = [each.atom for each in found]
-        texts = [isinstance(atom, lattice.Constant) and isinstance(atom.value, str) for atom in atoms]
-        return all(texts) or ("." in path and not any(texts) and options.is_text_option(path, at, facts))
 
-    def _takes_both(self, compared: cst.Comparison, facts: Facts) -> bool:
-        """True if the condition compares with text, too: `dtype == "float16" or dtype == torch.float16`."""
-        node: cst.CSTNode = compared
-        while isinstance(above := facts.parent(node), cst.BooleanOperation):
-            node = above
-        return any(quote in text_of(node) for quote in "\"'")
+def _is_text(node: cst.BaseExpression, at: Record, facts: Facts) -> bool:
+    """True if a name, or a field of an object, is text wherever it is set."""
+    path = dotted(node)
+    if not path or ("." in path and options.is_set_later(path.rpartition(".")[2], facts)):
+        return False
+    atoms = [each.atom for each in facts.evaluate(node, at)]
+    texts = [isinstance(atom, lattice.Constant) and isinstance(atom.value, str) for atom in atoms]
+    return all(texts) or ("." in path and not any(texts) and options.is_text_option(path, at, facts))
+
+
+def _takes_both(node: cst.CSTNode, facts: Facts) -> bool:
+    """True if a condition compares with text, too: `dtype == "float16" or dtype == torch.float16`."""
+    while isinstance(above := facts.parent(node), cst.BooleanOperation):
+        node = above
+    return any(quote in text_of(node) for quote in "\"'")
