@@ -96,12 +96,10 @@ def literal(values: Alternatives) -> str | None:
 
 def given(node: cst.BaseExpression | None, call: Call, facts: Facts) -> str | None:
     """Return the precision that an argument is: a constant, or the default of an option that nothing passes."""
-    name = dotted(node).rpartition(".")[2]
     found = literal(facts.evaluate(node, call)) if node is not None else None
-    if found is not None or name == dotted(node) or options.is_set_later(name, facts):
-        return found
-    default = options.only_default(name, facts)
-    return default if isinstance(default, str) and not facts.project.passes_option(facts.path, name) else None
+    default = options.default_of(node, facts) if found is None else None
+    passed = default is not None and facts.project.passes_option(facts.path, dotted(node).rpartition(".")[2])
+    return default if isinstance(default, str) and not passed else found
 
 
 def wanted(configs: Configs) -> str:

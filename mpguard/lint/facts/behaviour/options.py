@@ -204,10 +204,11 @@ def _dtype(node: cst.BaseExpression, at: Record, facts: BehaviourView) -> AnyDty
     return found.pop() if len(found) == 1 else None
 
 
-def only_default(name: str, facts: BehaviourView) -> object:
-    """Return the default of an option of argparse, in a file or in what it imports; None if it has none, or several."""
-    found = {constant(call.keywords.get("default")) for call in _definitions(name, facts)}
-    value = found.pop() if len(found) == 1 else None
+def default_of(node: cst.CSTNode | None, facts: BehaviourView) -> object:
+    """Return the one default of an option of argparse, as in `args.dtype`, that nothing else sets; None else."""
+    root, _, name = dotted(node).rpartition(".")
+    found = {constant(call.keywords.get("default")) for call in _definitions(name, facts)} if root else set()
+    value = found.pop() if len(found) == 1 and not is_set_later(name, facts) else None
     return value[0] if value is not None else None
 
 

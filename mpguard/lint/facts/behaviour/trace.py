@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint.facts.behaviour.events.event import Event, is_scaler, last_name
+from mpguard.lint.facts.behaviour.events.event import is_scaler, last_name
 from mpguard.lint.facts.behaviour.scalers import Scalers
 from mpguard.lint.facts.behaviour.trace_steps import ENDS, StepKind, Trace, TraceStep, before, between, chosen
 from mpguard.lint.facts.program import roles
@@ -43,8 +43,6 @@ _Operation = Literal[
 _OPERATIONS: tuple[_Operation, ...] = get_args(_Operation)
 #: Functions that take a scaler without stepping with it: `save_checkpoint(model, scaler)`.
 _DOES_NOT_STEP = lazy_pattern(f"(?i){roles.HANDLES_STATE}|state|getattr|^len$")
-#: Functions of other modules that may measure gradients: `grad_norm`, `log_gradients`; none that clips in place.
-_READS_GRADIENTS = lazy_pattern(r"(?i)^(?!.*(?:clip|zero)).*grad.*[a-z]$")
 #: Methods that may use the scaler of their object; one that only sets the learning rate, as `update_lr`, does not.
 _MAY_USE_OWN_SCALER = lazy_pattern(
     r"(?i)scal|clip|optim|backward|^(?!.*(?:(?:^|_)lrs?(?:_|$)|learning_?rate|sched)).*(?:step|update)"
@@ -78,6 +76,7 @@ class Traces:
         self._items: dict[Scope, list[TraceStep | Call]] = {}
         self._leaves_between = 0
         self._inside: dict[Call, list[TraceStep]] = {}
+        self._others: dict[tuple[str, int], _OwnTraces] = {}
 
     @cached_property
     def all(self) -> tuple[Trace, ...]:
@@ -250,64 +249,37 @@ class Traces:
             for use in self._gradient_aliases(scope):
                 found.setdefault(scope, []).append(TraceStep("read", use))
             for call in scope.calls:
-                for step in self._steps_of_call(call):
-                    found.setdefault(scope, []).append(step)
+                steps = self._elsewhere(call)
+                if not any(step.kind in _PROTOCOL for step in steps) and self._may_use_scaler(call):
+                    steps = [*steps, TraceStep("passed", call)]
+                if steps:
+                    found.setdefault(scope, []).extend(steps)
         return found
-
-    def _steps_of_call(self, call: Call) -> Iterator[TraceStep]:
-        """Yield what a call of code outside of the file does, as far as it is known."""
-        inside = self._elsewhere(call)
-        kinds = {step.kind for step in inside}
-        if "clip" in call.name and self.clips_elsewhere(call):
-            inside = [step for step in inside if step.kind != "clip"]
-            yield TraceStep("clip", call, Event("clip", call, self.facts, call.argument(0)))
-        reads = _READS_GRADIENTS.search(call.name) and "read" not in kinds
-        if reads and any(function.facts is not self.facts for function in self.facts.functions(call)):
-            yield TraceStep("read", call)
-        yield from inside
-        if kinds.isdisjoint(_PROTOCOL) and self._may_use_scaler(call):
-            yield TraceStep("passed", call)
 
     def _elsewhere(self, call: Call) -> list[TraceStep]:
         """Return the steps of the one function of another module that a call runs, if it has some.
 
-        Those of functions that this one calls in a third module are left out.
+        Those of functions that this one calls in a third module are left out. The record of a clip is the call itself
+        if all that it runs of the protocol is the clip.
         """
         if call in self._inside:
             return self._inside[call]
         found = self._inside[call] = []
-        atoms = [each.atom for each in self.facts.evaluate(call.func, call)] if self._may_be_elsewhere(call) else []
+        atoms = [each.atom for each in self.facts.evaluate(call.func, call)]
         functions = self.facts.functions(call) if len(atoms) == 1 and not isinstance(atoms[0], Class) else []
         if len(functions) == 1 and functions[0].facts is not self.facts:
             scope = functions[0].scope
             other = self.facts.of(scope)
             if other is not self.facts and any(word in other.source.data for word in _CHANGES_GRADIENTS):
                 other.need_all()
-                for step in other.part(_OwnTraces).of(scope):
-                    if step.kind != "exit" and len(step.guard) <= MOST_CONDITIONS:
-                        found.append(dataclasses.replace(step, at=call, via=()))
+                key = other.path, other.parsed_bytes
+                traces = self._others[key] = self._others.get(key) or _OwnTraces(other)
+                steps = [step for step in traces.of(scope) if step.kind != "exit"]
+                plain = all(step.kind not in _PROTOCOL for step in steps)
+                for step in steps:
+                    clips = plain and step.kind == "clip" and other.called_path(step.call) in CLIPS
+                    found.append(dataclasses.replace(step, record=call if clips else step.record, at=call, via=()))
         return found
-
-    def _may_be_elsewhere(self, call: Call) -> bool:
-        """True if the callee may be of another module of the tree: it is no name of an import of a library."""
-        root = call.path.split(".", 1)[0]
-        if not root or call.name[:2] == "__":
-            return False
-        bound = next((found for place in call.scope.chain() if (found := place.bindings.get(root))), [])
-        imports = (each for each in bound if each.kind in ("import", "from"))
-        return any(each.kind not in ("import", "from", "def") for each in bound) or any(
-            self.facts.imported(each.target) is not None for each in imports
-        )
-
-    def clips_elsewhere(self, call: Call) -> bool:
-        """True if a call runs a function of another module that clips with torch's functions, and knows no scaler."""
-        functions = self.facts.functions(call)
-        return bool(functions) and all(
-            function.facts is not self.facts
-            and any(path in CLIPS for each in function.scope.calls for _, path in self.facts.of(each).paths(each))
-            and not any("scaler" in name.lower() for name in function.scope.uses)
-            for function in functions
-        )
 
     def _gradient_aliases(self, scope: Scope) -> Iterator[Use]:
         """Yield the uses of names that are bound to a gradient: `g = p.grad`, or `for g in [p.grad for p in ...]`."""

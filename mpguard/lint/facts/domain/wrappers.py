@@ -497,7 +497,7 @@ def engine_config(facts: DomainView, call: Call, defaults: bool = False) -> Docu
     given = call.argument(None, "config", "config_params")
     atoms = [each.atom for each in facts.evaluate(given, call)] if given is not None else []
     named = {atoms[0].value} if len(atoms) == 1 and isinstance(atoms[0], Constant) else set()
-    if defaults and not named and "." in dotted(given):
-        named = {options.only_default(dotted(given).rpartition(".")[2], facts)}
+    if defaults and not named:
+        named = {options.default_of(given, facts)}
     name = named.pop() if len(named) == 1 else None
     return facts.project.config_named(facts.path, name) if isinstance(name, str) else None

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpguard.lint import Call, Diagnostic, Facts, Note, Rule, any_of, dotted, lazy_pattern, options
+from mpguard.lint import Call, Diagnostic, Facts, Note, Rule, any_of, lazy_pattern, options
 
 #: Methods that move a model, and a device whose number is a variable.
 _MOVES = ("to", "cuda", "cpu")
@@ -31,25 +31,25 @@ class AutocastOnOtherDevice(Rule, form_of="MPG303"):
                     continue
                 regions = [region.call for region, _ in facts.autocasts(record)]
                 for made in (call for call in regions if call is not None and facts.elsewhere(call) is None):
-                    if made not in seen and self._device(made, facts) == "cpu" and _on_cuda(record, facts):
+                    if made not in seen and _is_for_cpu(made, facts) and _on_cuda(record, facts):
                         seen.add(made)
                         notes = (Note("the model is called here", record.span, facts.elsewhere(record)),)
                         yield self.at(made, model=facts.short(record.func), notes=notes)
 
-    def _device(self, made: Call, facts: Facts) -> object:
-        """Return the device of an autocast: a constant, or the default of an option that is set nowhere else."""
-        path, given = facts.called_path(made), made.argument(0, "device_type")
-        device, name = facts.autocast(made, path).device, dotted(given).rpartition(".")[2]
-        if device is not None or name == dotted(given) or options.is_set_later(name, facts):
-            return device
-        return options.only_default(name, facts)
+
+def _is_for_cpu(made: Call, facts: Facts) -> bool:
+    """True if the device of an autocast is the CPU: a constant, or the default of an option."""
+    device = facts.autocast(made, facts.called_path(made)).device
+    return (device or options.default_of(made.argument(0, "device_type"), facts)) == "cpu"
 
 
 def _on_cuda(called: Call, facts: Facts) -> bool:
-    """True if a model is moved to CUDA before a call, and nowhere else."""
+    """True if a model is moved to CUDA wherever it is called, and nowhere else."""
     moves = [each for each in facts.flow.backward(called.func, called, depth=3) if isinstance(each, Call)]
     moves += [each for name in _MOVES for each in called.scope.calls if each.path == f"{called.path}.{name}"]
-    return {_device_of(each, facts.of(each)) for each in moves if each.name in _MOVES} - {""} == {"cuda"}
+    moves = [each for each in moves if each.name in _MOVES]
+    always = not any(each.guard - called.guard for each in moves)
+    return always and {_device_of(each, facts.of(each)) for each in moves} - {""} == {"cuda"}
 
 
 def _device_of(move: Call, facts: Facts) -> str | None:

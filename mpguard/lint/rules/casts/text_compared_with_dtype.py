@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from mpguard.lint import Diagnostic, Facts, Record, Rule, any_of, dotted, lattice, options, text_of
+from mpguard.lint import Diagnostic, Facts, Record, Rule, any_of, constant, dotted, options, text_of
 
 _EQUAL, _UNEQUAL = (cst.Equal, cst.Is, cst.In), (cst.NotEqual, cst.IsNot, cst.NotIn)
 _SEVERAL = (cst.Tuple, cst.List, cst.Set)
@@ -40,25 +40,30 @@ class TextComparedWithDtype(Rule, form_of="MPG310"):
             sides = ((node.left, other), (other, node.left)) if isinstance(how, (*_EQUAL, *_UNEQUAL)) else ()
             for option, dtypes in sides:
                 if _is_text(option, use, facts) and _are_dtypes(dtypes, use, facts) and not _takes_both(node, facts):
-                    name, value, expr = facts.short(option), isinstance(how, _UNEQUAL), facts.short(node)
-                    help = self.help.format(option=name)
+                    name, value = facts.short(option), isinstance(how, _UNEQUAL)
+                    help, expr = self.help.format(option=name), facts.short(node)
                     yield self.at(facts.span(node, use), expr=expr, value=value, option=name, help=help)
 
 
 def _are_dtypes(node: cst.BaseExpression, at: Record, facts: Facts) -> bool:
     several = [each.value for each in node.elements] if isinstance(node, _SEVERAL) else [node]
-    atoms = [each.atom for one in several for each in facts.evaluate(one, at)]
-    return bool(atoms) and all(isinstance(atom, lattice.DtypeValue) for atom in atoms)
+    dtypes = [dtype for one in several for _, dtype in facts.dtypes(one, at)]
+    return bool(dtypes) and None not in dtypes
 
 
 def _is_text(node: cst.BaseExpression, at: Record, facts: Facts) -> bool:
-    """True if a name, or a field of an object, is text wherever it is set."""
-    path = dotted(node)
-    if not path or ("." in path and options.is_set_later(path.rpartition(".")[2], facts)):
+    """True if a name, or a field of an object, is text wherever it is set; not what a caller passes."""
+    root, _, name = (path := dotted(node)).rpartition(".")
+    if not path or (root and options.is_set_later(name, facts)):
         return False
-    atoms = [each.atom for each in facts.evaluate(node, at)]
-    texts = [isinstance(atom, lattice.Constant) and isinstance(atom.value, str) for atom in atoms]
-    return all(texts) or ("." in path and not any(texts) and options.is_text_option(path, at, facts))
+    values = facts.constants(node, at)
+    if not values:
+        return bool(root) and options.is_text_option(path, at, facts)
+    owners = [each.atom for each in facts.resolve(root, at.scope, at.order)] if root else []
+    fields = [facts.attributes(cls).get(name, []) if (cls := getattr(each, "cls", None)) else [] for each in owners]
+    bound = fields if root else [facts.bindings(path, at)]
+    literal = (each.kind == "assign" and constant(each.value) is not None for found in bound for each in found)
+    return all(isinstance(value, str) for value in values) and bool(bound) and all(bound) and all(literal)
 
 
 def _takes_both(node: cst.CSTNode, facts: Facts) -> bool:

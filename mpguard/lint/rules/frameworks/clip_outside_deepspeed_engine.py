@@ -29,11 +29,9 @@ class ClipOutsideDeepspeedEngine(ScalingRule, form_of="MPG503"):
             return None
         for _, wrap in wrappers.of_clipped(clip, "deepspeed", facts):
             settings = wrappers.settings_of(wrap, defaults=True)
-            what = ""
-            if settings.stage:
-                what = f"no gradients: ZeRO {settings.stage} has moved them into buffers of its own"
-            elif settings.stage == 0 and settings.fp16:
-                what = "gradients that are multiplied by DeepSpeed's loss scale"
+            moved = f"no gradients: ZeRO {settings.stage} has moved them into buffers of its own"
+            scaled = "gradients that are multiplied by DeepSpeed's loss scale" if settings.fp16 else ""
+            what = moved if settings.stage else scaled if settings.stage == 0 else ""
             if what and wrap.index in (0, None) and compatible(wrap.guard, clip.guard):
                 notes = (Note("the engine is made here", wrap.call.span, facts.elsewhere(wrap.call)),)
                 return self.at(clip, expr=facts.short(clip.call.node), what=what, notes=notes)

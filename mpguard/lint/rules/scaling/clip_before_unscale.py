@@ -108,7 +108,7 @@ for x in loader:
         if clip.at is not None and backward.at is clip.at:
             return None  # reported in its own file
         expr = facts.short((clip.at or clip.call).func if clip.at or clip.kind == "clip" else clip.record.node)
-        fix = self._fix(trace, place, backward, facts) if clip.kind == "clip" and clip.at is None else None
+        fix = self._fix(trace, place, backward, facts) if clip.kind == "clip" and clip.here is clip.record else None
         steps = (each for each in trace[place:] if each.kind == "scaler_step" and each.at is None)
         named = next(steps, backward) if backward.at is not None else backward
         help = self.help.format(scaler=facts.short(named.scaler))
@@ -126,7 +126,7 @@ for x in loader:
         return self._scaled(trace, place, facts)
 
     def _of_torch(self, clip: TraceStep, facts: Facts) -> bool:
-        if facts.traces.clips_elsewhere(clip.call):
+        if clip.record is clip.at:
             return True
         atoms = [each.atom for each in facts.evaluate(clip.call.func, clip.call)]
         if any(isinstance(atom, Ref) and atom.path in library_names.CLIPS for atom in atoms):

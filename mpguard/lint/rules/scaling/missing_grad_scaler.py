@@ -177,10 +177,11 @@ def never(model, loader, optimizer):
                 break
 
     def _never_enabled(self, scaler: Call, backward: Event, low: Call, facts: Facts) -> Diagnostic:
-        file = facts.elsewhere(scaler)
-        made = () if file is None else (Note("the scaler is created here", scaler.span, file),)
-        notes = (*made, Note("FP16 from here", low.span, facts.elsewhere(low)))
-        place = scaler if file is None else backward.call
+        notes = (
+            Note("FP16 from here", low.span, facts.elsewhere(low)),
+            Note("the scaler is created here", scaler.span, facts.elsewhere(scaler)),
+        )
+        place = scaler if facts.elsewhere(scaler) is None else backward.call
         return self.at(place, message=_OFF, expr=facts.short(scaler.node), help=_HELP_OFF, notes=notes)
 
     def _scaling(self, backward: Event, step: Event, facts: Facts) -> set[Scope]:

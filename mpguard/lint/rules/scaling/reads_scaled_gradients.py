@@ -4,7 +4,6 @@ import libcst as cst
 
 from mpguard.lint import (
     Bad,
-    Call,
     Diagnostic,
     Facts,
     Good,
@@ -18,7 +17,6 @@ from mpguard.lint import (
     any_of,
     constant,
     dotted,
-    lattice,
     lazy_pattern,
     path_condition,
     trace_facts,
@@ -121,7 +119,7 @@ class AWP:
         backward = self._scaled(trace, place, facts)
         if backward is None or (step.at is not None and (backward.at is step.at or _changes_in_place(read.scope))):
             return None
-        message = _ELSEWHERE if step.at is not None or isinstance(read, Call) else None
+        message = _ELSEWHERE if step.at is not None else None
         return self.at(
             step,
             message=message,
@@ -148,17 +146,8 @@ class AWP:
             call is not None and constant(call.argument(None, "mixed_precision")) == ("fp16",) for call in calls
         )
 
-    def _only_measures(self, function: lattice.Function, facts: Facts) -> bool:
-        """True if a function measures gradients, and changes nothing in place."""
-        scopes = list(function.scope.descendants())
-        changes = any(map(_changes_in_place, scopes))
-        uses = [use for scope in scopes for each in scope.uses.values() for use in each if ".grad" in use.path]
-        return not changes and any(self._measures(use, facts.of(function.scope)) for use in uses)
-
     def _measures(self, use: Record, facts: Facts) -> bool:
-        """True if the use of a gradient depends on its size, or a called function of another module has such a use."""
-        if isinstance(use, Call):
-            return all(self._only_measures(each, facts) for each in facts.functions(use))
+        """True if the use of a gradient depends on its size."""
         assert isinstance(use, Use)
         node: cst.CSTNode = use.node
         _, found, after = use.path.partition(".grad")
