@@ -76,7 +76,6 @@ class Traces:
         self._items: dict[Scope, list[TraceStep | Call]] = {}
         self._leaves_between = 0
         self._inside: dict[Call, list[TraceStep]] = {}
-        self._others: dict[tuple[str, int], _OwnTraces] = {}
 
     @cached_property
     def all(self) -> tuple[Trace, ...]:
@@ -272,9 +271,7 @@ class Traces:
             other = self.facts.of(scope)
             if other is not self.facts and any(word in other.source.data for word in _CHANGES_GRADIENTS):
                 other.need_all()
-                key = other.path, other.parsed_bytes
-                traces = self._others[key] = self._others.get(key) or _OwnTraces(other)
-                steps = [step for step in traces.of(scope) if step.kind != "exit"]
+                steps = [step for step in other.part(_OwnTraces).of(scope) if step.kind != "exit"]
                 plain = all(step.kind not in _PROTOCOL for step in steps)
                 for step in steps:
                     clips = plain and step.kind == "clip" and other.called_path(step.call) in CLIPS

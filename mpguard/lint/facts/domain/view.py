@@ -33,16 +33,15 @@ class DomainView(BehaviourView):
         self.autocast_states = self.part(AutocastStates)
         self.precision = self.part(TensorDtypes)
         self.scalars = self.part(Scalars)
-        self._events: dict[tuple[EventKind, int], list[Event]] = {}
+        self._events: dict[EventKind, list[Event]] = {}
 
     def events(self, kind: EventKind) -> list[Event]:
         """Return all events of a kind in the file, in order of evaluation."""
         self.need_all()
-        key = kind, self.parsed_bytes  # of an imported module more may be parsed later
-        if key not in self._events:
+        if kind not in self._events:
             with Frames():
-                self._events[key] = sorted(FINDERS[kind](self), key=lambda event: event.order)
-        return self._events[key]
+                self._events[kind] = sorted(FINDERS[kind](self), key=lambda event: event.order)
+        return self._events[kind]
 
     @cached_property
     def traces(self) -> Traces:

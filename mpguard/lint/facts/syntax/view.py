@@ -58,7 +58,6 @@ class SyntaxView:
         self._indexed: dict[Scope, int] = {}
         self._aliases: tuple[int, dict[str, list[str]]] = (-1, {})
         self._unparsed: list[Chunk] = list(chunks) if imported else []
-        self._all_relevant = False
         self._relevance = partial_parse.Relevance(chunks)
         self._chunks_by_name: dict[str, list[Chunk]] = partial_parse.chunks_by_name(chunks) if imported else {}
         self._searched: set[str] = set()
@@ -94,7 +93,7 @@ class SyntaxView:
 
     def need_uses(self, name: str) -> None:
         """Parse the statements of an imported module that mention a name, and those that are no definitions."""
-        if self._unparsed and not self._all_relevant and name not in self._searched:
+        if self._unparsed and name not in self._searched:
             self._searched.add(name)
             word = re.compile(rf"\b{re.escape(name)}\b")
             found = [
@@ -109,17 +108,18 @@ class SyntaxView:
             )
 
     def need_all(self) -> None:
-        """Parse all relevant statements of an imported module, which its events need.
-
-        The others are parsed if a name that they bind is needed.
-        """
-        if self._unparsed and not self._all_relevant:
-            self._all_relevant = True
+        """Parse all relevant statements of an imported module, which its events need, and those about gradients."""
+        if self._unparsed:
             self._index_chunks(
                 self._relevance.skip_irrelevant_methods(
-                    [chunk for chunk in self._unparsed if self._relevance.is_relevant(chunk)]
+                    [
+                        chunk
+                        for chunk in self._unparsed
+                        if self._relevance.is_relevant(chunk) or ".grad" in chunk.text or "clip_grad" in chunk.text
+                    ]
                 )
             )
+            self._unparsed = []
 
     def _index_chunks(self, chunks: Sequence[Chunk]) -> None:
         with Frames(), _without_gc():
