@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import libcst as cst
+
 from mpguard.core.lazy_pattern import lazy_pattern
+from mpguard.lint.facts.behaviour import options
 from mpguard.lint.facts.program.dtypes import PossibleDtypes, only_dtype
 from mpguard.lint.facts.program.lattice import Constant
+from mpguard.lint.facts.syntax.nodes import dotted
 from mpguard.lint.facts.syntax.path_condition import PathCondition
 from mpguard.lint.model.rule import Note
 from mpguard.policy.dtype import HALF_DTYPES, Dtype
@@ -88,6 +92,14 @@ def literal(values: Alternatives) -> str | None:
     known = {each.atom.value if isinstance(each.atom, Constant) else None for each in values}
     value = known.pop() if len(known) == 1 else None
     return value.lower() if isinstance(value, str) else None
+
+
+def given(node: cst.BaseExpression | None, call: Call, facts: Facts) -> str | None:
+    """Return the precision that an argument is: a constant, or the default of an option that nothing passes."""
+    found = literal(facts.evaluate(node, call)) if node is not None else None
+    default = options.default_of(node, facts) if found is None else None
+    passed = default is not None and facts.project.passes_option(facts.path, dotted(node).rpartition(".")[2])
+    return default if isinstance(default, str) and not passed else found
 
 
 def wanted(configs: Configs) -> str:

@@ -204,9 +204,11 @@ class ScalingRule(Rule, kind=True):
 
     operations: the kinds of the operations that may be wrong. `misuse` returns the finding if the operation at a place
     of a trace is one; an operation that several traces contain is reported once.
+    across: operations in functions of other modules may be wrong, too; they are reported at the call.
     """
 
     operations: ClassVar[tuple[StepKind, ...]]
+    across: ClassVar[bool] = False
 
     def misuse(self, trace: Trace, place: int, facts: Facts) -> Diagnostic | None:
         raise NotImplementedError
@@ -215,7 +217,7 @@ class ScalingRule(Rule, kind=True):
         reported: set[Span] = set()
         for trace in facts.traces.all:
             for place, step in enumerate(trace):
-                if step.kind not in self.operations or step.span in reported:
+                if step.kind not in self.operations or step.span in reported or not (step.at is None or self.across):
                     continue
                 found = self.misuse(trace, place, facts)
                 if found is not None and found.span not in reported:

@@ -14,7 +14,13 @@ from mpguard.lint.facts.program import api_names
 from mpguard.lint.facts.program.dtypes import AnyDtype, only_dtype
 from mpguard.lint.facts.program.lattice import Constant, DtypeValue
 from mpguard.lint.facts.program.mappings import is_changed
-from mpguard.lint.facts.program.option_values import ADD_OPTION, literal_choices, option_defaults, option_names
+from mpguard.lint.facts.program.option_values import (
+    ADD_OPTION,
+    destination,
+    literal_choices,
+    option_defaults,
+    option_names,
+)
 from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import Flag, Not, PathCondition, holds
 from mpguard.lint.facts.syntax.records import Binding, Call, Record, Scope
@@ -196,3 +202,38 @@ def _dtype(node: cst.BaseExpression, at: Record, facts: BehaviourView) -> AnyDty
         else:
             found.add(None)
     return found.pop() if len(found) == 1 else None
+
+
+def default_of(node: cst.CSTNode | None, facts: BehaviourView) -> object:
+    """Return the one default of an option of argparse, as in `args.dtype`, that nothing else sets; None else."""
+    root, _, name = dotted(node).rpartition(".")
+    found = {constant(call.keywords.get("default")) for call in _definitions(name, facts)} if root else set()
+    value = found.pop() if len(found) == 1 and not is_set_later(name, facts) else None
+    return value[0] if value is not None else None
+
+
+def is_set_later(name: str, facts: BehaviourView) -> bool:
+    """True if code of a file, or of what it imports, may set an attribute of this name: `args.dtype = torch.half`."""
+    files = (facts, *facts.imported_modules())
+    keys = (key for other in files for scope in other.scopes for key in scope.bindings)
+    return any(key.endswith(f".{name}") for key in keys) or any("setattr" in other.calls for other in files)
+
+
+def is_text_option(path: str, at: Record, facts: BehaviourView) -> bool:
+    """True if a name of a namespace is an option of argparse whose values are text: it has no other `type`."""
+    root, _, name = path.rpartition(".")
+    bound = [each.value for each in facts.bindings(root, at)]
+    names = {dotted(each.func).rpartition(".")[2] if isinstance(each, cst.Call) else "" for each in bound}
+    defined = _definitions(name, facts) if names in ({"parse_args"}, {"parse_known_args"}) else []
+    return bool(defined) and all(map(_is_text, defined))
+
+
+def _definitions(name: str, facts: BehaviourView) -> list[Call]:
+    files = (facts, *facts.imported_modules())
+    return [call for other in files for call in other.calls.get("add_argument", ()) if destination(call) == name]
+
+
+def _is_text(option: Call) -> bool:
+    default, given = constant(option.keywords.get("default")), option.keywords
+    known = "default" not in given or (default is not None and isinstance(default[0], (str, type(None))))
+    return known and given.keys().isdisjoint(("action", "nargs")) and dotted(given.get("type")) in ("", "str")

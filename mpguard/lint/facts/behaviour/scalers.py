@@ -57,6 +57,19 @@ class Scalers:
         records = self.facts.flow.backward(loss, at, depth=depth) if loss is not None and scales else ()
         return next((scales[record] for record in records if record in scales), None)
 
+    def never_enabled(self, loss: Event) -> Call | None:
+        """Return the call that creates the scaler of a loss with `enabled=` False in each run; None if it may be on."""
+        scale = self.scale_of(loss.subject, loss.call, depth=3)
+        made = [each.atom for each in self.facts.evaluate(scale.subject, scale.call)] if scale is not None else []
+        calls = [atom.call for atom in made if _is_torch_scaler(atom, self.facts) and isinstance(atom, Object)]
+        off = (
+            call is not None
+            and self.facts.enabled_argument(call, path := self.facts.of(call).called_path(call)) is not None
+            and not self.facts.enabled(call, path).possible
+            for call in calls
+        )
+        return calls[0] if calls and len(calls) == len(made) and all(off) else None
+
     def own(self, node: cst.CSTNode | None, at: Record, *methods: str) -> bool:
         """True if a scaler is created in the file from one of torch's classes.
 

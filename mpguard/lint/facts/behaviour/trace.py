@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Literal, get_args
 import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
-from mpguard.lint.facts.behaviour.events.event import Event, is_scaler, last_name
+from mpguard.lint.facts.behaviour.events.event import is_scaler, last_name
 from mpguard.lint.facts.behaviour.scalers import Scalers
 from mpguard.lint.facts.behaviour.trace_steps import ENDS, StepKind, Trace, TraceStep, before, between, chosen
 from mpguard.lint.facts.program import roles
 from mpguard.lint.facts.program.api_names import CLIPS
-from mpguard.lint.facts.program.lattice import Function
+from mpguard.lint.facts.program.lattice import Class, Function
 from mpguard.lint.facts.syntax.nodes import dotted, is_super
 from mpguard.lint.facts.syntax.path_condition import (
     ALWAYS,
@@ -43,8 +43,6 @@ _Operation = Literal[
 _OPERATIONS: tuple[_Operation, ...] = get_args(_Operation)
 #: Functions that take a scaler without stepping with it: `save_checkpoint(model, scaler)`.
 _DOES_NOT_STEP = lazy_pattern(f"(?i){roles.HANDLES_STATE}|state|getattr|^len$")
-#: Functions of other modules that may measure gradients: `grad_norm`, `log_gradients`; none that clips in place.
-_READS_GRADIENTS = lazy_pattern(r"(?i)^(?!.*(?:clip|zero)).*grad.*[a-z]$")
 #: Methods that may use the scaler of their object; one that only sets the learning rate, as `update_lr`, does not.
 _MAY_USE_OWN_SCALER = lazy_pattern(
     r"(?i)scal|clip|optim|backward|^(?!.*(?:(?:^|_)lrs?(?:_|$)|learning_?rate|sched)).*(?:step|update)"
@@ -63,6 +61,10 @@ _USES_SCALER = lazy_pattern(rb"(?i)\w\.\w*scaler\b")
 #: Steps of one trace, and depth of calls.
 _MAX_STEPS = 3_000
 _MAX_DEPTH = 6
+#: Operations after which it is known what code with a scaler does.
+_PROTOCOL = frozenset({"scale", "backward", "framework", "unscale", "scaler_step", "step", "update", "get_scale"})
+#: Words of modules whose functions may change, or read, gradients.
+_CHANGES_GRADIENTS = (b".backward(", b".unscale_(", b"clip_grad", b".grad", b".step(", b".update(")
 
 
 class Traces:
@@ -73,6 +75,7 @@ class Traces:
         self._relevant: dict[Scope, bool] = {}
         self._items: dict[Scope, list[TraceStep | Call]] = {}
         self._leaves_between = 0
+        self._inside: dict[Call, list[TraceStep]] = {}
 
     @cached_property
     def all(self) -> tuple[Trace, ...]:
@@ -155,14 +158,14 @@ class Traces:
         stack: tuple[Scope, ...],
     ) -> Iterator[TraceStep]:
         for item in self._items_of(scope):
-            record = item if isinstance(item, Call) else item.record
-            both = guard.joined(record.guard)
+            record = item if isinstance(item, Call) else item.here
+            both = guard.joined(record.guard) if isinstance(item, Call) else guard.joined(record.guard, item.guard)
             if len(both) > MOST_CONDITIONS or not both.possible or self._leaves_between <= 0:
                 continue
             self._leaves_between -= 1
             around = (*loops, *(loop for loop in record.loops if not self._runs_once(loop, record)))
             if isinstance(item, TraceStep):
-                yield dataclasses.replace(item, guard=both, loops=around, via=via)
+                yield dataclasses.replace(item, guard=both, loops=(*around, *item.loops), via=via)
                 continue
             helpers = [each for each in self._helpers(item) if each.scope not in stack]
             for number, helper in enumerate(helpers if len(stack) < _MAX_DEPTH else ()):
@@ -210,7 +213,7 @@ class Traces:
                 if any(self._has_steps(each.scope, (scope,)) for each in self._helpers(call))
             ]
             found: list[tuple[int, int, TraceStep | Call]] = [(c.order, 0, c) for c in calls]
-            found += [(m.record.order, 1, m) for m in self._steps_of.get(scope, ())]
+            found += [(m.here.order, 1, m) for m in self._steps_of.get(scope, ())]
             if found:
                 found += [(e.order, 2, TraceStep("exit", e)) for e in (*scope.exits, *scope.returns)]
             self._items[scope] = [item for _, _, item in sorted(found, key=lambda each: each[:2])]
@@ -222,8 +225,8 @@ class Traces:
         found: dict[Scope, list[TraceStep]] = {}
         for kind in _OPERATIONS:
             for event in facts.events(kind):
-                if kind == "framework" and self._helpers(event.call):
-                    continue  # a method of the file: its operations are visible
+                if kind == "framework" and (self._helpers(event.call) or self._elsewhere(event.call)):
+                    continue  # a method of the tree: its operations are visible
                 scale = self.facts.part(Scalers).scaled.get(event.call) if kind == "backward" else None
                 may_scale = self.facts.part(Scalers).may_scale.get(event.call) if kind == "backward" else None
                 found.setdefault(event.scope, []).append(
@@ -245,25 +248,35 @@ class Traces:
             for use in self._gradient_aliases(scope):
                 found.setdefault(scope, []).append(TraceStep("read", use))
             for call in scope.calls:
-                if "clip" in call.name and self.clips_elsewhere(call):
-                    event = Event("clip", call, facts, call.argument(0))
-                    found.setdefault(scope, []).append(TraceStep("clip", call, event))
-                if _READS_GRADIENTS.search(call.name) and any(f.facts is not facts for f in facts.functions(call)):
-                    found.setdefault(scope, []).append(TraceStep("read", call))
-            for call in scope.calls:
-                if self._may_use_scaler(call):
-                    found.setdefault(scope, []).append(TraceStep("passed", call))
+                steps = self._elsewhere(call)
+                if not any(step.kind in _PROTOCOL for step in steps) and self._may_use_scaler(call):
+                    steps = [*steps, TraceStep("passed", call)]
+                if steps:
+                    found.setdefault(scope, []).extend(steps)
         return found
 
-    def clips_elsewhere(self, call: Call) -> bool:
-        """True if a call runs a function of another module that clips with torch's functions, and knows no scaler."""
-        functions = self.facts.functions(call)
-        return bool(functions) and all(
-            function.facts is not self.facts
-            and any(path in CLIPS for each in function.scope.calls for _, path in self.facts.of(each).paths(each))
-            and not any("scaler" in name.lower() for name in function.scope.uses)
-            for function in functions
-        )
+    def _elsewhere(self, call: Call) -> list[TraceStep]:
+        """Return the steps of the one function of another module that a call runs, if it has some.
+
+        Those of functions that this one calls in a third module are left out. The record of a clip is the call itself
+        if all that it runs of the protocol is the clip.
+        """
+        if call in self._inside:
+            return self._inside[call]
+        found = self._inside[call] = []
+        atoms = [each.atom for each in self.facts.evaluate(call.func, call)]
+        functions = self.facts.functions(call) if len(atoms) == 1 and not isinstance(atoms[0], Class) else []
+        if len(functions) == 1 and functions[0].facts is not self.facts:
+            scope = functions[0].scope
+            other = self.facts.of(scope)
+            if other is not self.facts and any(word in other.source.data for word in _CHANGES_GRADIENTS):
+                other.need_all()
+                steps = [step for step in other.part(_OwnTraces).of(scope) if step.kind != "exit"]
+                plain = all(step.kind not in _PROTOCOL for step in steps)
+                for step in steps:
+                    clips = plain and step.kind == "clip" and other.called_path(step.call) in CLIPS
+                    found.append(dataclasses.replace(step, record=call if clips else step.record, at=call, via=()))
+        return found
 
     def _gradient_aliases(self, scope: Scope) -> Iterator[Use]:
         """Yield the uses of names that are bound to a gradient: `g = p.grad`, or `for g in [p.grad for p in ...]`."""
@@ -427,6 +440,17 @@ class Traces:
             for use in place.uses.get(key.split(".", 1)[0], ())
             if use.path == key
         )
+
+
+class _OwnTraces(Traces):
+    """The traces of a module, as the code of other files sees them: without what it calls in further modules."""
+
+    def of(self, scope: Scope) -> Trace:
+        """Return the steps of one function."""
+        return self._trace(scope) if self._has_steps(scope, ()) else ()
+
+    def _elsewhere(self, _: Call) -> list[TraceStep]:
+        return []
 
 
 def _may_use_scaler(method: Scope) -> bool:

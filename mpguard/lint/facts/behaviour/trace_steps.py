@@ -54,7 +54,7 @@ class TraceStep:
     guard: its path condition, including those of the calls that lead to it; loops: those around it that run more than
     once, outermost first.
     via: the calls of helpers that lead to it. scale: for a backward pass, the event that scales its loss on every path;
-    may_scale: on some.
+    may_scale: on some. at: for an operation in a function of another module, the call of the file that runs it.
     """
 
     kind: StepKind
@@ -65,6 +65,12 @@ class TraceStep:
     via: tuple[Call, ...] = ()
     scale: Event | None = None
     may_scale: Event | None = None
+    at: Call | None = None
+
+    @property
+    def here(self) -> Record:
+        """The operation, or the call of the file that runs it in another module."""
+        return self.at or self.record
 
     @property
     def call(self) -> Call:
@@ -74,8 +80,8 @@ class TraceStep:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Start and end in `Source.text`."""
-        return self.record.span
+        """Start and end in `Source.text`, of the call that runs it if it is in another module."""
+        return self.here.span
 
     @property
     def scaler(self) -> cst.BaseExpression | None:

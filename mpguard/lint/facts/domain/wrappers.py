@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from mpguard.core.lazy_pattern import lazy_pattern
+from mpguard.lint.facts.behaviour import options
 from mpguard.lint.facts.program import api_names
 from mpguard.lint.facts.program.keywords import alternatives_of
 from mpguard.lint.facts.program.lattice import Class, Constant, Object
@@ -43,6 +44,7 @@ _RETURNS_ARGUMENT = frozenset({
     "unwrap_model", "compile", "list", "tuple", "filter", "chain", api_names.ADDS_ADAPTERS,
     "DistributedDataParallel", "DDP", "extract_model_from_parallel", "iter", "sorted",
 })  # fmt: skip
+_PARAMETERS = ("parameters", "named_parameters")
 #: Names of models, as opposed to other objects that are prepared: optimizers, loaders, schedulers.
 _MODEL = lazy_pattern(r"(?i)(?:^|[._])(?:\w*model|\w*net|transformer|policy|generator|encoder|decoder|dit)$")
 #: Names of functions that may shard a model.
@@ -417,6 +419,25 @@ def policy_of(wrap: Wrap) -> tuple[Call, str] | None:
     return None
 
 
+def of_clipped(clip: Event, kind: str, facts: DomainView) -> Iterator[tuple[str, Wrap]]:
+    """Yield the wrapped models whose parameters a call clips, each by its name, with the call that wraps it."""
+    if clip.subject is None:
+        return
+    wrappers, (first, last) = facts.part(WrapperFacts), facts.span(clip.subject, clip.call)
+    own = [call for name in _PARAMETERS for call in facts.calls.get(name, ()) if call.scope is clip.scope]
+    calls = [call for call in own if first <= call.span[0] and call.span[1] <= last]
+    if not calls:  # a name: follow it to the expression that it was assigned
+        records = facts.flow.backward(clip.subject, clip.call, depth=2)
+        calls = [record for record in records if isinstance(record, Call) and "param" in record.name]
+    for call in calls:
+        if call.receiver is not None:
+            wraps = wrappers.of(call.receiver, call, kind, across=True)
+            for wrap in wraps + wrappers.of_argument(call.receiver, call, kind):
+                yield dotted(call.receiver) or facts.short(call.receiver), wrap
+    for wrap in wrappers.of(clip.subject, clip.call, kind):  # a list of several models' parameters
+        yield facts.short(clip.subject), wrap
+
+
 def receiver_at(wrap: Wrap, at: Record, facts: DomainView) -> str | None:
     """Return the name of the wrapper's Accelerator or engine at a record; None if it has none there."""
     key = dotted(wrap.call.receiver)
@@ -452,19 +473,24 @@ class WrapperSettings:
     """The settings of a DeepSpeed config; each is None if it is unclear, or no config is visible.
 
     may_autocast: `torch_autocast` is on, or may be: the code writes this section into the config.
+    autocast_fp16: it is on, and in FP16.
     """
 
     stage: int | None = None
     fp16: bool | None = None
     torch_autocast: bool | None = None
     may_autocast: bool = False
+    autocast_fp16: bool = False
 
 
-def settings_of(wrap: Wrap) -> WrapperSettings:
-    """Return the settings of an engine: those of the dict in the code, or of the JSON file that it names."""
+def settings_of(wrap: Wrap, defaults: bool = False) -> WrapperSettings:
+    """Return the settings of an engine: those of the dict in the code, or of the JSON file that it names.
+
+    defaults: also of the file that is the default of an option.
+    """
     from mpguard.lint.facts.domain import config_dicts  # imports PyYAML, which most runs over Python do not need
 
-    document = engine_config(wrap.facts, wrap.call)
+    document = engine_config(wrap.facts, wrap.call, defaults)
     written = config_dicts.writes_section(wrap.facts, wrap.call, "torch_autocast")
     if document is None:
         return WrapperSettings(may_autocast=written)
@@ -476,13 +502,21 @@ def settings_of(wrap: Wrap) -> WrapperSettings:
         value = section.get("enabled", False) if isinstance(section, dict) else None
         switched.append(value if isinstance(value, bool) else None)
     fp16, autocast = switched
+    in_float16 = autocast is True and document.data["torch_autocast"].get("dtype") in ("float16", "fp16", "half")
     return WrapperSettings(
-        stage if type(stage) is int else None, fp16, autocast, bool(autocast) or (written and autocast is None)
+        stage if type(stage) is int else None,
+        fp16,
+        autocast,
+        bool(autocast) or (written and autocast is None),
+        in_float16,
     )
 
 
-def engine_config(facts: DomainView, call: Call) -> Document | None:
-    """Return the config that `deepspeed.initialize` gets: the dict in the code, or the JSON file that it names."""
+def engine_config(facts: DomainView, call: Call, defaults: bool = False) -> Document | None:
+    """Return the config that `deepspeed.initialize` gets: the dict in the code, or the JSON file that it names.
+
+    defaults: see `settings_of`.
+    """
     from mpguard.lint.facts.domain import config_dicts  # imports PyYAML, which most runs over Python do not need
 
     written = config_dicts.given_to(facts, call)
@@ -490,6 +524,8 @@ def engine_config(facts: DomainView, call: Call) -> Document | None:
         return written
     given = call.argument(None, "config", "config_params")
     atoms = [each.atom for each in facts.evaluate(given, call)] if given is not None else []
-    if len(atoms) == 1 and isinstance(atoms[0], Constant) and isinstance(atoms[0].value, str):
-        return facts.project.config_named(facts.path, atoms[0].value)
-    return None
+    named = {atoms[0].value} if len(atoms) == 1 and isinstance(atoms[0], Constant) else set()
+    if defaults and not named:
+        named = {options.default_of(given, facts)}
+    name = named.pop() if len(named) == 1 else None
+    return facts.project.config_named(facts.path, name) if isinstance(name, str) else None

@@ -31,6 +31,7 @@ from mpguard.lint.facts.program.lattice import (
     Object,
     Ref,
     TupleValue,
+    are_text_and_dtype,
     constants_of,
     element_at,
     ref,
@@ -38,8 +39,8 @@ from mpguard.lint.facts.program.lattice import (
 )
 from mpguard.lint.facts.program.reaching import ReachingDefinitions
 from mpguard.lint.facts.syntax.conditions import subject
-from mpguard.lint.facts.syntax.constant_flags import SUPPORTS_BF16
-from mpguard.lint.facts.syntax.nodes import constant, dotted, text_of
+from mpguard.lint.facts.syntax.constant_flags import asks_for_bf16
+from mpguard.lint.facts.syntax.nodes import constant, dotted
 from mpguard.lint.facts.syntax.path_condition import (
     ALWAYS,
     negated,
@@ -74,7 +75,7 @@ class _Search:
         self.partial: dict[cst.CSTNode, tuple[Alternatives, set[object], int]] = {}
 
 
-#: Functions that take one whose parameters are the options of a command line: of fire, typer and jsonargparse.
+#: Functions that take one whose parameters are the options of a command line.
 _COMMANDS = ("Fire", "run", "CLI", "auto_cli")
 #: Comparisons that two constants decide.
 _COMPARES: dict[type[cst.BaseCompOp], Callable[[object, object], bool]] = {
@@ -367,7 +368,7 @@ class Values(_Attributes):
 
     def truth(self, test: cst.CSTNode, scope: Scope, order: int) -> bool | None:
         """Return the truth of a tested name, or of a comparison with constants, if all values agree, else None."""
-        if self.facts.always_supports_bf16() and _asks_for_bf16(test):
+        if self.facts.always_supports_bf16() and asks_for_bf16(test):
             return True
         if isinstance(test, cst.Comparison):
             truths = _compared(self, test, scope, order)
@@ -622,13 +623,6 @@ def _starred(facts: ProgramView) -> list[ProgramView]:
 _BUILTINS = frozenset(dir(builtins))
 
 
-def _asks_for_bf16(test: cst.CSTNode) -> bool:
-    """True for `torch.cuda.is_bf16_supported()`, also after `torch.cuda.is_available() and`."""
-    if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
-        return text_of(test.left) == "torch.cuda.is_available()" and _asks_for_bf16(test.right)
-    return isinstance(test, cst.Call) and text_of(test) == SUPPORTS_BF16
-
-
 def _fields(cls: Scope) -> list[str]:
     """Return the annotated names of a class, in order: the fields of a dataclass."""
     body = cls.node.body.body if isinstance(cls.node, cst.ClassDef) else ()
@@ -659,9 +653,13 @@ def _compared(values: Values, test: cst.Comparison, scope: Scope, order: int) ->
         return set()
     how, other = test.comparisons[0].operator, test.comparisons[0].comparator
     compare = _COMPARES.get(type(how))
-    own = constants_of(values.evaluate(test.left, scope, order))
+    tested = values.evaluate(test.left, scope, order)
+    own = constants_of(tested)
     if compare is not None:
-        others = constants_of(values.evaluate(other, scope, order))
+        against = values.evaluate(other, scope, order)
+        if are_text_and_dtype(tested, against):
+            return {isinstance(how, (cst.NotEqual, cst.IsNot))}
+        others = constants_of(against)
         return {compare(value, each) for each in others for value in own}
     if isinstance(how, (cst.In, cst.NotIn)) and isinstance(other, (cst.Tuple, cst.List, cst.Set)):
         wanted = [constants_of(values.evaluate(each.value, scope, order)) for each in other.elements]

@@ -146,6 +146,12 @@ def constants_of(alternatives: Alternatives) -> list[object]:
     return found if len(found) == len(alternatives) else []
 
 
+def are_text_and_dtype(one: Alternatives, other: Alternatives) -> bool:
+    """True for texts on one side, and dtypes of torch on the other: they are never equal."""
+    kinds = [{type(getattr(each.atom, "value", each.atom)) for each in side} for side in (one, other)]
+    return kinds in ([{str}, {DtypeValue}], [{DtypeValue}, {str}])
+
+
 def restrict(alternatives: Alternatives, guard: PathCondition) -> Alternatives:
     """Return the alternatives that remain under a further path condition."""
     if not guard:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import libcst as cst
+
 from mpguard.lint.facts.syntax.index import Indexer
-from mpguard.lint.facts.syntax.nodes import constant
+from mpguard.lint.facts.syntax.nodes import constant, text_of
 from mpguard.lint.facts.syntax.path_condition import Fixed, Flag, PathCondition, negated
 from mpguard.lint.facts.syntax.records import Record, Scope
 
@@ -51,3 +53,10 @@ def _constant_flags(scopes: list[Scope]) -> dict[str, bool]:
                 if "." in use.path:
                     truths.setdefault(use.path.rsplit(".", 1)[-1], set()).add(None)
     return {name: bool(next(iter(found))) for name, found in truths.items() if len(found) == 1 and None not in found}
+
+
+def asks_for_bf16(test: cst.CSTNode) -> bool:
+    """True for `torch.cuda.is_bf16_supported()`, also after `torch.cuda.is_available() and`."""
+    if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
+        return text_of(test.left) == "torch.cuda.is_available()" and asks_for_bf16(test.right)
+    return isinstance(test, cst.Call) and text_of(test) == SUPPORTS_BF16

@@ -108,11 +108,15 @@ class SyntaxView:
             )
 
     def need_all(self) -> None:
-        """Parse all relevant statements of an imported module, which its events need."""
+        """Parse all relevant statements of an imported module, which its events need, and those about gradients."""
         if self._unparsed:
             self._index_chunks(
                 self._relevance.skip_irrelevant_methods(
-                    [chunk for chunk in self._unparsed if self._relevance.is_relevant(chunk)]
+                    [
+                        chunk
+                        for chunk in self._unparsed
+                        if self._relevance.is_relevant(chunk) or ".grad" in chunk.text or "clip_grad" in chunk.text
+                    ]
                 )
             )
             self._unparsed = []

@@ -35,14 +35,16 @@ class CodeAgainstConfig(Rule):
     `--mixed_precision` takes precedence over the config), or those in the same folder.
 
     ## Why is this bad
-    The code silently takes precedence: accelerate 1.15 uses `mixed_precision` of the code instead of that of the
-    config, and an autocast region in the code overrides both. The run computes something else than its config states,
-    and the next edit of the config has no effect.
+    The code silently takes precedence: accelerate 1.15 uses `mixed_precision` of the code, `"no"` included, instead of
+    that of the config, and an autocast region in the code overrides both. The run computes something else than its
+    config states, and the next edit of the config has no effect.
 
     ## Known limits
     Only settings that are known to apply are compared: not an autocast with `enabled=args.amp`, and nothing under an
     option for precision. If there are several configs, it is unknown which one is used: a setting is reported only if
-    it contradicts all of them. Under a config with `no`, autocast in the code is assumed to be intended.
+    it contradicts all of them. Under a config with `no`, autocast in the code is assumed to be intended. The default of
+    an option, if it is not None, takes precedence over the config, too, unless something in the project passes the
+    option.
     """
 
     code, name = "MPG862", "code-against-config"
@@ -52,7 +54,7 @@ class CodeAgainstConfig(Rule):
     triggers = (
         any_of(b"mixed_precision", b"autocast", b"GradScaler", *(name.encode() for name in library_names.LOADERS)),
         any_of(b"Accelerator(", b".backward(", b"Trainer(", b"deepspeed"),
-        any_of(b"float16", b"fp16", b"bf16", b"fp8", b"half", b"autocast", b"GradScaler"),
+        any_of(b"float16", b"fp16", b"bf16", b"fp8", b"half", b"autocast", b"GradScaler", b"mixed_precision"),
     )
     needs_config = True
     examples = (
@@ -95,7 +97,7 @@ def main(args, loader):
             return
         for event in facts.events("accelerator") if not self._is_for_ranks(facts) else ():
             given = event.call.argument(2, "mixed_precision")
-            found = launch_expectations.literal(facts.evaluate(given, event.call)) if given is not None else None
+            found = launch_expectations.given(given, event.call, facts)
             other = found is not None and all(config.mixed_precision != found for config in configs)
             if given is not None and other and launch_expectations.is_unconditional(event.guard, event.call):
                 yield self._against(facts.span(given, event.call), "`mixed_precision`", f"`{found}`", configs)

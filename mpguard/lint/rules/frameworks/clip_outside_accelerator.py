@@ -24,7 +24,6 @@ from mpguard.lint import (
     wrappers,
 )
 
-_PARAMETERS = ("parameters", "named_parameters")
 #: The arguments that the Accelerator's functions take as well.
 _ARGUMENTS = {
     "clip_grad_norm_": {"parameters", "max_norm", "norm_type"},
@@ -153,26 +152,9 @@ for x in loader:
 
     def _prepared_model(self, clip: Event, facts: Facts) -> tuple[str, Wrap] | None:
         """Return the model whose parameters are clipped, and the call that prepared it."""
-        assert clip.subject is not None
-        first, last = facts.span(clip.subject, clip.call)
-        parameter_calls = [
-            call for name in _PARAMETERS for call in facts.calls.get(name, ()) if call.scope is clip.scope
-        ]
-        calls = [call for call in parameter_calls if first <= call.span[0] and call.span[1] <= last]
-        if not calls:  # a name: follow it to the expression that it was assigned
-            records = facts.flow.backward(clip.subject, clip.call, depth=2)
-            calls = [record for record in records if isinstance(record, Call) and "param" in record.name]
-        for call in calls:
-            if call.receiver is None:
-                continue
-            wraps = facts.wrappers.of(call.receiver, call, "accelerate", across=True)
-            wraps += facts.wrappers.of_argument(call.receiver, call, "accelerate")
-            for wrap in wraps:
-                if compatible(wrap.guard, clip.guard):
-                    return dotted(call.receiver) or facts.short(call.receiver), wrap
-        for wrap in facts.wrappers.of(clip.subject, clip.call, "accelerate"):  # a list of several models' parameters
+        for model, wrap in wrappers.of_clipped(clip, "accelerate", facts):
             if compatible(wrap.guard, clip.guard):
-                return facts.short(clip.subject), wrap
+                return model, wrap
         return None
 
     def _backward(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:

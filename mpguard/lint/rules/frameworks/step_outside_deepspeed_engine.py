@@ -30,21 +30,21 @@ class StepOutsideDeepspeedEngine(Rule, form_of="MPG501"):
     gradients that are never filled: its step changes no weight, and nothing warns. In FP32 at stage 0 it steps, but the
     engine's gradient clipping, accumulation and schedule are skipped. `loss.backward()` raises a RuntimeError at stage
     0 ("Direct calls to tensor.backward() are not supported in this configuration"), and under FP16 if the loss was not
-    scaled. From ZeRO 1 on without loss scaling it works, and is not reported.
+    scaled (`engine.scale(loss).backward()`), or under `torch_autocast` in FP16. From ZeRO 1 on without loss scaling it
+    works, and is not reported. The engine may be made in another module of the project, if all callers give one.
 
     The optimizer that `deepspeed.initialize` *returns* is not checked. A config that comes from the command line is
-    unknown, and so is its stage.
+    unknown, and so is its stage; the default of its option is known.
     """
 
     message = "`{expr}` {reason}"
     help = "use `engine.backward(loss)` and `engine.step()`"
-    triggers = (any_of(b"deepspeed"), any_of(b"initialize("), any_of(b".step(", b".backward("))
+    triggers = (any_of(b".step(", b".backward("),)
+    triggers_nearby = (any_of(b"deepspeed"), any_of(b"initialize("))
     fixes = True
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
-        if not facts.events("initialize"):
-            return
-        for step in facts.events("step"):
+        for step in facts.events("step") if facts.events("initialize") else ():
             if wrappers.other_way(step.guard, "deepspeed"):
                 continue
             wrap = self._client(step.subject, step.call, step, _DEPTH, facts)
@@ -58,7 +58,7 @@ class StepOutsideDeepspeedEngine(Rule, form_of="MPG501"):
                 yield self._found(backward, why, wrap, self._fix(backward, forward, wrap, facts), facts)
 
     def _found(self, event: Event, why: str, wrap: Wrap, fix: Fix | None, facts: Facts) -> Diagnostic:
-        notes = (Note("the engine is made here", wrap.call.span),)
+        notes = (Note("the engine is made here", wrap.call.span, facts.elsewhere(wrap.call)),)
         return self.at(event, expr=facts.short(event.call.node), reason=why, notes=notes, fix=fix)
 
     def _client(self, node: cst.BaseExpression | None, at: Call, step: Event, depth: int, facts: Facts) -> Wrap | None:
@@ -88,18 +88,19 @@ class StepOutsideDeepspeedEngine(Rule, form_of="MPG501"):
             return None
         records = [r for r in facts.flow.backward(backward.subject, backward.call, depth=3) if isinstance(r, Call)]
         scaled = any(
-            record.name == "scale" and facts.wrappers.of(record.receiver, record, "deepspeed") for record in records
+            record.name == "scale" and facts.wrappers.of(record.receiver, record, "deepspeed", True)
+            for record in records
         )
-        for record, wrap in facts.wrappers.differentiated(backward.subject, backward.call, "deepspeed"):
+        for record, wrap in facts.wrappers.differentiated(backward.subject, backward.call, "deepspeed", True):
             if wrap.index in (0, None):
-                why = self._refusal(wrappers.settings_of(wrap), scaled)
+                why = self._refusal(wrappers.settings_of(wrap, defaults=True), scaled)
                 return (why, wrap, record) if why else None
         return None
 
     def _refusal(self, settings: wrappers.WrapperSettings, scaled: bool) -> str:
         if settings.stage == 0:
             return "raises at ZeRO stage 0: the engine has to run the backward pass"
-        if settings.fp16 and not scaled:
+        if (settings.fp16 or settings.autocast_fp16) and not scaled:
             return "runs backward without the loss scale, which DeepSpeed's FP16 refuses"
         return ""
 

@@ -46,10 +46,11 @@ class ClipBeforeUnscale(ScalingRule):
     first one.
 
     ## Known limits
-    Follows one function, the helpers of its file, and one of another module that clips; a `backward` in another module
-    is not found. Silent if something in between may unscale: `get_scale`, or a call of unknown code that takes the
-    scaler. Silent for a model whose class creates layers in BF16: a scaler that is enabled raises at the gradients of
-    such weights. Silent for a norm limit of a million or more (`float("inf")`): it limits no scaled gradients either.
+    Follows one function, the helpers of its file, and the functions and methods of other modules of the project that it
+    calls, but not what those call in further modules. Silent if something in between may unscale: `get_scale`, or a
+    call of unknown code that takes the scaler. Silent for a model whose class creates layers in BF16: a scaler that is
+    enabled raises at the gradients of such weights. Silent for a norm limit of a million or more (`float("inf")`): it
+    limits no scaled gradients either.
     """
 
     code, name = "MPG205", "clip-before-unscale"
@@ -57,8 +58,9 @@ class ClipBeforeUnscale(ScalingRule):
     message = "`{expr}` clips gradients that are still scaled"
     help = "call `{scaler}.unscale_(optimizer)` before"
     operations = ("clip", "read")
-    triggers = (any_of(b"clip_", b".clamp_("), any_of(b".scale("), any_of(b"scaler", b"Scaler"))
-    triggers_nearby = (any_of(b"clip_grad", b".clamp_("),)
+    triggers = (any_of(b"backward", b".scale(", b"caler"),)
+    triggers_nearby = (any_of(b"clip_grad", b".clamp_("), any_of(b".scale("), any_of(b"scaler", b"Scaler"))
+    across = True
     examples = (
         Bad(
             """\
@@ -103,9 +105,13 @@ for x in loader:
             if each.kind == "unscale" and compatible(each.guard, clip.guard, backward.guard)
         ]
         notes = (Note("the loss is scaled here", backward.span), *others)
-        expr = facts.short(clip.call.func if clip.kind == "clip" else clip.record.node)
-        fix = self._fix(trace, place, backward, facts) if clip.kind == "clip" else None
-        help = self.help.format(scaler=facts.short(backward.scaler))
+        if clip.at is not None and backward.at is clip.at:
+            return None  # reported in its own file
+        expr = facts.short((clip.at or clip.call).func if clip.at or clip.kind == "clip" else clip.record.node)
+        fix = self._fix(trace, place, backward, facts) if clip.kind == "clip" and clip.here is clip.record else None
+        steps = (each for each in trace[place:] if each.kind == "scaler_step" and each.at is None)
+        named = next(steps, backward) if backward.at is not None else backward
+        help = self.help.format(scaler=facts.short(named.scaler))
         return self.at(clip, expr=expr, notes=notes, fix=fix, help=help)
 
     def _unscaled(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
@@ -120,7 +126,7 @@ for x in loader:
         return self._scaled(trace, place, facts)
 
     def _of_torch(self, clip: TraceStep, facts: Facts) -> bool:
-        if facts.traces.clips_elsewhere(clip.call):
+        if clip.record is clip.at:
             return True
         atoms = [each.atom for each in facts.evaluate(clip.call.func, clip.call)]
         if any(isinstance(atom, Ref) and atom.path in library_names.CLIPS for atom in atoms):

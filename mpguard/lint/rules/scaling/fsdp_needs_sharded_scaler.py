@@ -52,7 +52,9 @@ class FsdpNeedsShardedScaler(Rule):
 
     ## Known limits
     `fully_shard` (FSDP2) is not reported: its gradients are DTensors, over which a plain GradScaler reduces by itself.
-    `ShardingStrategy.NO_SHARD` is not reported either. A scaler, optimizer or model from outside the file is unknown.
+    `ShardingStrategy.NO_SHARD` is not reported either. A
+    scaler that another module of the project makes is reported where it scales the loss; an optimizer or a model from
+    outside the file is unknown.
     """
 
     code, name = "MPG211", "fsdp-needs-sharded-scaler"
@@ -176,11 +178,14 @@ def brain(net, loader):
             if not isinstance(atom, Object) or atom.call is None or atom.path not in _PLAIN:
                 continue
             origin = facts.of(atom.call)
-            if origin is facts and compatible(guard, each.guard, scale.guard, facts.enabled(atom.call, atom.path)):
-                notes = (Note("sharded here", wrap.call.span),)
+            if compatible(guard, each.guard, scale.guard, facts.enabled(atom.call, atom.path)):
+                notes: tuple[Note, ...] = (Note("sharded here", wrap.call.span, facts.elsewhere(wrap.call)),)
                 what = f"`{facts.short(atom.call.node)}` checks only the shards of its own rank for infinities"
-                fix = self._fix(atom.call, wrap, facts)
-                return self.at(atom.call, what=what, help=f"FSDP1 needs `{_SHARDED}`", notes=notes, fix=fix)
+                fix = self._fix(atom.call, wrap, facts) if origin is facts else None
+                place = atom.call if origin is facts else scale.call
+                if origin is not facts:
+                    notes = (Note("the scaler is created here", atom.call.span, facts.elsewhere(atom.call)), *notes)
+                return self.at(place, what=what, help=f"FSDP1 needs `{_SHARDED}`", notes=notes, fix=fix)
         return None
 
     def _fix(self, created: Call, wrap: Wrap, facts: Facts) -> Fix | None:

@@ -37,6 +37,9 @@ from mpguard.lint import (
 _SHAPES = autocast_ops.KEEPS | autocast_ops.NUMBERS
 _FLOAT32_LAYERS = frozenset(f"torch.nn.{name}" for name in autocast_ops.FLOAT32_LAYERS)
 
+_OFF = "`{expr}` is never enabled: the gradients of this FP16 run are not scaled"
+_HELP_OFF = "enable it where autocast is FP16, or leave `enabled` out; or use BF16"
+
 
 class MissingGradScaler(Rule):
     """FP16 autocast, or FP16 weights, and the gradients are never scaled.
@@ -72,6 +75,7 @@ class MissingGradScaler(Rule):
     A region whose `enabled` is a parameter that all calls in the files of the program set to False is off. An autocast
     without a dtype whose device is a variable is taken for that of a GPU, and a dtype that a parameter gives for its
     default, or for FP16 where the code asks whether it is.
+    A scaler whose `enabled` is False in each run, as a comparison of text with a dtype is, counts as none.
     """
 
     code, name = "MPG201", "missing-grad-scaler"
@@ -134,7 +138,13 @@ def never(model, loader, optimizer):
             return
         reported: set[Scope] = set()
         for backward in losses:
-            if backward.scope in reported or facts.is_inference(backward.call) or _is_scaled(backward):
+            if backward.scope in reported or facts.is_inference(backward.call):
+                continue
+            scaler = facts.scalers.never_enabled(backward)
+            low = next(self._low_precision(backward, facts), None) if scaler is not None else None
+            if scaler is not None and low is not None:
+                yield self._never_enabled(scaler, backward, low[1], facts)
+            if _is_scaled(backward):
                 continue
             program = facts.reachable(backward.scope)
             for region, where, guard, inside in self._low_precision(backward, facts):
@@ -165,6 +175,14 @@ def never(model, loader, optimizer):
                 what = "FP16 autocast" if region is not None else weights
                 yield self.at(backward, what=what, notes=notes, fix=fix)
                 break
+
+    def _never_enabled(self, scaler: Call, backward: Event, low: Call, facts: Facts) -> Diagnostic:
+        notes = (
+            Note("FP16 from here", low.span, facts.elsewhere(low)),
+            Note("the scaler is created here", scaler.span, facts.elsewhere(scaler)),
+        )
+        place = scaler if facts.elsewhere(scaler) is None else backward.call
+        return self.at(place, message=_OFF, expr=facts.short(scaler.node), help=_HELP_OFF, notes=notes)
 
     def _scaling(self, backward: Event, step: Event, facts: Facts) -> set[Scope]:
         """Return the functions that may scale the loss.

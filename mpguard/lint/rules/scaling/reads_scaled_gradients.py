@@ -4,20 +4,19 @@ import libcst as cst
 
 from mpguard.lint import (
     Bad,
-    Call,
     Diagnostic,
     Facts,
     Good,
     Note,
     Record,
     ScalingRule,
+    Scope,
     Trace,
     TraceStep,
     Use,
     any_of,
     constant,
     dotted,
-    lattice,
     lazy_pattern,
     path_condition,
     trace_facts,
@@ -36,6 +35,7 @@ _FINITE = lazy_pattern(r"\bisfinite\(.*grad")
 
 #: Steps of a trace after which gradients are not scaled any more, or may not be.
 _ENDS = (*trace_facts.ENDS["scaled"], "clip", "other_step", "zero_grad")
+_ELSEWHERE = "`{expr}` measures gradients that are still scaled"
 
 
 def _is_overflow(condition: path_condition.Condition) -> bool:
@@ -47,15 +47,17 @@ def _is_overflow(condition: path_condition.Condition) -> bool:
 
 
 class ReadsScaledGradients(ScalingRule):
-    """A gradient is measured for a log while it is still multiplied by the loss scale.
+    """A gradient is measured while it is still multiplied by the loss scale.
 
     ## What it does
     Reports `p.grad.norm()` and the like between the `backward` of a scaled loss and `unscale_` or `step`; under
-    `Accelerator(mixed_precision="fp16")`, before `clip_grad_norm_` or `unscale_gradients`.
+    `Accelerator(mixed_precision="fp16")`, before `clip_grad_norm_` or `unscale_gradients`. Functions and methods of
+    other modules of the project that measure gradients are reported where they are called.
 
     ## Why is this bad
     The number is larger than the true one by the scale, 65536 at first, and changes by a factor of two whenever the
-    scale does: the plot shows the scaler, not the training.
+    scale does: the plot shows the scaler, not the training. A norm that decides about the step, as a guard against
+    spikes does, skips nearly all of them.
 
     ## Known limits
     Only for scalers that the file creates itself. Checks whose result does not depend on the scale (finite, zero, None)
@@ -68,12 +70,9 @@ class ReadsScaledGradients(ScalingRule):
     message = "`{expr}` is read while gradients are still scaled"
     help = "unscale the gradients first"
     operations = ("read",)
-    triggers = (
-        any_of(b".grad.", b".grad)", b".grad,", b".grad\n", b".grad for", b"grad_norm(", b"gradient"),
-        any_of(b".backward("),
-        any_of(b"GradScaler", b"Accelerator("),
-    )
-    triggers_nearby = (any_of(b".grad"),)
+    triggers = (any_of(b"backward", b".scale(", b"caler", b"Accelerator("),)
+    triggers_nearby = (any_of(b".grad"), any_of(b".backward("), any_of(b"GradScaler", b"Accelerator("))
+    across = True
     examples = (
         Bad(
             """\
@@ -114,16 +113,22 @@ class AWP:
     )
 
     def misuse(self, trace: Trace, place: int, facts: Facts) -> Diagnostic | None:
-        read = trace[place].record
-        if not self._measures(read, facts) or any(map(_is_overflow, read.guard)):
+        step, read = trace[place], trace[place].record
+        if any(map(_is_overflow, read.guard)) or not self._measures(read, facts.of(read)):
             return None
         backward = self._scaled(trace, place, facts)
-        if backward is None:
+        if backward is None or (step.at is not None and (backward.at is step.at or _changes_in_place(read.scope))):
             return None
-        return self.at(read, expr=facts.short(read.node), notes=(Note("the loss is scaled here", backward.span),))
+        message = _ELSEWHERE if step.at is not None else None
+        return self.at(
+            step,
+            message=message,
+            expr=facts.short(step.here.node),
+            notes=(Note("the loss is scaled here", backward.span),),
+        )
 
     def _scaled(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
-        reads = (each for each in trace if each.kind == "get_scale" and each.record.scope is trace[place].record.scope)
+        reads = (each for each in trace if each.kind == "get_scale" and each.here.scope is trace[place].here.scope)
         if any(facts.traces.computes_with_scale(each.call) for each in reads):
             return None  # the gradients are unscaled by hand
 
@@ -141,17 +146,8 @@ class AWP:
             call is not None and constant(call.argument(None, "mixed_precision")) == ("fp16",) for call in calls
         )
 
-    def _only_measures(self, function: lattice.Function, facts: Facts) -> bool:
-        """True if a function measures gradients, and changes nothing in place."""
-        scopes = list(function.scope.descendants())
-        changes = any(call.name.endswith("_") for scope in scopes for call in scope.calls)
-        uses = [use for scope in scopes for each in scope.uses.values() for use in each if ".grad" in use.path]
-        return not changes and any(self._measures(use, facts.of(function.scope)) for use in uses)
-
     def _measures(self, use: Record, facts: Facts) -> bool:
-        """True if the use of a gradient depends on its size, or a called function of another module has such a use."""
-        if isinstance(use, Call):
-            return all(self._only_measures(each, facts) for each in facts.functions(use))
+        """True if the use of a gradient depends on its size."""
         assert isinstance(use, Use)
         node: cst.CSTNode = use.node
         _, found, after = use.path.partition(".grad")
@@ -188,6 +184,11 @@ class AWP:
                 return measured and not _cancels(parent, use, facts)
             node = parent
         return measured
+
+
+def _changes_in_place(scope: Scope) -> bool:
+    """True if a function calls methods that change tensors in place: it may average gradients, or unscale them."""
+    return any(call.name.endswith("_") for call in scope.calls)
 
 
 def _cancels(statement: cst.CSTNode, use: Use, facts: Facts) -> bool:

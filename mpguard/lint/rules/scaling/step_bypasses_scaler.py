@@ -59,7 +59,8 @@ class StepBypassesScaler(ScalingRule):
     message = "`{expr}` bypasses the GradScaler that scaled its gradients"
     help = "step through the scaler, which unscales the gradients and skips the step where they overflowed"
     operations = ("step",)
-    triggers = (any_of(b"scaler", b"Scaler"), any_of(b".scale("), any_of(b".step("))
+    triggers = (any_of(b".step("), any_of(b"backward", b".scale("))
+    triggers_nearby = (any_of(b"scaler", b"Scaler"), any_of(b".scale("))
     examples = (
         Bad(
             """\
@@ -95,8 +96,8 @@ for x in loader:
         step, backward = trace[place], self._scaled(trace, place, facts)
         if backward is None or backward.scale is None:
             return None
-        notes = (Note("the loss is scaled here", backward.scale.span),)
-        fix = self._fix(trace, place, backward.scale, facts)
+        notes = (Note("the loss is scaled here", (backward.at or backward.scale).span),)
+        fix = self._fix(trace, place, backward.scale, facts) if backward.at is None else None
         return self.at(step, expr=facts.short(step.call.node), notes=notes, fix=fix)
 
     def _scaled(self, trace: Trace, place: int, facts: Facts) -> TraceStep | None:
@@ -152,7 +153,7 @@ for x in loader:
         Such a scaler is created with a scale, `GradScaler(2**10)`, and neither its `step` nor `update` is called. The
         weight decay of Adam is added to the gradients, and divided with them; that of AdamW is not.
         """
-        if facts.events("scaler_step") or facts.events("update"):
+        if any(each.events(kind) for each in (facts, facts.of(scale.call)) for kind in ("scaler_step", "update")):
             return False
         scalers = [each.atom for each in facts.evaluate(scale.subject, scale.call)]
         stepped = [each.atom for each in facts.evaluate(step.optimizer, step.call)]
@@ -173,7 +174,7 @@ for x in loader:
         return any(
             facts.traces.computes_with_scale(each.call)
             if each.kind == "get_scale"
-            else facts.short(each.optimizer) == facts.short(step.optimizer)
+            else each.at is not None or facts.short(each.optimizer) == facts.short(step.optimizer)
             for each in trace_facts.between(trace, index, place, "get_scale", "scaler_step", guard=step.guard)
         )
 
