@@ -303,13 +303,15 @@ def unproven_at_exit(
     skipped: int,
     status: int,
     first_scale: float | None = None,
+    hysteresis: int = 1,
     why_none: str = "",
 ) -> Failure:
     """Return the failure of a run that ends without a proof.
 
     trained: True if gradients were computed. without_gradients: True if optimizers were stepped and none of their
     parameters had a gradient. without_optimizer: True if there was none. skipped: steps that were skipped. status: the
-    script's exit status. first_scale: that of a dynamic loss scale. why_none: why there were no gradients.
+    script's exit status. first_scale: that of a dynamic loss scale. hysteresis: the overflows before it is halved.
+    why_none: why there were no gradients.
     """
     if not enforced:
         reason = "enforce is off"
@@ -327,7 +329,8 @@ def unproven_at_exit(
         )
     else:
         reason = "the run computed gradients and ended before an optimizer step was applied"
-    scale = f": the loss scale began at {first_scale:g} and is halved by a skip" if first_scale else ""
+    each = "a skip" if hysteresis == 1 else f"each skip from number {hysteresis} on (hysteresis)"
+    scale = f": the loss scale began at {first_scale:g} and is halved by {each}" if first_scale else ""
     skips = f" ({skipped} steps were skipped{scale})" if skipped else ""
     end = f"; the script ended with status {status}" if status else ""
     return Failure(FailureKind.UNPROVEN, f"{reason}{skips}; what was in force could not be observed{end}")

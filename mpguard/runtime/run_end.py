@@ -68,6 +68,7 @@ def finalize(guard: Guard, status: int) -> None:
         skipped=guard.skipped,
         status=status,
         first_scale=guard.first_scale,
+        hysteresis=guard.plan.policy.hysteresis or 1,
         why_none=guard.without_gradients,
     )
     guard.proof = guard.reporter.of_run(Proof(NOT_PROVEN, guard.plan, failures=(failure,)))

@@ -28,9 +28,12 @@ def for_module(
     of other modules.
     """
     if in_fp32 and phase == "backward":
+        # The module's results are in FP32; a factor of its own may be in FP16, as in `scale.to(x.dtype) * x`.
+        fp16 = policy is not None and policy.fp16
+        dtypes = "and BF16 where a gradient exceeds 65504 in FP16" if fp16 else "another dtype does not"
         return (
             f"check `{module}` for sqrt(0), a norm of zeros, log(0) and 1/0, whose gradients are infinite, and for a "
-            "learning rate that is too high; an epsilon or clipping helps, another dtype does not"
+            f"learning rate that is too high; an epsilon or clipping helps, {dtypes}"
         )
     if in_fp32:
         nan = (

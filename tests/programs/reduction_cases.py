@@ -426,7 +426,7 @@ def models_of_their_own_that_exchange_gradients_of_activations() -> None:
     _tensor_parallel(same_data=False)
 
 
-def _parallel_layers_between_whole_ones(same_data: bool) -> None:
+def _parallel_layers_between_whole_ones(same_data: bool, one_optimizer: bool = True) -> None:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -435,19 +435,26 @@ def _parallel_layers_between_whole_ones(same_data: bool) -> None:
     parallelize_module(model, dist.init_device_mesh("cpu", (2,)), {"1": ColwiseParallel(), "3": RowwiseParallel()})
     divided = [own for own in model.parameters() if isinstance(own, DTensor)]
     whole = [own for own in model.parameters() if not isinstance(own, DTensor)]
-    optimizer = adam([{"params": divided}, {"params": whole}], foreach=False)
+    groups = [[{"params": divided}, {"params": whole}]] if one_optimizer else [divided, whole]
+    optimizers = [adam(each, foreach=False) for each in groups]
     torch.manual_seed(7 if same_data else 7 + rank)
     for inputs in torch.randn(4, 16, 32):
         with torch.autocast("cpu", torch.bfloat16):
             outputs = model(inputs)
         outputs.float().pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @case()
 def parallel_layers_between_whole_ones() -> None:
     _parallel_layers_between_whole_ones(same_data=True)
+
+
+@case()
+def parallel_layers_and_whole_ones_with_an_optimizer_each() -> None:
+    _parallel_layers_between_whole_ones(same_data=True, one_optimizer=False)
 
 
 @case()

@@ -663,6 +663,20 @@ def _zero(stage: int, *, rounds: bool = False) -> None:
             state["exp_avg"].copy_(state["exp_avg"].bfloat16())
 
 
+@case()
+def states_rounded_in_a_redundancy_optimizer() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DDP(net())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    for inputs in batches():
+        loss_of(model, inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for state in optimizer.optim.state.values():  # each rank has those of its part
+            state["exp_avg"].copy_(state["exp_avg"].bfloat16())
+
+
 @case("deepspeed-zero1")
 def zero1() -> None:
     _zero(1)

@@ -9,6 +9,7 @@ import os
 import stat
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -153,11 +154,18 @@ def test_what_is_wrong_outlasts_what_is_not_proven_and_later_proofs(tmp_path: Pa
         ({"without_gradients": True, "why_none": "no pass"}, "none of its parameters had gradients: no pass; what was"),
         ({"without_optimizer": True}, "without an optimizer of torch, and its weights no longer exist"),
         ({"skipped": 2}, "applied (2 steps were skipped); what was in force could not be observed"),
-        ({"skipped": 2, "first_scale": 2.0**32}, "skipped: the loss scale began at 4.29497e+09 and is halved"),
+        (
+            {"skipped": 2, "first_scale": 2.0**32},
+            "the loss scale began at 4.29497e+09 and is halved by a skip",
+        ),
+        (
+            {"skipped": 2, "first_scale": 8.0, "hysteresis": 2},
+            "8 and is halved by each skip from number 2 on",
+        ),
         ({"status": 3}, "could not be observed; the script ended with status 3"),
     ],
 )
-def test_the_message_of_a_run_that_ends_unproven(changes: dict[str, bool], message: str) -> None:
+def test_the_message_of_a_run_that_ends_unproven(changes: dict[str, Any], message: str) -> None:
     state = {"enforced": True, "trained": True, "without_gradients": False, "without_optimizer": False, **changes}
     state = {"skipped": 0, "status": 0, **state}
-    assert message in str(unproven_at_exit(**state))  # type: ignore[arg-type]
+    assert message in str(unproven_at_exit(**state))

@@ -50,7 +50,8 @@ def _backward(original: AnyFunction) -> AnyFunction:
         with recorder.record_backward(t_outputs, accumulates, list(guard.optimizers)), watched as leaves:
             recorder.by_hand.record_pass(leaves, guard.optimizers)
             scaled = recorder.scaled_passes
-            own = safely(scaled.begin_pass, leaves, guard.optimizers) if guard.plan.policy.fp16 and leaves else None
+            fp16 = guard.plan.policy.fp16 and leaves
+            own = safely(scaled.begin_pass, t_outputs, leaves, guard.optimizers) if fp16 else None
             result = original(t_outputs, *args, **kwargs)
             scaled.end_pass(own or ())
         cuda_graphs.backward_ended()

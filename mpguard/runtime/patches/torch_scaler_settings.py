@@ -120,6 +120,7 @@ def _scaler_facts(scaler: Any) -> dict[str, Any]:
         "backs_off": not enabled or scaler.get_backoff_factor() <= SLOWEST,
         "backoff": scaler.get_backoff_factor() if enabled else None,
         "window": scaler.get_growth_interval() if enabled and scaler.get_growth_factor() >= 1.5 else None,
+        "hysteresis": getattr(scaler, "_hysteresis", 1),
     }
 
 

@@ -256,9 +256,10 @@ def _values(optimizer: Any) -> Iterator[tuple[tuple[int, str], Any]]:
     """Yield the sampled weights, and their states in FP32 of the same shape, by parameter and name."""
     import torch
 
+    inner = getattr(getattr(optimizer, "optim", None), "state", {})  # ZeroRedundancyOptimizer: of this rank's part
     for own in _sampled(optimizer):
         yield (id(own), WEIGHT), own
-        states = optimizer.state.get(own)
+        states = optimizer.state.get(own) or inner.get(own)
         for name, state in states.items() if isinstance(states, dict) else ():
             whole = type(local(state)) is torch.Tensor and state.dtype is torch.float32
             if whole and local(state).shape == local(own).shape:

@@ -645,7 +645,7 @@ def _add_reductions(seen: Observed, recorder: Recorder, optimizer: Any, roots: l
         seen.sent_by.setdefault(dtype, []).append(origin)
     seen.averaging, seen.passed_on = recorder.averaging, recorder.gradients.passed_on
     seen.activations, seen.unread = recorder.activations, dict(recorder.gradients.unread)
-    if seen.engine == "tp" and any(shards_of(own) == seen.world_size for own in updated_by(optimizer)):
+    if seen.engine == "tp" and seen.world_size in {shards_of(own) for root in roots for own in trees.parameters(root)}:
         seen.reduced_by = seen.reduced_by or "tensor parallel"
     if not recorder.listened:
         found, source = reductions.configured(roots)

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from mpguard.runtime.proof.gradients import leaves_behind
 from mpguard.runtime.proof.samples import is_capturing, local, sample
 
 if TYPE_CHECKING:
@@ -23,15 +24,20 @@ WATCHED, NODES, LOSSES = 4, 16, 64
 
 OTHER = "backward ran on a loss that another GradScaler has scaled"
 TWICE = "backward ran on a loss that was scaled twice"
+PARTLY = "backward ran on a sum of losses of which a part was scaled"
 LATE = "backward ran on a scaled loss after `unscale_`, so that its gradients are not divided by the scale"
 
 #: What to do about each.
 ADVICE = {
     OTHER: "Scale all losses of an optimizer with one GradScaler, and step it with that one",
     TWICE: "Scale each loss once: `accelerator.backward(loss)` does it itself",
+    PARTLY: "Scale the sum, or each loss: the step divides all gradients by the scale",
     LATE: "Call scaler.unscale_(optimizer) once, after the last backward pass before the step",
 }
 
+
+#: The nodes of sums and differences.
+SUMS = ("AddBackward0", "SubBackward0", "NegBackward0")
 
 #: A node of autograd's graph: the thread that has created it, and its number there.
 _Node = tuple[int, int]
@@ -39,11 +45,15 @@ _Node = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class _Pass:
-    """A pass. scalers: the ids of those that have scaled its loss. twice: True if one of them a scaled loss."""
+    """A pass. scalers: the ids of those that have scaled its loss. twice: True if one of them a scaled loss.
+
+    partly: True if a parameter has a gradient of a term that none has scaled, next to one that was.
+    """
 
     scalers: frozenset[int]
     twice: bool
     late: bool
+    partly: bool
 
 
 class ScaledPasses:
@@ -57,6 +67,7 @@ class ScaledPasses:
         self._open: set[int] = set()
         self._thread = 0  # of the pass that runs
         self._twice = False
+        self._beside: set[int] = set()  # parameters behind what is added to a scaled loss
 
     def loss_scaled(self, scaler: Any, loss: Any, scaled: Any) -> None:
         """Record that a scaler has scaled a loss."""
@@ -88,9 +99,10 @@ class ScaledPasses:
         if again is not None and not is_capturing():
             self._twice |= float(gradient.max()) * scaler.get_scale() > 1.5 * again
 
-    def begin_pass(self, leaves: Iterable[torch.Tensor], optimizers: Iterable[Any]) -> list[int]:
+    def begin_pass(self, outputs: Any, leaves: Iterable[torch.Tensor], optimizers: Iterable[Any]) -> list[int]:
         """Forget earlier passes of parameters whose gradients were set to zero. Return those that the pass reaches."""
         self._open, self._twice, self._thread = set(), False, threading.get_ident()
+        self._beside = self._beside_scaled(outputs)
         reached, own = {id(leaf) for leaf in leaves}, []
         for optimizer in optimizers:
             for each in _watched(optimizer):
@@ -103,7 +115,7 @@ class ScaledPasses:
     def end_pass(self, own: Iterable[int]) -> None:
         """Record a pass. own: what `begin_pass` has returned."""
         for number in own:
-            known = _Pass(frozenset(self._open), self._twice, number in self._unscaled)
+            known = _Pass(frozenset(self._open), self._twice, number in self._unscaled, number in self._beside)
             self._passes.setdefault(number, []).append(known)
 
     def unscaled(self, optimizer: Any) -> None:
@@ -120,6 +132,8 @@ class ScaledPasses:
             return OTHER
         if any(each.twice for each in passes):
             return TWICE
+        if any(each.scalers and each.partly for each in passes):
+            return PARTLY
         return LATE if any(each.scalers and each.late for each in passes) else ""
 
     def scale_of(self, parameters: Iterable[Any]) -> float:
@@ -130,6 +144,27 @@ class ScaledPasses:
                 own = [scaler for reference in self._scaled.values() if (scaler := reference()) is not None]
                 return next((float(each.get_scale()) for each in own if id(each) in scalers), 0.0)
         return 0.0
+
+    def _beside_scaled(self, outputs: Any) -> set[int]:
+        """Return the parameters behind the terms of a sum that no scaler has scaled, if one has scaled another term.
+
+        A factor of the script may be the scale: what is behind a product or quotient is not known.
+        """
+        from torch.autograd.graph import GradientEdge
+
+        todo = [each.node if hasattr(each, "node") else each.grad_fn for each in outputs]
+        scaled, plain = False, []
+        for _ in range(NODES):
+            node = todo.pop() if todo else None
+            if node is None:
+                continue
+            if _node(node) in self._scaled:
+                scaled = True
+            elif node.name() in SUMS:
+                todo += [each for each, _ in node.next_functions]
+            elif not node.name().startswith(("Mul", "Div")):
+                plain.append(GradientEdge(node, 0))
+        return set(map(id, leaves_behind(plain))) if scaled and not todo else set()
 
     def _forget(self, number: int) -> None:
         self._passes.pop(number, None)

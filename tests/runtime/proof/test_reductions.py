@@ -48,7 +48,7 @@ RIGHT = (
     "ddp_over_one_rank_in_a_pipeline", "a_probe_on_rank_0", "a_probe_on_rank_1", "a_probe_for_which_no_rank_waits",
     "main_gradients_reduced_each", "main_gradients_added_up_in_hooks", "own_zero1_of_a_flat_sum",
     "own_zero1_of_whole_parameters", "tensor_parallel_by_hand", "a_bias_of_one_element_is_reduced",
-    "parallel_layers_between_whole_ones",
+    "parallel_layers_between_whole_ones", "parallel_layers_and_whole_ones_with_an_optimizer_each",
 )  # fmt: skip
 
 WRONG = {

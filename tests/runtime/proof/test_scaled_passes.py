@@ -36,7 +36,7 @@ class Training:
 
     def backward(self, loss: torch.Tensor, modules: tuple[str, ...] = ("model",)) -> None:
         leaves = [own for name in modules for own in getattr(self, name).parameters()]
-        own = self.passes.begin_pass(leaves, self.optimizers)
+        own = self.passes.begin_pass([loss], leaves, self.optimizers)
         loss.backward()
         self.passes.end_pass(own)
 
@@ -71,9 +71,22 @@ def unscaled_between_passes(t: Training) -> str:
     return t.step()
 
 
+def scaled_in_part(t: Training) -> str:
+    t.backward(t.scale(t.one, t.loss()) + t.loss())
+    return t.step()
+
+
+def penalty_that_is_not_scaled(t: Training) -> str:
+    penalty = sum(own.square().sum() for own in t.model.parameters())
+    t.backward(t.loss() - (-t.scale(t.one, t.loss())) - penalty)
+    return t.step()
+
+
 @pytest.mark.parametrize(
     ("program", "found"),
     [
+        (scaled_in_part, scaled_passes.PARTLY),
+        (penalty_that_is_not_scaled, scaled_passes.PARTLY),
         (two_scalers, scaled_passes.OTHER),
         (another_scaler_steps, scaled_passes.OTHER),
         (scaled_twice, scaled_passes.TWICE),
@@ -100,6 +113,17 @@ def divided_between(t: Training) -> str:
 
 def two_losses_of_one_pass(t: Training) -> str:
     t.backward(t.scale(t.one, t.loss()) + t.scale(t.one, t.loss()))
+    return t.step()
+
+
+def scaled_by_the_script(t: Training) -> str:
+    t.backward(t.scale(t.one, t.loss()) + t.loss() * t.one.get_scale())
+    return t.step()
+
+
+def term_of_another_optimizer(t: Training) -> str:
+    """What another optimizer steps is not divided."""
+    t.backward(t.scale(t.one, t.loss()) + t.other(torch.randn(3, 4)).mean(), modules=("model", "other"))
     return t.step()
 
 
@@ -132,7 +156,17 @@ def an_optimizer_each(t: Training) -> str:
 
 @pytest.mark.parametrize(
     "program",
-    [accumulated, divided_between, two_losses_of_one_pass, set_to_zero, set_to_none, penalty, an_optimizer_each],
+    [
+        accumulated,
+        divided_between,
+        two_losses_of_one_pass,
+        set_to_zero,
+        set_to_none,
+        penalty,
+        an_optimizer_each,
+        scaled_by_the_script,
+        term_of_another_optimizer,
+    ],
 )
 def test_programs_whose_step_divides_by_the_scale_of_its_gradients(program: Callable[[Training], str]) -> None:
     training = Training()

@@ -138,6 +138,7 @@ WRONG = {
     },
     2: {
         "states_rounded_under_zero3": "states fp32 rounded to bf16",
+        "states_rounded_in_a_redundancy_optimizer": "RedundancyOptimizer, weights fp32, states fp32 rounded to bf16",
         "ddp_rounds_after_the_reduction": "rounded to bf16 in a communication hook of DDP, after the reduction: `",
         "ddp_compresses_in_cpp": "reduction: fp16 (the collective)",
         "ddp_compresses_in_a_hook": "reduction: bf16 (the collective)",

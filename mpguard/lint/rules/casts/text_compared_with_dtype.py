@@ -8,6 +8,9 @@ from mpguard.lint import Diagnostic, Facts, Record, Rule, any_of, constant, dott
 
 _EQUAL, _UNEQUAL = (cst.Equal, cst.Is, cst.In), (cst.NotEqual, cst.IsNot, cst.NotIn)
 _SEVERAL = (cst.Tuple, cst.List, cst.Set)
+_COMPARED = (b"== ", b"!= ", b" is ", b" is not ", b"in (", b"in [", b"in {")
+_DTYPES = (b"torch.float16", b"torch.bfloat16", b"torch.half", b"torch.float32")
+_TEXTS = (b"float", b"bfloat", b"fp", b"bf", b"half", b"torch.")
 
 
 class TextComparedWithDtype(Rule, form_of="MPG310"):
@@ -23,9 +26,9 @@ class TextComparedWithDtype(Rule, form_of="MPG310"):
     message = "`{expr}` is always {value}: `{option}` is text, which equals no `torch.dtype`"
     help = "compare with the text, or with `getattr(torch, {option})`"
     triggers = (
-        any_of(b"= torch.", b"is torch.", b"not torch.", b"in (torch.", b"in [torch.", b"in {torch.", b"6 =="),
-        any_of(b"torch.float16", b"torch.bfloat16", b"torch.half", b"torch.float32"),
+        any_of(*(how + dtype for how in _COMPARED for dtype in _DTYPES), *(dtype + b" ==" for dtype in _DTYPES)),
     )
+    triggers_nearby = (any_of(b"add_argument(", *(quote + text for text in _TEXTS for quote in (b'"', b"'"))),)
 
     def check(self, facts: Facts) -> Iterator[Diagnostic]:
         seen: set[cst.CSTNode] = set()

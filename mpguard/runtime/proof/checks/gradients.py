@@ -186,6 +186,7 @@ def scaler(seen: Observed, plan: Plan) -> list[Row]:
     elif found_scaler.get("window") is not None:
         asked = f"dynamic, window {policy.loss_scale_window}"
         found += f", window {found_scaler['window']}"
+        found += f", hysteresis {found_scaler['hysteresis']}" if found_scaler.get("hysteresis", 1) > 1 else ""
         same = found_scaler["window"] == policy.loss_scale_window and found_scaler["scale"] <= policy.initial_loss_scale
     by_script = found_scaler.get("set", "")
     if policy.loss_scale is None and (by_script or not found_scaler.get("backs_off", True)):
