@@ -467,7 +467,7 @@ def compare_ranks(fingerprints: Sequence[Fingerprint]) -> list[Failure]:
     shared = [name for name in fingerprints[0].alone if name not in (parts if name in outside else own_starts)]
     # What is the same on all ranks needs no reduction where tensor parallelism divides the layers, and not the data; if
     # the data are other ones, it was reduced in a way that was not seen.
-    if len({each.loss for each in fingerprints}) > 1 or not any(each.gradients for each in fingerprints):
+    if _have_other_data(fingerprints) or not any(each.gradients for each in fingerprints):
         shared = [name for name in shared if _differ([sums.get(name) for sums in alone])]
     if shared:
         text = (
@@ -480,9 +480,15 @@ def compare_ranks(fingerprints: Sequence[Fingerprint]) -> list[Failure]:
 
 
 def are_the_same(fingerprints: Sequence[Fingerprint]) -> bool:
-    """True if gradients that nothing was seen to reduce are the same on all ranks, though the losses differ."""
+    """True if gradients that nothing was seen to reduce are the same on all ranks, though the data may differ."""
     alone = [{name: sums[:2] for name, sums in each.alone.items()} for each in fingerprints]
-    return bool(alone[0]) and not _differing(alone) and len({each.loss for each in fingerprints}) > 1
+    return bool(alone[0]) and not _differing(alone) and _have_other_data(fingerprints)
+
+
+def _have_other_data(fingerprints: Sequence[Fingerprint]) -> bool:
+    """True if ranks have other data, as losses that differ show, or if that is not known: `torch.func` has no loss."""
+    losses = {each.loss for each in fingerprints}
+    return len(losses) > 1 or losses == {None}
 
 
 def _share_the_parameters(fingerprints: Sequence[Fingerprint]) -> bool:

@@ -165,7 +165,7 @@ def coverage(seen: Observed, _plan: Plan) -> list[Row]:
         return []
     names = {"ddp": "DDP", "engine": "the engine", "script": "the script"}
     by = [f"{format_amount(count)} by {names[kind]}" for kind, count in seen.covered.items() if kind in names]
-    by += [f"by nothing: {format_names(seen.alone, seen)}"] if seen.alone else []
+    by += [f"no reduction seen of {format_names(seen.alone, seen)}"] if seen.alone else []
     return [Row("coverage", ", ".join(by), "every trained parameter is reduced", Verdict.NOT_ASKED)]
 
 
