@@ -7,6 +7,7 @@ than those of the checked ones: a warm-up in FP32, or each tenth step in FP16.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from mpguard.runtime.progress import Progress
 from mpguard.runtime.proof import consensus, program_threads, trees
 from mpguard.runtime.proof.collectives import number_of_calls
 from mpguard.runtime.proof.observe import updated_by
+from mpguard.runtime.ranks import world_size
 from mpguard.runtime.step_counter import StepCounter
 
 if TYPE_CHECKING:
@@ -146,6 +148,8 @@ class LaterChecks(StepCounter):
 
 def _stops_early(optimizer: Any, models: Iterable[nn.Module]) -> bool:
     """True in torch's `Join`: a rank with fewer batches stops earlier, and its steps are not those of other ranks."""
-    every = (optimizer, *(module for root in models for module in trees.modules(root)))
-    configs = [getattr(each, "_join_config", None) for each in every]
+    if world_size()[0] == 1:
+        return False
+    every = itertools.chain((optimizer,), (module for root in models for module in trees.modules(root)))
+    configs = (getattr(each, "_join_config", None) for each in every)
     return any(each is not None and each.enable and not each.throw_on_early_termination for each in configs)

@@ -99,7 +99,12 @@ class Inferred:
 
 def nodes_behind(outputs: Iterable[Any]) -> Iterator[Any]:
     """Yield each node once of the autograd graph of tensors, or of gradient edges."""
-    return _nodes_from([output.node if hasattr(output, "node") else output.grad_fn for output in outputs])
+    return _nodes_from(list(map(node_of, outputs)))
+
+
+def node_of(output: Any) -> Any:
+    """Return the node of autograd's graph that has created a tensor, or that of a gradient edge."""
+    return output.node if hasattr(output, "node") else output.grad_fn
 
 
 def _nodes_from(todo: list[Any]) -> Iterator[Any]:

@@ -184,7 +184,7 @@ def _enable(shapes: bool) -> None:
     torch.autograd.profiler._run_on_profiler_start()  # type: ignore[no-untyped-call]  # compiled code names its regions
 
 
-def _disable(closed: Collection[str] = ()) -> tuple[list[Any], list[str], list[int]]:
+def _disable(closed: Collection[str]) -> tuple[list[Any], list[str], list[int]]:
     import torch
     from torch.autograd.profiler import record_function
 

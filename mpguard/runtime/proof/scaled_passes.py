@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from mpguard.runtime.proof.gradients import leaves_behind
+from mpguard.runtime.proof.inferred import node_of
 from mpguard.runtime.proof.samples import is_capturing, local, sample
 
 if TYPE_CHECKING:
@@ -152,8 +153,7 @@ class ScaledPasses:
         """
         from torch.autograd.graph import GradientEdge
 
-        todo = [each.node if hasattr(each, "node") else each.grad_fn for each in outputs]
-        scaled, plain = False, []
+        todo, scaled, plain = list(map(node_of, outputs)), False, []
         for _ in range(NODES):
             node = todo.pop() if todo else None
             if node is None:
